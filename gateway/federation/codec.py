@@ -31,8 +31,10 @@ from wire import federation_pb2 as pb
 M = TypeVar("M")
 T = TypeVar("T")
 
-LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
+LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
 """The protocols that this gateway speaks: each build also speaks that of the build before."""
+SHOWS_LIFE = 3
+"""The protocol from which on a site says something every second: it need not be pinged as often."""
 MAX_NAME = 200
 MAX_MODELS = 10_000
 """Of one site, base models and variants together."""
@@ -101,6 +103,11 @@ def _check_protocol(hello: pb.Hello) -> None:
             f"the site speaks protocols {lowest} to {highest}, this gateway {LOWEST_PROTOCOL} to "
             f"{HIGHEST_PROTOCOL}: upgrade the older of the two"
         )
+
+
+def shows_life(hello: pb.Hello) -> bool:
+    """Return whether the site says something every second, whatever its engine does."""
+    return max(hello.protocol, hello.highest_protocol) >= SHOWS_LIFE
 
 
 def load(report: pb.Load, received_s: float) -> LoadReport:

@@ -72,6 +72,7 @@ class Link:
         pace: StreamPace | None = None,
     ) -> None:
         self.identity = identity
+        self.ping_heartbeats = 1  # from one ping to the next
         self.last_heard_s = clock()
         self.outbox = Outbox()
         self.counts = Counts(identity.name, self.outbox)
@@ -165,7 +166,6 @@ class Link:
         self._uncovered[attempt.id] = demand
         self._progress.assigned(attempt.id, self._awake.now_s)
         self._directory.set_credit(self.name, self._credit())
-        self._offloading.mark_changed(self.name)
         self.outbox.put(assign, attempt.id)
         return attempt
 

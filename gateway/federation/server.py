@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 10.0
 MISSED_HEARTBEATS = 3
+LINKS_PER_PING, MAX_PING_HEARTBEATS = 250, 5
+"""With so many more links, one more heartbeat passes between two pings of a site that joins: else pings would
+cost the gateway of a large fleet more than reports.
+"""
 MAX_MESSAGE_BYTES = 64 * 2**20
 HANDSHAKE_WITHIN_MS = 20_000
 IDLE_MS = 60_000
@@ -135,11 +139,13 @@ class Federation(rpc.FederationServicer):
             awake=self._awake,
             pace=self._pace,
         )
+        if codec.shows_life(first.hello):
+            link.ping_heartbeats = min(MAX_PING_HEARTBEATS, 1 + len(self._links) // LINKS_PER_PING)
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
             peers=settings.peers if certificate is None else (),  # peers are ports for tokens
-            heartbeat_s=settings.heartbeat_s,
+            heartbeat_s=settings.heartbeat_s * link.ping_heartbeats,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
             reads_bunches=True,
@@ -222,20 +228,21 @@ class Federation(rpc.FederationServicer):
             return f"connection lost ({exc})"
 
     async def _watch(self, link: Link, certificate: SiteCertificate | None) -> str:
-        """Send heartbeats; return when the site is silent, because a site that hangs keeps its socket open,
-        or when its certificate ends.
+        """Send pings; return when the site is silent, because a site that hangs keeps its socket open, or
+        when its certificate ends. A site says something at every heartbeat, also where pings are rarer.
 
         Silence is counted in heartbeats for which this process slept as long as planned: if it was stalled
         itself, the site's messages wait unread, and the site is not at fault.
         """
-        heartbeat_s, missed = self._settings.heartbeat_s, 0
+        heartbeat_s, missed, heartbeats = self._settings.heartbeat_s, 0, 0
         while link.closing is None:
             if missed >= MISSED_HEARTBEATS:
                 return f"silent for {self._clock() - link.last_heard_s:.1f} s"
             if invalid_reason := self._site_auth.invalid_reason(certificate):
                 return invalid_reason
-            if unread_reason := link.ping():
+            if heartbeats % link.ping_heartbeats == 0 and (unread_reason := link.ping()):
                 return unread_reason
+            heartbeats += 1
             began_s = self._clock()
             await self._sleep(heartbeat_s)
             stalled = self._clock() - began_s > 1.5 * heartbeat_s

@@ -17,7 +17,7 @@ from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoin
 from site_engine.errors import NotServed, Reason, WrongMessage
 from wire import federation_pb2 as pb
 
-LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
+LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
 """The protocols that this site speaks: each build also speaks that of the build before."""
 MAX_STEP_BYTES = 1 << 20
 """A Step is cut into several messages near this size, well below gRPC's limit of 4 MiB."""

@@ -81,6 +81,11 @@ class Outbox:
     def load(self, load: Load) -> None:
         self._load = load
 
+    @property
+    def has_load(self) -> bool:
+        """Return whether a load report waits to be sent."""
+        return self._load is not None
+
     def bid(self, bid: Bid | None) -> None:
         """The latest bid replaces one not yet sent; None withdraws it."""
         self._bid = bid

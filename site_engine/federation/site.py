@@ -19,18 +19,24 @@ from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
 from site_engine.federation.outbox import STREAM_INTERVAL_S
+from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace
 
 log = logging.getLogger(__name__)
 
-LOAD_EVERY_S = 1.0
+SIGN_OF_LIFE_S = 1.5
+"""After so long without a report a site says that it is there: what its engine does is judged by reports."""
 BID_INTERVAL_S = 1.0
 MAX_GRACE_S = 600.0
+NO_PING = 0
+"""The number of no ping: they count from 1."""
 STUCK_AFTER_S = 120.0
 """An engine that has been without progress for so long does not come back: a new process has to load it."""
 MAX_NAMED = 10
 """Models that a refusal names."""
 READS_STALLS = 2
 """The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
+PINGS_RARELY = 3
+"""The protocol from which on a gateway may ping a site more rarely than it wants to hear of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,10 @@ class Connection:
     )
     has_bid: bool = False
     bid_s: float = float("-inf")
+
+    def withdraw_bid(self) -> None:
+        self.has_bid = False
+        self.attempts.outbox.bid(None)
 
     @property
     def is_idle(self) -> bool:
@@ -93,7 +103,8 @@ class Site:
         self._bids = 0
         self.on_order: m.OnModelOrder | None = None  # orders are refused without it
         self.unknown_messages = 0  # of kinds that only newer gateways know
-        self._load_s = float("-inf")
+        self._pace = ReportPace(hello.slots, hello.kv_capacity_tokens)
+        self._load_s = self._sign_s = float("-inf")
         self._figures: LoadFigures | None = None
         self._stalled = False
         self._draining: m.Draining | None = None
@@ -144,6 +155,7 @@ class Site:
             self._engine.cancel(known.attempts.cancel(attempt_id))
         if self._draining is not None:
             known.attempts.outbox.put(self._draining)
+        self._pace.forget()
         self._engine.request_load()
         return known
 
@@ -164,9 +176,10 @@ class Site:
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
                 self._abandon(each)
-        if now - self._load_s >= LOAD_EVERY_S:
+        if now - self._load_s >= REPORT_EVERY_S:
             self._engine.request_load()
         self._watch_engine(now)
+        self._show_life(now)
         self._check_idle()
 
     def _watch_engine(self, now: float) -> None:
@@ -181,9 +194,19 @@ class Site:
             log.error("the engine has not moved for %.1f s; %d attempts wait for it", stalled_s, self.live)
         if stalled_s >= STUCK_AFTER_S:
             self._on_stuck(f"it has not moved for {stalled_s:.0f} s")
-        if self._figures is not None and (not was_stalled or now - self._load_s >= LOAD_EVERY_S):
+        if self._figures is not None and (not was_stalled or now - self._load_s >= REPORT_EVERY_S):
             able = [each for each in self._connections.values() if each.protocol >= READS_STALLS]
             self._send_load(able, LoadSeen(self._figures, now), stalled_s)
+
+    def _show_life(self, now: float) -> None:
+        """Say something while the engine says nothing, in a long iteration: a pong that answers no ping."""
+        if now - max(self._load_s, self._sign_s) < SIGN_OF_LIFE_S:
+            return
+        self._sign_s = now
+        for each in self._connections.values():
+            if each.linked and each.protocol >= PINGS_RARELY:
+                each.attempts.outbox.put(m.Pong(NO_PING, now, time.time()))
+                each.wake()
 
     # from a gateway
 
@@ -270,6 +293,7 @@ class Site:
         if isinstance(answer, NotServed):
             connection.attempts.refused(attempt_id, answer)
         else:
+            self._pace.admitted()
             connection.attempts.admitted(attempt_id, answer)
         self._changed(connection)
 
@@ -337,36 +361,50 @@ class Site:
                 other.wake()
 
     def load(self, seen: LoadSeen) -> None:
-        self._figures = seen.figures
-        self._send_load(self._connections.values(), seen)
+        """Report figures that tell the gateways something, come with a bid, or replace a report that was not
+        sent yet: one sent after an admission counts it.
+        """
+        figures, now = seen.figures, seen.at_s
+        self._figures = figures
+        to = [each for each in self._connections.values() if each.linked]
+        bidding = [each for each in to if self._may_bid(each, figures)]
+        waiting = any(each.attempts.outbox.has_load for each in to)
+        if not (bidding or waiting or self._pace.is_due(figures, now)):
+            return
+        self._pace.reported(figures, now)
+        self._send_load(to, seen)
+        for each in bidding:
+            self._bids += 1
+            each.has_bid, each.bid_s = True, self._clock()
+            bid_id = f"{self._hello.boot_id}-{self._bids}"
+            free_slots = self._hello.slots - figures.running
+            bid = m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
+            each.attempts.outbox.bid(bid)
 
     def _send_load(self, to: Iterable[Connection], seen: LoadSeen, stalled_s: float = 0.0) -> None:
         self._load_s = seen.at_s
         self._loads += 1
+        if stalled_s:
+            self._pace.forget()  # whatever comes next is news
         load = m.Load(self._loads, seen.at_s, seen.figures, stalled_s, self.unknown_messages)
         for connection in to:
             if connection.linked:
                 connection.attempts.outbox.load(load)
-                self._bid(connection, load)
+                if stalled_s:
+                    connection.withdraw_bid()
                 connection.wake()
 
-    def _bid(self, connection: Connection, load: m.Load) -> None:
-        """Ask for work once each time that room appears."""
-        figures = load.figures
+    def _may_bid(self, connection: Connection, figures: LoadFigures) -> bool:
+        """Return whether to ask for work: once each time that room appears. Without room, withdraw a bid that
+        is not sent.
+        """
         free_slots = self._hello.slots - figures.running
         preparing = any(each.attempts.preparing for each in self._connections.values())
         room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
-        now = self._clock()
-        if not room or load.stalled_s or self._draining is not None or connection.draining:
-            connection.has_bid = False
-            connection.attempts.outbox.bid(None)
-        elif not connection.has_bid and now - connection.bid_s >= BID_INTERVAL_S:
-            self._bids += 1
-            connection.has_bid, connection.bid_s = True, now
-            bid_id = f"{self._hello.boot_id}-{self._bids}"
-            connection.attempts.outbox.bid(
-                m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
-            )
+        if not room or self._draining is not None or connection.draining:
+            connection.withdraw_bid()
+            return False
+        return not connection.has_bid and self._clock() - connection.bid_s >= BID_INTERVAL_S
 
     # the end
 

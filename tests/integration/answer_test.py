@@ -191,6 +191,24 @@ def test_a_silent_site_is_noticed_by_its_heartbeat() -> None:
     run(scenario)
 
 
+def test_of_many_sites_those_that_show_life_are_pinged_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older site may say nothing through a long iteration: it is pinged at every heartbeat."""
+    monkeypatch.setattr("gateway.federation.server.LINKS_PER_PING", 1)
+
+    async def scenario(here: Scene) -> None:
+        sites = [
+            await here.site(str(number), highest_protocol=protocol)
+            for number, protocol in enumerate((3, 3, 2, 0, 3, 3, 3, 3))
+        ]
+        assert [each.heartbeat_s / DEADLINE_S for each in sites] == [1, 2, 1, 1, 5, 5, 5, 5]
+        for _ in range(10):
+            await here.heartbeat()
+        expected = [11, 6, 11, 11, 3, 3, 3, 3]
+        await until(lambda: [each.pings for each in sites] == expected, "the pings")
+
+    run(scenario)
+
+
 def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from site_engine.federation.report_pace import REPORT_EVERY_S
 from tests.support.site_fakes import CONTEXT_TOKENS, HELLO, FakeEngine
 from tests.support.site_gateway import TOKEN, Gateway, assign, serving, site_before
 from tests.support.site_links import FREE_TOKENS, HURRIED, falls_idle, idle, run
@@ -22,6 +23,7 @@ def test_a_site_says_who_it_is_and_how_busy() -> None:
             assert hello.models[0].id == "letters"
             assert list(hello.attempts) == []
             await session.wait_for("load")
+            scene.clock.now += REPORT_EVERY_S
             scene.engine_thread.request_load()
             loads = await session.wait_for("load", 2)
             assert [each.seq for each in loads] == sorted({each.seq for each in loads})

@@ -165,7 +165,8 @@ def test_the_unknown_values_of_a_newer_gateway_degrade() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lowest", "highest", "agreed"), [(0, 0, 1), (1, 0, 1), (1, 2, 2), (2, 3, 2), (1, 9, 2), (2, 0, 2)]
+    ("lowest", "highest", "agreed"),
+    [(0, 0, 1), (1, 0, 1), (1, 2, 2), (2, 3, 3), (3, 4, 3), (1, 9, 3), (2, 0, 2)],
 )
 def test_a_site_and_a_gateway_meet_at_the_highest_protocol_of_both(
     lowest: int, highest: int, agreed: int
@@ -177,8 +178,8 @@ def test_a_site_and_a_gateway_meet_at_the_highest_protocol_of_both(
 
 
 def test_a_gateway_too_far_ahead_is_refused_with_both_ranges() -> None:
-    body = pb.Welcome(gateway="g", protocol=3, highest_protocol=4)
-    with pytest.raises(WrongMessage, match="the gateway speaks protocols 3 to 4, this site 1 to 2: upgrade"):
+    body = pb.Welcome(gateway="g", protocol=4, highest_protocol=5)
+    with pytest.raises(WrongMessage, match="the gateway speaks protocols 4 to 5, this site 1 to 3: upgrade"):
         codec.decode(pb.GatewayMessage(welcome=body))
 
 
@@ -190,13 +191,13 @@ def test_a_gateway_takes_a_site_with_a_protocol_in_common(lowest: int, highest: 
 
 
 @pytest.mark.parametrize(
-    ("lowest", "highest", "named"), [(3, 4, "3 to 4"), (0, 0, "0 to 0"), (3, 0, "3 to 3")]
+    ("lowest", "highest", "named"), [(4, 5, "4 to 5"), (0, 0, "0 to 0"), (4, 0, "4 to 4")]
 )
 def test_a_site_too_far_ahead_is_refused_with_both_ranges(lowest: int, highest: int, named: str) -> None:
     (hello,) = codec.encode(HELLO)
     hello.hello.protocol, hello.hello.highest_protocol = lowest, highest
     with pytest.raises(
-        gateway_codec.ProtocolError, match=f"the site speaks protocols {named}, this gateway 1 to 2: upgrade"
+        gateway_codec.ProtocolError, match=f"the site speaks protocols {named}, this gateway 1 to 3: upgrade"
     ):
         gateway_codec.identity(hello.hello)
 

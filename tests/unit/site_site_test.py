@@ -11,7 +11,8 @@ from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine_client import LoadSeen
 from site_engine.errors import Reason
-from site_engine.federation.site import BID_INTERVAL_S, LOAD_EVERY_S, MAX_GRACE_S, STUCK_AFTER_S, Site
+from site_engine.federation.report_pace import REPORT_EVERY_S
+from site_engine.federation.site import BID_INTERVAL_S, MAX_GRACE_S, STUCK_AFTER_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 
@@ -119,13 +120,40 @@ def test_a_load_is_asked_for_when_none_came_for_a_second() -> None:
     scene.load()
     scene.site.tick()
     assert scene.engine.loads_asked == 0
-    scene.clock.now += LOAD_EVERY_S
+    scene.clock.now += REPORT_EVERY_S
     scene.site.tick()
     assert scene.engine.loads_asked == 1
 
 
 def loads(connection) -> list[m.Load]:
     return [each for each in connection.attempts.outbox.take(float("inf")) if isinstance(each, m.Load)]
+
+
+def test_a_site_says_that_it_is_there_while_its_engine_says_nothing() -> None:
+    """To gateways that may ping it rarely, and not as an answer to any ping."""
+    scene = Scene()
+    older, newer = scene.link("older", protocol=2), scene.link("newer", protocol=3)
+    scene.load(running=1)
+    loads(older), loads(newer)
+    said = []
+    for _ in range(16):
+        scene.clock.now += 0.25
+        scene.site.tick()
+        said += newer.attempts.outbox.take(float("inf"))
+    assert [(type(each), each.nonce, each.monotonic_s) for each in said] == [
+        (m.Pong, 0, 101.5),
+        (m.Pong, 0, 103.0),
+    ]
+    assert older.attempts.outbox.take(float("inf")) == []
+
+
+def test_a_report_that_waits_to_be_sent_is_replaced_after_an_admission() -> None:
+    """It is sent after Accepted: the gateway takes it for one that counts the attempt."""
+    scene = Scene()
+    connection = scene.link()
+    scene.load()
+    scene.load(running=1)
+    assert [each.figures.running for each in loads(connection)] == [1]
 
 
 def test_an_engine_that_stalls_is_reported_every_second_until_it_moves() -> None:
@@ -139,7 +167,7 @@ def test_an_engine_that_stalls_is_reported_every_second_until_it_moves() -> None
     assert (report.stalled_s, report.figures.running) == (2.5, 1)
     scene.site.tick()
     assert loads(connection) == []
-    scene.clock.now += LOAD_EVERY_S
+    scene.clock.now += REPORT_EVERY_S
     scene.engine.still_s = 3.5
     scene.site.tick()
     assert [each.stalled_s for each in loads(connection)] == [3.5]

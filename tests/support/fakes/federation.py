@@ -68,7 +68,9 @@ class ScriptedSite:
         usd_per_hour: float = 0.0,
         model: str = "m",
         takes_orders: bool = False,
+        highest_protocol: int = 0,
     ):
+        self.highest_protocol = highest_protocol
         self.model = model
         self.takes_orders = takes_orders
         self.boot_id = boot_id
@@ -82,7 +84,8 @@ class ScriptedSite:
         self.revision, self.engine = revision, engine
         self.region, self.output_usd_per_mtok = region, output_usd_per_mtok
         self.usd_per_hour = usd_per_hour
-        self.reports = 0
+        self.reports = self.pings = 0
+        self.heartbeat_s = 0.0  # as the gateway has said
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
         self._call: Any = None
@@ -101,6 +104,7 @@ class ScriptedSite:
         )
         hello = pb.Hello(
             protocol=1,
+            highest_protocol=self.highest_protocol,
             site=self.name,
             boot_id=self.boot_id,
             cloud=f"cloud-{self.name}",
@@ -117,6 +121,7 @@ class ScriptedSite:
         await self._call.write(pb.SiteMessage(hello=hello))
         welcome = await asyncio.wait_for(self._call.read(), DEADLINE_S)
         assert welcome.WhichOneof("body") == "welcome"
+        self.heartbeat_s = welcome.welcome.heartbeat_s
         self._reader = asyncio.create_task(self._read())
         await self.report()
         return welcome.welcome
@@ -167,6 +172,7 @@ class ScriptedSite:
         with suppress(grpc.RpcError, asyncio.CancelledError):
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 if message.WhichOneof("body") == "ping":
+                    self.pings += 1
                     if self.answers_pings:
                         await self.send(pong=pb.Pong(nonce=message.ping.nonce))
                 else:
@@ -232,6 +238,16 @@ class Scene:
             self._heart.beat()
             await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
         assert name not in links
+
+    async def heartbeat(self) -> None:
+        """Let a heartbeat pass in which every site reports."""
+        links: Any = self.gateway.federation.links
+        before = {name: link.last_heard_s for name, link in links.items()}
+        for site in self.sites:
+            await site.report()
+        await until(lambda: all(links[name].last_heard_s > s for name, s in before.items()), "reports")
+        self._heart.beat()
+        await until(lambda: len(self._heart.waiting) >= len(links), "the next heartbeat")
 
     def let_pass(self, seconds: float) -> None:
         """Let the links wait: whatever sites have sent by now was read, and nothing comes meanwhile."""

@@ -1,0 +1,125 @@
+"""Decide when the load has changed so much that the gateways should know: a report costs each of them as much
+as a token.
+
+Between two reports a gateway takes the last one for true. What it decides by is then off by a known bound at
+most: requests and KV by `SHARE` of the site, seconds of work by `SHARE` of themselves or `SECONDS`. Pure
+bookkeeping; the caller passes the time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+SHARE = 1 / 16
+SECONDS = 0.05
+REPORT_EVERY_S = 1.0
+"""However little changes: a gateway takes a site that reports less often for lost."""
+
+
+class Cost(Protocol):
+    def seconds(self, rows: int, tokens: int, kv_tokens: int) -> float: ...
+    @property
+    def per_token_s(self) -> float: ...
+
+
+class Figures(Protocol):
+    """What gateways decide by of a load report, the engine's or the simulator's."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
+    @property
+    def kv_free_tokens(self) -> int: ...
+    @property
+    def kv_reserved_tokens(self) -> int: ...
+    @property
+    def running_remaining(self) -> tuple[int, ...]: ...
+    @property
+    def running_weight(self) -> int: ...
+    @property
+    def pending_prompt_tokens(self) -> int: ...
+    @property
+    def pending_response_tokens(self) -> float: ...
+    @property
+    def unread_tokens(self) -> int: ...
+    @property
+    def seconds_per_iteration(self) -> float: ...
+    @property
+    def iteration(self) -> Cost: ...
+
+
+class Told(NamedTuple):
+    """A report as decisions see it."""
+
+    running: int
+    requests: int
+    kv_tokens: int  # free, and not reserved
+    iteration_s: float  # of all that runs
+    prefill_s: float  # of prompts that are not computed
+    decode_s: float  # of the answers to all requests, in full batches
+
+    @classmethod
+    def by(cls, figures: Figures, slots: int, kv_capacity_tokens: int) -> Told:
+        cost, rows = figures.iteration, max(1, figures.running)
+        used = max(0, kv_capacity_tokens - figures.kv_free_tokens)
+        iteration_s = cost.seconds(rows, rows, used) or figures.seconds_per_iteration
+        response = sum(figures.running_remaining) * figures.running_weight + figures.pending_response_tokens
+        return cls(
+            figures.running,
+            figures.running + figures.pending,
+            figures.kv_free_tokens - figures.kv_reserved_tokens,
+            iteration_s,
+            cost.per_token_s * (figures.unread_tokens + figures.pending_prompt_tokens),
+            iteration_s * response / max(1, slots),
+        )
+
+    def differs(self, now: Told, slots: int, kv_capacity_tokens: int) -> bool:
+        """Return whether what was told is off by more than the bound, or hides that nothing is left to do."""
+        few, little = SHARE * slots, SHARE * kv_capacity_tokens
+        return (
+            abs(now.requests - self.requests) > few
+            or abs(now.running - self.running) > few
+            or abs(now.kv_tokens - self.kv_tokens) > little
+            or _off(self.prefill_s, now.prefill_s)
+            or _off(self.decode_s, now.decode_s)
+            or abs(now.iteration_s - self.iteration_s) > SHARE * self.iteration_s
+            or (now.requests == 0 < self.requests)
+        )
+
+
+def _off(told_s: float, now_s: float) -> bool:
+    return abs(now_s - told_s) > max(SECONDS, SHARE * told_s)
+
+
+class ReportPace:
+    """Of one site: the report that the gateways have, and what has changed since."""
+
+    def __init__(self, slots: int, kv_capacity_tokens: int) -> None:
+        self._slots = slots
+        self._kv_capacity_tokens = kv_capacity_tokens
+        self._told: Told | None = None
+        self._told_s = float("-inf")
+        self._admitted = 0
+
+    def admitted(self) -> None:
+        """Note a request that a gateway adds to what it was told, until the next report counts it."""
+        self._admitted += 1
+
+    def is_due(self, figures: Figures, now: float) -> bool:
+        """Return whether the figures must be reported."""
+        if self._told is None or now - self._told_s >= REPORT_EVERY_S:
+            return True
+        if self._admitted > SHARE * self._slots:
+            return True
+        seen = Told.by(figures, self._slots, self._kv_capacity_tokens)
+        return self._told.differs(seen, self._slots, self._kv_capacity_tokens)
+
+    def reported(self, figures: Figures, now: float) -> None:
+        self._told = Told.by(figures, self._slots, self._kv_capacity_tokens)
+        self._told_s = now
+        self._admitted = 0
+
+    def forget(self) -> None:
+        """Have the next figures reported: there is a gateway that has none."""
+        self._told = None

@@ -1,0 +1,279 @@
+"""Laws of load reports: what a gateway decides by is off by the stated bound at most, whatever happens at a
+site and whoever assigns; and a site that tells nothing new sends next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.decision import Decision
+from gateway.domain import Caller, Query, Sampling, Site
+from gateway.federation import codec as gateway_codec
+from gateway.federation.directory import Directory
+from gateway.federation.link import Link
+from gateway.federation.offloading import Offloading
+from gateway.routing.demand import Demand
+from predictor.forecast import Forecast
+from site_engine import messages as m
+from site_engine.core.load import IterationCost, LoadFigures, condense
+from site_engine.core.request import Admission, Finish, Output
+from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
+from site_engine.errors import NotServed
+from site_engine.federation import codec as site_codec
+from site_engine.federation import site as site_module
+from site_engine.federation.report_pace import REPORT_EVERY_S, SECONDS, SHARE, Told
+from wire import federation_pb2 as pb
+
+SLOTS, KV_TOKENS, PROMPT_TOKENS = 64, 200_000, 400
+COST = IterationCost(0.02, 0.0002, 0.0001, 1e-8)
+TURN_S = 0.05
+"""As often as an engine that works reports to its site, and a site to its gateways."""
+HELLO = m.Hello(
+    site="s",
+    boot_id="b",
+    cloud="c",
+    region="r",
+    models=(m.Model("m", "1", 8192, 0, ("chat", "resume")),),
+    slots=SLOTS,
+    kv_capacity_tokens=KV_TOKENS,
+    input_usd_per_mtok=0.0,
+    output_usd_per_mtok=0.0,
+    cached_usd_per_mtok=None,
+    usd_per_hour=0.0,
+    version="1",
+)
+FORECAST = Forecast((0, 100), (1.0,), "test")
+
+
+@dataclass
+class Engine:
+    """Runs requests of known lengths, an iteration at a time, and finds `rate` times its first costs."""
+
+    running: dict[str, int] = field(default_factory=dict)  # tokens to come
+    pending: dict[str, int] = field(default_factory=dict)
+    tokens_total: int = 0
+    rate: float = 1.0
+    next_tokens: int = 1
+    waiting: int = 0
+
+    def waiting_of(self, tenant: str) -> int:
+        return 0
+
+    def stalled_s(self) -> float:
+        return 0.0
+
+    def prepare(
+        self,
+        assign: m.Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        reply(Prepared((0,) * PROMPT_TOKENS, ""))
+
+    def count(self, *_: object) -> None:
+        raise NotImplementedError
+
+    def submit(
+        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
+    ) -> None:
+        for request in group:
+            self.pending[request.id] = self.next_tokens
+        reply(Admission(len(self.pending), self.next_tokens))
+
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
+    def request_load(self) -> None: ...
+
+    def iterate(self, listener: Listener) -> None:
+        while self.pending and len(self.running) < SLOTS:
+            name = next(iter(self.pending))
+            self.running[name] = self.pending.pop(name)
+        outputs = []
+        for name in list(self.running):
+            self.running[name] -= 1
+            self.tokens_total += 1
+            if self.running[name] <= 0:
+                del self.running[name]
+                outputs.append(Output(name, "x", (1,), Finish.STOP, completion_tokens=1))
+        if outputs:
+            listener.outputs(outputs)
+
+    def figures(self) -> LoadFigures:
+        values, weight = condense([float(each) for each in self.running.values()])
+        cost = IterationCost(*(self.rate * each for each in COST))
+        used = min(KV_TOKENS, sum(PROMPT_TOKENS + each for each in self.running.values()))
+        response = float(sum(self.pending.values()))
+        return LoadFigures(
+            running=len(self.running),
+            pending=len(self.pending),
+            token_load=sum(self.running.values()) + response,
+            kv_free_tokens=KV_TOKENS - used,
+            kv_reserved_tokens=sum(self.running.values()),
+            tokens_per_s=1.0,
+            seconds_per_iteration=0.02,
+            iteration=cost,
+            running_remaining=values,
+            running_weight=weight,
+            pending_prompt_tokens=PROMPT_TOKENS * len(self.pending),
+            pending_response_tokens=response,
+            tokens_total=self.tokens_total,
+            prompt_tokens_total=0,
+            unread_tokens=len(self.running),
+        )
+
+
+class Gateway:
+    """The link of one gateway to the site, and the connection of the site to it."""
+
+    def __init__(self, name: str, site: site_module.Site, clock: Callable[[], float]) -> None:
+        self.directory, self.loads, self._assigned = Directory(), 0, 0
+        identity = gateway_codec.identity(next(iter(site_codec.encode(site.hello()))).hello)
+        self.directory.join(identity, clock())
+        self.link = Link(identity, self.directory, Offloading({}, self.directory, clock), clock)
+        welcome = m.Welcome(name, (), 1.0, 1.0, (), protocol=3)
+        self.connection = site.welcomed(site.hello(), welcome, lambda: None)
+        self.name, self._site, self._clock = name, site, clock
+
+    def assign(self) -> None:
+        self._assigned += 1
+        query = Query(f"{self.name}{self._assigned}", "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
+        decision = Decision(query.id, query.id, "s", "mico", "test", (), {}, 0.0)
+        self.link.assign(query, decision, Demand("m", PROMPT_TOKENS, 50.0, 90), FORECAST)
+
+    async def deliver(self) -> None:
+        """Carry what is assigned to the site, and what the site owes now to the gateway."""
+        while self.link.outbox.bytes:
+            sent = pb.GatewayMessage.FromString(await self.link.next_message())
+            decoded = site_codec.decode(sent)
+            assert decoded is not None
+            self._site.receive(self.connection, decoded)
+
+    def take(self) -> None:
+        for message in self.connection.attempts.outbox.take(self._clock()):
+            for part in site_codec.encode(message):
+                self.loads += part.HasField("load")
+                self.link.receive(part)
+
+    @property
+    def view(self) -> Site:
+        return self.directory.sites[0]
+
+
+class World:
+    def __init__(self) -> None:
+        self.now_s, self.engine = 100.0, Engine()
+        clock = lambda: self.now_s  # noqa: E731
+        self.site = site_module.Site(HELLO, self.engine, clock, 1_000)
+        self.listener = Listener(self.site.outputs, self.site.load, lambda _: None)
+        self.gateways = [Gateway(name, self.site, clock) for name in ("east", "west")]
+
+    async def turn(self, assigned: Sequence[int] = (), tokens: int = 1, iterations: int = 0) -> None:
+        """Let gateways assign, the engine work, and the site report what it sees, within TURN_S."""
+        self.engine.next_tokens = tokens
+        for number in assigned:
+            self.gateways[number].assign()
+        for each in self.gateways:
+            await each.deliver()
+        for _ in range(iterations):
+            self.engine.iterate(self.listener)
+        self.now_s += TURN_S
+        self.site.load(LoadSeen(self.engine.figures(), self.now_s))
+        for each in self.gateways:
+            each.take()
+
+    def check(self) -> None:
+        figures = self.engine.figures()
+        true = Told.by(figures, SLOTS, KV_TOKENS)
+        for gateway in self.gateways:
+            site = gateway.view
+            seen = Told.by(site.load, SLOTS, KV_TOKENS)
+            assert abs(seen.requests - true.requests) <= SHARE * SLOTS
+            assert abs(seen.running - true.running) <= SHARE * SLOTS
+            assert abs(seen.kv_tokens - true.kv_tokens) <= SHARE * KV_TOKENS
+            assert abs(seen.prefill_s - true.prefill_s) <= max(SECONDS, SHARE * seen.prefill_s)
+            assert abs(seen.decode_s - true.decode_s) <= max(SECONDS, SHARE * seen.decode_s)
+            assert abs(seen.iteration_s - true.iteration_s) <= SHARE * seen.iteration_s + 1e-12
+            assert site.credit.requests <= SHARE * SLOTS, "what is added to a report is bounded, too"
+            assert self.now_s - site.load.received_s < REPORT_EVERY_S + TURN_S
+            if true.requests == 0:
+                assert seen.requests + site.credit.requests == 0
+
+
+turns = st.tuples(
+    st.lists(st.integers(0, 1), max_size=12), st.integers(1, 400), st.integers(0, 60), st.floats(0.5, 2.0)
+)
+
+
+@given(st.lists(turns, min_size=1, max_size=25))
+def test_no_gateway_is_ever_off_by_more_than_the_bound(
+    happens: list[tuple[list[int], int, int, float]],
+) -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.turn()
+        for assigned, tokens, iterations, rate in happens:
+            world.engine.rate = rate
+            await world.turn(assigned, tokens, iterations)
+            world.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_site_that_tells_nothing_new_reports_once_a_second() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.turn([0] * 40, tokens=1_000_000)
+        for _ in range(2):
+            await world.turn(iterations=1)
+        before = [each.loads for each in world.gateways]
+        for _ in range(100):  # of work for 5 s
+            await world.turn(iterations=2)
+            world.check()
+        assert all(each.loads - past <= 6 for each, past in zip(world.gateways, before, strict=True))
+
+    asyncio.run(scenario())
+
+
+def test_one_query_more_or_less_at_a_large_site_is_no_news() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.turn([0] * 20, tokens=100_000)
+        await world.turn(iterations=1)
+        before = [each.loads for each in world.gateways]
+        for number in range(10):  # half a second
+            await world.turn([0] if number % 5 == 0 else [], tokens=2, iterations=1)
+            world.check()
+        assert all(each.loads - past <= 1 for each, past in zip(world.gateways, before, strict=True))
+
+    asyncio.run(scenario())
+
+
+def test_what_gateways_add_to_a_report_stays_bounded_while_as_many_end_as_come() -> None:
+    """The figures do not change, but each gateway counts what it has assigned since the report on top."""
+
+    async def scenario() -> None:
+        world = World()
+        for tokens in range(1, 41):
+            await world.turn([0], tokens=tokens)
+        for _ in range(19):
+            await world.turn([1], tokens=40, iterations=1)
+            world.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_site_that_falls_idle_says_so_at_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.turn([0, 0, 1], tokens=30)
+        for _ in range(30):
+            await world.turn(iterations=1)
+            world.check()
+        assert not world.engine.running
+
+    asyncio.run(scenario())
