@@ -135,32 +135,49 @@ CHOOSERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {
 }
 
 
+class Fed:
+    """The lines that a gateway sends to a site: in a fixed order or, if blended, of either kind in turn."""
+
+    def __init__(self, forecasts: Sequence[Line], how: Order, slots: int) -> None:
+        self.any_order = how is Order.BLEND
+        self.heavy = [
+            self.any_order and prefill_heavy(line.prompt_tokens, line.response_tokens) for line in forecasts
+        ]
+        listed: list[int] = order(sizes_of(forecasts), how).tolist()
+        self._most = slots + int(QUEUED_SHARE * slots)
+        self._left = {kind: deque(at for at in listed if self.heavy[at] is kind) for kind in (False, True)}
+        self._sent = {False: 0, True: 0}
+
+    def next(self) -> int | None:
+        """Return the line to send now, None if the site has enough or none is left."""
+        if sum(self._sent.values()) >= self._most or not any(self._left.values()):
+            return None
+        few = self._sent[True] < PREFILL_SHARE * self._most
+        heavy = bool(self._left[True]) and (few or not self._left[False])
+        self._sent[heavy] += 1
+        return self._left[heavy].popleft()
+
+    def ended(self, at: int) -> None:
+        self._sent[self.heavy[at]] -= 1
+
+
 class BlendedQueue(AdmissionQueue):
-    """The engine's own queue, fed as the gateway feeds a site: with lines of either kind in blended order."""
+    """The engine's own queue, fed as the gateway feeds a site."""
 
     def __init__(self, forecasts: Sequence[Line], make: Callable[[int], Request], slots: int) -> None:
         super().__init__(starving_after_s=inf)
-        self._make = make
-        self._most = slots + int(QUEUED_SHARE * slots)
-        self._heavy = [prefill_heavy(line.prompt_tokens, line.response_tokens) for line in forecasts]
-        listed = order(sizes_of(forecasts), Order.BLEND).tolist()
-        self._left = {kind: deque(at for at in listed if self._heavy[at] is kind) for kind in (False, True)}
-        self._sent = {False: 0, True: 0}
+        self._make, self._fed = make, Fed(forecasts, Order.BLEND, slots)
         self._send()
 
     def settle(self, request: Request) -> None:
         super().settle(request)
-        self._sent[request.prefill_heavy] -= 1
+        self._fed.ended(int(request.id))
         self._send()
 
     def _send(self) -> None:
-        while sum(self._sent.values()) < self._most and any(self._left.values()):
-            heavy = bool(self._left[True]) and (
-                not self._left[False] or self._sent[True] < PREFILL_SHARE * self._most
-            )
-            request = self._make(self._left[heavy].popleft())
-            request.any_order, request.prefill_heavy = True, heavy
-            self._sent[heavy] += 1
+        while (at := self._fed.next()) is not None:
+            request = self._make(at)
+            request.any_order, request.prefill_heavy = True, self._fed.heavy[at]
             self.push(request)
 
 
