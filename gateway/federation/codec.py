@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import isfinite
 from types import MappingProxyType
 from typing import TypeVar
@@ -176,7 +177,8 @@ def reason(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    return "".join(filter(str.isprintable, text[:MAX_NAME]))
+    text = text[:MAX_NAME]
+    return text if text.isprintable() else "".join(filter(str.isprintable, text))
 
 
 def deltas(message: pb.Step) -> Sequence[pb.Delta]:
@@ -254,6 +256,12 @@ def _call(message: pb.ToolCall) -> ToolCall:
     return ToolCall(message.index, message.id, message.name, message.arguments)
 
 
+@lru_cache(maxsize=256)
+def _features(names: tuple[str, ...]) -> frozenset[str]:
+    """Return the same set for the same names: most models of a site have one."""
+    return frozenset(map(_name, names))
+
+
 def _model(message: pb.Model) -> Model:
     if not 0 < len(message.id) <= MAX_NAME or not message.id.isprintable():
         raise ProtocolError(f"a model's id has 1 to {MAX_NAME} printable characters")
@@ -265,7 +273,7 @@ def _model(message: pb.Model) -> Model:
         context_tokens=message.context_tokens,
         created_s=max(0, message.created_s),
         owned_by=_name(message.owned_by) or "mico",
-        features=frozenset(_name(each) for each in message.features[:MAX_FEATURES]),
+        features=_features(tuple(message.features[:MAX_FEATURES])),
         max_prompt_chars=message.context_tokens * message.max_token_chars,
         parent=_name(message.parent),
         own_bytes=max(0, message.own_bytes),

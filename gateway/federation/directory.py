@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.federation.model_index import NO_MODELS, ModelIndex
 from gateway.operator_orders import Standing
 from gateway.prices import Prices, prices_of
 from gateway.routing.fleet import Fleet
@@ -14,7 +14,6 @@ from gateway.routing.prefixes import PrefixIndex
 
 MAX_SITES = 10_000
 MAX_REASON_CHARS = 200
-ALL_STATES = tuple(SiteState)
 
 
 class Directory:
@@ -27,7 +26,7 @@ class Directory:
         self._sites: dict[str, Site] = {}  # without the orders of operators
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
-        self._models_by_states: dict[tuple[SiteState, ...], Mapping[str, Model]] = {}
+        self._served, self._listed = ModelIndex(), ModelIndex()  # by ready sites; by all
         self.down_reasons: dict[str, str] = {}  # of sites that are down or ejected, one line each
         self.unknown_messages: dict[str, int] = {}  # of kinds that only newer sites know, by site
         self.fleet = Fleet()  # the same sites, as routing reads them
@@ -56,31 +55,17 @@ class Directory:
     @property
     def served(self) -> Mapping[str, Model]:
         """Return the models that ready sites serve, by id."""
-        return self._models((SiteState.READY,))
+        return self._served.models
 
     @property
     def models(self) -> Mapping[str, Model]:
         """Return the models that listed sites serve, or served before they went down, by id."""
-        return self._models(ALL_STATES)
+        return self._listed.models
 
     def parent_of(self, model: str) -> str:
         """Return the model of which another is a variant, empty if it is none or not known."""
         known = self.models.get(model)
         return known.parent if known else ""
-
-    def _models(self, states: tuple[SiteState, ...]) -> Mapping[str, Model]:
-        """Return the models of sites in these states, with all that any site can do with them.
-
-        Cached, because every query calls it.
-        """
-        if states in self._models_by_states:
-            return self._models_by_states[states]
-        found: dict[str, Model] = {}
-        for site in self.sites:
-            for id_, model in site.identity.models.items() if site.state in states else ():
-                found[id_] = _merge(found[id_], model) if id_ in found else model
-        self._models_by_states[states] = models = MappingProxyType(found)
-        return models
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """Add a site; it takes work from its first report on."""
@@ -153,9 +138,8 @@ class Directory:
             return
         self._standings = dict(standings)
         self._snapshot = None
-        self._models_by_states.clear()
         for site in self._sites.values():
-            self.fleet.put(self._with_standing(site))
+            self._index(self._with_standing(site))
 
     def leave(self, name: str, reason: str = "its link ended") -> None:
         """Mark a site as down: its attempts are lost, and of its last report only the age stays true."""
@@ -173,12 +157,15 @@ class Directory:
         return replace(site, state=state, weight=standing.weight, pinned_off=standing.pinned_off)
 
     def _put(self, site: Site) -> None:
-        before = self._sites.get(site.name)
         self._sites[site.name] = site
         self._snapshot = None
-        if before is None or before.state is not site.state or before.identity is not site.identity:
-            self._models_by_states.clear()
-        self.fleet.put(self._with_standing(site))
+        self._index(self._with_standing(site))
+
+    def _index(self, site: Site) -> None:
+        models = site.identity.models
+        self._listed.put(site.name, models)
+        self._served.put(site.name, models if site.state is SiteState.READY else NO_MODELS)
+        self.fleet.put(site)
 
     def _forget_the_oldest(self) -> None:
         down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
@@ -186,19 +173,9 @@ class Directory:
             del self._sites[name]
             self.down_reasons.pop(name, None)
             self.unknown_messages.pop(name, None)
-            self._models_by_states.clear()
+            self._listed.put(name, NO_MODELS)
+            self._served.put(name, NO_MODELS)
             self.fleet.remove(name)
-
-
-def _merge(one: Model, other: Model) -> Model:
-    """Return a model that can do what either site does with it."""
-    bounds = one.max_prompt_chars, other.max_prompt_chars
-    return replace(
-        other,
-        features=one.features | other.features,
-        context_tokens=max(one.context_tokens, other.context_tokens),
-        max_prompt_chars=max(bounds) if all(bounds) else 0,
-    )
 
 
 def _with_load(site: Site, state: SiteState, load: LoadReport, credit: Credit) -> Site:

@@ -1,0 +1,78 @@
+"""The models that sites serve, by id, with all that any of them can do.
+
+Updated one site at a time: thousands of variants come and go, and every query looks into it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from gateway.domain import Model
+
+NO_MODELS: Mapping[str, Model] = MappingProxyType({})
+
+
+class Abilities(NamedTuple):
+    """What may differ among the sites of one model."""
+
+    features: frozenset[str]
+    context_tokens: int
+    max_prompt_chars: int
+    parent: str
+
+    @staticmethod
+    def of(model: Model) -> Abilities:
+        return Abilities(model.features, model.context_tokens, model.max_prompt_chars, model.parent)
+
+
+class ModelIndex:
+    """`models` is a view, which changes with the index; after a change it is another object."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Model] = {}
+        self._abilities: dict[str, Counter[Abilities]] = {}  # of each model: how many sites have these
+        self._sites: dict[str, Mapping[str, Model]] = {}
+        self.models: Mapping[str, Model] = NO_MODELS
+
+    def put(self, site: str, models: Mapping[str, Model]) -> None:
+        """Replace the models of a site; none of them removes it."""
+        before = self._sites.get(site, NO_MODELS)
+        if models is before:
+            return
+        gone = [each for id_, each in before.items() if models.get(id_) != each]
+        come = [each for id_, each in models.items() if before.get(id_) != each]
+        if models:
+            self._sites[site] = models
+        else:
+            self._sites.pop(site, None)
+        for model in gone:
+            counts = self._abilities[model.id]
+            counts[Abilities.of(model)] -= 1
+            counts += Counter()  # drops what no site has
+        for model in come:
+            self._models[model.id] = model
+            self._abilities.setdefault(model.id, Counter())[Abilities.of(model)] += 1
+        for id_ in {each.id for each in (*gone, *come)}:
+            self._merge(id_)
+        if gone or come:
+            self.models = MappingProxyType(self._models)
+
+    def _merge(self, id_: str) -> None:
+        """Work out all that any site can do with a model."""
+        several = self._abilities[id_]
+        if not several:
+            del self._abilities[id_], self._models[id_]
+            return
+        bounds = [each.max_prompt_chars for each in several]
+        merged = Abilities(
+            frozenset().union(*(each.features for each in several)),
+            max(each.context_tokens for each in several),
+            max(bounds) if all(bounds) else 0,
+            next(iter(several)).parent,
+        )
+        if merged != Abilities.of(self._models[id_]):
+            self._models[id_] = replace(self._models[id_], **merged._asdict())
