@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from gateway.decision import Estimate
-from gateway.domain import Site
+from gateway.domain import Lane, Site
 from gateway.prices import MAX_NANO_USD, NANO_USD
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
@@ -49,7 +49,8 @@ def decide(
 
     `tried`: the sites that failed this query before. `excluded`: further sites to leave out, each with the
     reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains the
-    choice. `keep_estimates`: keep the estimates that speak for the choice.
+    choice. A line of a batch may go instead where more of its beginning is cached and a slot is free, if the
+    policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
     """
     at = fleet.figures
     candidates = Candidates(
@@ -64,12 +65,34 @@ def decide(
         listed = "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items()))
         return Placement(None, f"no site can serve it: {listed or 'no site has joined'}", (), reasons)
     preferred = fleet.place(preferred_site) if preferred_site is not None else None
-    if preferred is not None and candidates.may[preferred]:
-        choice = Choice(preferred, preference_reason)
-    else:
+    if preferred is None or not candidates.may[preferred]:
         choice = policy(demand, candidates, turn)
+    elif (narrowed := _with_more_cached(demand, candidates, fleet, preferred)) is not None:
+        choice = policy(demand, narrowed, turn)
+    else:
+        choice = Choice(preferred, preference_reason)
     estimated = _best_estimates(demand, candidates, choice, now_s) if keep_estimates else ()
     return Placement(fleet.sites[choice.place], choice.reason, estimated, reasons)
+
+
+def _with_more_cached(
+    demand: Demand, candidates: Candidates, fleet: Fleet, preferred: int
+) -> Candidates | None:
+    """Return the preferred site of a line of a batch, and those with a free slot that have more of its
+    beginning; None if there are none, or for another demand.
+    """
+    if demand.lane is not Lane.BATCH or not demand.cached.by_site:
+        return None
+    at, least = candidates.at, demand.cached.at(candidates.sites[preferred].name)
+    may = np.zeros(len(candidates.may), dtype=bool)
+    for site, tokens in demand.cached.by_site.items():
+        place = fleet.place(site)
+        if place is not None and tokens > least and at.requests[place] < at.slots[place]:
+            may[place] = candidates.may[place]
+    if not np.count_nonzero(may):
+        return None
+    may[preferred] = True
+    return candidates._replace(may=may)
 
 
 def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: int) -> int:

@@ -32,7 +32,7 @@ from gateway.routing.failover import MAX_MOVES, FailedTry, tries
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
-from gateway.routing.prefixes import Cached
+from gateway.routing.prefixes import NOTHING_CACHED, Cached
 from gateway.scaling.sizing import busy_machines
 from predictor.forecast import Forecast
 from site_engine.core import request_queue
@@ -200,6 +200,27 @@ def test_a_prompt_is_computed_again_at_an_idle_site_but_not_at_a_busy_one(
     placed = decide(demand, Fleet.of([full, other]), mico, now_s=NOW, turn=0)
     assert placed.site is not None
     assert placed.site.name == chosen, [(e.site, e.cost) for e in placed.estimates]
+
+
+@pytest.mark.parametrize(
+    ("lane", "cached_tokens", "running", "chosen"),
+    [
+        (Lane.BATCH, 2900, 2, "holder"),
+        (Lane.BATCH, 2900, 8, "assigned"),
+        (Lane.BATCH, 0, 2, "assigned"),
+        (Lane.INTERACTIVE, 2900, 2, "assigned"),
+    ],
+)
+def test_a_line_of_a_batch_leaves_its_assigned_site_for_its_beginning_and_a_free_slot(
+    lane: Lane, cached_tokens: int, running: int, chosen: str
+) -> None:
+    holder = _with_prefill(site("holder", running=(60,) * running))
+    fleet = Fleet.of([_with_prefill(site("assigned", running=(60,) * 2)), holder, site("other")])
+    cached = Cached({"holder": cached_tokens / 3000}).times(3000) if cached_tokens else NOTHING_CACHED
+    demand = replace(DEMAND, prompt_tokens=3000, kv_tokens=3500, lane=lane, cached=cached)
+    placed = decide(demand, fleet, mico, now_s=NOW, turn=0, preferred_site="assigned")
+    assert placed.site is not None
+    assert placed.site.name == chosen
 
 
 @given(federation(), loads, st.integers(0, 100))
