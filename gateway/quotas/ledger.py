@@ -246,9 +246,15 @@ class QuotaLedger:
 
     def status(self, caller: Caller, kind: Kind) -> QuotaStatus | None:
         """Return the limit of this kind with the least part left, of those that bind the caller."""
+        found = [each for each in self._binding(caller) if each.id.kind is kind]
+        if not found:
+            return None
         now = self._clock()
-        found = [_status(each, now) for each in self._binding(caller) if each.id.kind is kind]
-        return min(found, key=lambda each: each.remaining / max(1, each.limit), default=None)
+        if len(found) == 1:
+            return _status(found[0], now)
+        return min(
+            [_status(each, now) for each in found], key=lambda each: each.remaining / max(1, each.limit)
+        )
 
     def in_use(self, limit_id: LimitId) -> int:
         """Return the usage here and elsewhere, as far as is known."""

@@ -123,13 +123,16 @@ def _write_remaining(row: Numbers, site: Site) -> None:
 
 
 class Fleet:
-    """`sites[i]` is column `i` of `figures` and row `i` of `remaining`."""
+    """`sites[i]` is column `i` of `figures` and row `i` of `remaining`. A column is computed when it is read
+    next: a site changes several times between two decisions.
+    """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self._places: dict[str, int] = {}
         self._values = np.zeros((len(Figures._fields), 8))
         self._remaining = np.zeros((8, REMAINING_VALUES))
+        self._outdated: set[int] = set()  # columns of sites that changed since they were computed
         self._figures: Figures | None = None  # views of `_values`; made anew when a site joins or leaves
         self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
 
@@ -142,6 +145,10 @@ class Fleet:
 
     @property
     def figures(self) -> Figures:
+        for place in self._outdated:
+            site = self.sites[place]
+            self._values[:, place] = figures(site, site.credit)
+        self._outdated.clear()
         if self._figures is None:
             self._figures = Figures(*self._values[:, : len(self.sites)])
         return self._figures
@@ -170,7 +177,7 @@ class Fleet:
                 _write_remaining(self._remaining[place], site)
             if site.identity is not before.identity or site.pinned_off != before.pinned_off:
                 self._update_serving(place)
-        self._values[:, place] = figures(site, site.credit)
+        self._outdated.add(place)
 
     def _update_serving(self, place: int) -> None:
         """Update the column of one site, whose models come and go, in every cached mask."""
@@ -184,8 +191,9 @@ class Fleet:
         if last.name != name:
             self.sites[place] = last
             self._places[last.name] = place
-            self._values[:, place] = figures(last, last.credit)
+            self._outdated.add(place)
             _write_remaining(self._remaining[place], last)
+        self._outdated.discard(len(self.sites))
         self._sites_changed()
 
     def _sites_changed(self) -> None:
