@@ -163,7 +163,7 @@ class LiveAttempt:
     def feed(self, delta: Delta) -> None:
         """Add one delta. Raises IndexError for a choice that was not requested."""
         choice = self._choices[delta.index]
-        if choice.finished or self.ended.is_set():
+        if choice.finished or self.failure is not None:
             return
         may_wait = self.started and delta.finish is None
         if not self.truncated:

@@ -344,8 +344,9 @@ class Link:
         attempt = self._live.get(message.attempt_id)
         if attempt is None:
             return
+        finish = message.finish
         try:
-            if message.finish in ABANDONED:
+            if finish in ABANDONED:
                 self._abandoned(attempt, message)
             else:
                 self._count_bytes(attempt, message)
@@ -355,7 +356,7 @@ class Link:
         except IndexError as exc:
             reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
             raise codec.ProtocolError(reason) from exc
-        if attempt.ended.is_set():
+        if finish and attempt.ended.is_set():
             self._forget(attempt)
 
     def _count_bytes(self, attempt: LiveAttempt, message: pb.Delta) -> None:

@@ -64,6 +64,8 @@ def header(scope: Scope, name: bytes) -> str:
 
 def safe_header_value(text: str) -> bytes:
     """Drop everything that could break out of a header from a name that a site or a client chose."""
+    if text.isascii() and text.isprintable():
+        return text.encode()
     return "".join(c for c in text if c.isascii() and c.isprintable()).encode()
 
 
@@ -145,7 +147,7 @@ class ExchangeMiddleware:
             "client": _client_headers(scope),
             **exchange.line.fields,
         }
-        log.info("%s %s", scope["method"], scope["path"], extra=fields)  # type: ignore[typeddict-item]
+        log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})  # type: ignore[typeddict-item]
 
 
 def _client_headers(scope: Scope) -> dict[str, str]:

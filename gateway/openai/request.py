@@ -166,7 +166,7 @@ def build_queries(
             priority=max(request.priority, caller.best_priority),
             limits=limits,
             request_id=request_id,
-            traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+            traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else "",
             conversation=(session or request.conversation)[:MAX_CONVERSATION_CHARS],
         )
         for number, prompt in enumerate(request.prompts)

@@ -42,7 +42,8 @@ class ChunkEncoder:
         self._end = b'],"usage":null}\n\n' if stream_options.include_usage else b"]}\n\n"
         self._choice = [self._start + b'{"index":%d,' % index for index in range(choices)]
         self._text = [choice + shape.text_prefix for choice in self._choice]
-        self._text_end = shape.text_suffix + _UNFINISHED
+        continuous = stream_options.continuous_usage
+        self._text_end = shape.text_suffix + _UNFINISHED + (b"" if continuous else self._end)
         self._tokens = [0] * choices
         self._unfinished = set(range(choices))
         self._has_usage = False
@@ -79,7 +80,9 @@ class ChunkEncoder:
         if delta.logprobs or delta.prompt_logprobs:
             frames += self._encode_logprobs(delta)
         elif delta.text:
-            frames += self._text[delta.index] + _encode(delta.text) + self._text_end + self._suffix()
+            frames += self._text[delta.index] + _encode(delta.text) + self._text_end
+            if self._stream_options.continuous_usage:
+                frames += self._suffix()
         if delta.tool_calls:
             frames += self._encode_tool_calls(delta)
         if delta.finish is not None:

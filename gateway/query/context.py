@@ -215,4 +215,4 @@ def log_outcome(outcome: Outcome) -> None:
     }
     if not add_request_fields(fields):
         own = {"request_id": outcome.request_id, "query_id": outcome.query_id, **fields}
-        log.info("query %s %s", outcome.query_id, outcome.status.value, extra=own)
+        log.info("query %s %s", outcome.query_id, outcome.status.value, extra={"fields": own})

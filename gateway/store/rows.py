@@ -233,4 +233,6 @@ def _finite(value: float | None) -> float | None:
 
 def _text(value: str) -> str:
     """Return outside text in a form that every database accepts: bounded, valid UTF-8, no NUL."""
+    if len(value) <= TEXT_LIMIT and value.isascii() and "\0" not in value:
+        return value
     return value[:TEXT_LIMIT].encode("utf-8", "replace").decode().replace("\0", "�")

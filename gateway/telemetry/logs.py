@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one JSON object a line, with the items of `extra` as fields."""
+"""Structured logs on stderr: one JSON object a line, with the fields of `extra={"fields": …}`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 import msgspec
-
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
-
 
 FLUSH_AFTER_S = 0.05
 MAX_BUFFERED_LINES = 200
@@ -56,7 +53,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **{key: value for key, value in vars(record).items() if key not in _STANDARD},
+            **getattr(record, "fields", {}),
         }
         if "request_id" not in fields and (request_id := REQUEST_ID.get()):
             fields["request_id"] = request_id

@@ -94,7 +94,7 @@ def test_a_disconnect_cancels_the_query(
 
     with caplog.at_level(logging.INFO, "gateway.http.exchange"):
         play(scenario, Script())
-    (line,) = (vars(record) for record in caplog.records if record.name == "gateway.http.exchange")
+    (line,) = (vars(record)["fields"] for record in caplog.records if record.name == "gateway.http.exchange")
     assert (line["status"], line["complete"]) == (200 if opens and stream else 499, False)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 

@@ -314,12 +314,13 @@ def test_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "gateway"):
         run(scenario)
     (record,) = [record for record in caplog.records if record.name == "gateway.http.exchange"]
-    client = vars(record)["client"]
+    fields = vars(record)["fields"]
+    client = fields["client"]
     assert client["openai-organization"] == "org-1"
     assert client["openai-project"] == "proj-1"
     assert "x-stainless-retry-count" in client
-    assert vars(record)["status"] == 200
-    assert vars(record)["complete"] is True
+    assert fields["status"] == 200
+    assert fields["complete"] is True
     assert "mico-secret" not in str(vars(record))
 
 
