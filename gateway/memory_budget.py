@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import Self
 
 TENANT_PARTS = 4
 """A tenant may have this many times what is free: alone it gets four fifths of all, so that
@@ -20,34 +19,40 @@ class MemoryBudget:
         self._most_bytes = most_bytes
         self._of_tenants: dict[str, int] = {}
 
-    @contextmanager
-    def hold(self, tenant: str) -> Iterator[Callable[[int], bool]]:
-        """Yield a function that takes more bytes, or returns False where they do not fit; give back at the
-        end what it took.
-        """
-        held = 0
+    def hold(self, tenant: str) -> Hold:
+        return Hold(self, tenant)
 
-        def grow(count: int) -> bool:
-            nonlocal held
-            if not self._take(tenant, count):
-                return False
-            held += count
-            return True
-
-        try:
-            yield grow
-        finally:
-            self._give_back(tenant, held)
-
-    def _take(self, tenant: str, count: int) -> bool:
+    def take(self, tenant: str, count: int) -> bool:
         own, used = self._of_tenants.get(tenant, 0) + count, self.used_bytes + count
         if own > TENANT_PARTS * (self._most_bytes - used):
             return False
         self.used_bytes, self._of_tenants[tenant] = used, own
         return True
 
-    def _give_back(self, tenant: str, count: int) -> None:
+    def give_back(self, tenant: str, count: int) -> None:
         self.used_bytes -= count
         left = self._of_tenants.pop(tenant, 0) - count
         if left:
             self._of_tenants[tenant] = left
+
+
+class Hold:
+    """The bytes that one work holds: more with each `take`, until it ends."""
+
+    __slots__ = ("_budget", "_bytes", "_tenant")
+
+    def __init__(self, budget: MemoryBudget, tenant: str) -> None:
+        self._budget, self._tenant, self._bytes = budget, tenant, 0
+
+    def take(self, count: int) -> bool:
+        """Take more bytes, or return False where they do not fit."""
+        if not self._budget.take(self._tenant, count):
+            return False
+        self._bytes += count
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.give_back(self._tenant, self._bytes)

@@ -42,6 +42,8 @@ class Prices(msgspec.Struct, frozen=True):
         """Return the cost of an attempt. `cached_tokens` is the part of the prompt that the site had;
         `completion_tokens` sums all choices, taken as equally long.
         """
+        if self == FREE:
+            return 0
         cached_tokens = min(cached_tokens, prompt_tokens)
         context_tokens = completion_tokens * (2 * prompt_tokens + completion_tokens // choices) // 2
         atto_usd = (

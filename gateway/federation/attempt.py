@@ -132,6 +132,8 @@ class LiveAttempt:
     @property
     def cached_tokens(self) -> int:
         """Return the tokens of the prompt that the site had, as the choices that ended say."""
+        if len(self._choices) == 1:
+            return self._choices[0].cached_tokens
         return min((choice.cached_tokens for choice in self._choices if choice.finished), default=0)
 
     @property

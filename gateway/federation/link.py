@@ -344,9 +344,8 @@ class Link:
         attempt = self._live.get(message.attempt_id)
         if attempt is None:
             return
-        finish = message.finish
         try:
-            if finish in ABANDONED:
+            if message.finish in ABANDONED:
                 self._abandoned(attempt, message)
             else:
                 self._count_bytes(attempt, message)
@@ -356,7 +355,7 @@ class Link:
         except IndexError as exc:
             reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
             raise codec.ProtocolError(reason) from exc
-        if finish and attempt.ended.is_set():
+        if message.finish and attempt.ended.is_set():
             self._forget(attempt)
 
     def _count_bytes(self, attempt: LiveAttempt, message: pb.Delta) -> None:

@@ -14,7 +14,7 @@ from gateway.bounded_json import DECODE_ERRORS, decode
 from gateway.errors import BadRequest, Overloaded
 from gateway.http.disconnect import while_connected
 from gateway.http.exchange import header
-from gateway.memory_budget import MemoryBudget
+from gateway.memory_budget import Hold, MemoryBudget
 from gateway.side_work import INLINE_BYTES, SideWork
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class BodyReader:
         return found[0]
 
 
-async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Callable[[int], bool]) -> bytes:
+async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Hold) -> bytes:
     """Read a body. Raises HTTPException (413) for the announced length, or once the limit is passed, and
     Overloaded where `hold` has no room for the next part.
     """
@@ -82,7 +82,7 @@ async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Ca
         size += len(part)
         if size > limit_bytes:
             raise _too_large(limit_bytes)
-        if not hold(len(part)):
+        if not hold.take(len(part)):
             raise Overloaded("the bodies being read fill the memory for them", retry_after_s=RETRY_AFTER_S)
         parts.append(part)
         more = message["more_body"]

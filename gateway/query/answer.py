@@ -146,7 +146,7 @@ class QueryRun:
         """Turn to another target of the route, where the first is overloaded or slow and the other is not."""
         if not self._targets.are_left:
             return
-        demand = self._demand(Try(1), self.query.needs)
+        demand = self._demand(Try(1))
         turned = self._targets.stand_in(self.query, lambda model: prospect_of(demand, model, self.context))
         if turned is not None:
             self._turn_to(turned)
@@ -159,7 +159,7 @@ class QueryRun:
         tokens = state.capped_forecast.quantile(0.9) * self.query.sampling.n
         nano_usd = 0
         if state.reservation.counts(Unit.NANO_USD):
-            demand, fleet = self._demand(Try(1), self.query.needs), self.context.directory.fleet
+            demand, fleet = self._demand(Try(1)), self.context.directory.fleet
             nano_usd = most_nano_usd(demand, fleet, self.context.clock(), tokens)
         await self._reserve(lambda: self.context.quotas.reserve(state.reservation, tokens, nano_usd))
 
@@ -168,7 +168,7 @@ class QueryRun:
         context = self.context
         if context.policy_name not in JOINT_POLICIES or first.preferred_site is not None:
             return first
-        demand = self._demand(first, self.query.needs)
+        demand = self._demand(first)
         if not context.window.should_wait(demand, context.directory.fleet, context.clock()):
             return first
         return first._replace(preferred_site=await self._in_time(context.assign_in_window(demand)))
@@ -306,7 +306,7 @@ class QueryRun:
             excluded |= too_short_sites(self.query.model, limit_tokens, context.directory.sites)
         if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
             excluded |= sites_of_other_weights(self.query.model, begun_by, context.directory.sites)
-        for needs in resume_options(self.query, planned.resume):
+        for needs in (None,) if planned.resume is None else resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
             placed = context.place(demand, planned, excluded)
             if placed.site is not None:
@@ -319,8 +319,8 @@ class QueryRun:
         others = [each for each in self.context.directory.sites if each.name not in planned.tried]
         return any(each.state is SiteState.DOWN and model in each.identity.models for each in others)
 
-    def _demand(self, planned: Try, needs: frozenset[str]) -> Demand:
-        """Return the demand of a try; that of the first is worked out once."""
+    def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
+        """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""
         query, state = self.query, self.state
         if planned.number == 1 and state.first_demand is not None:
             return state.first_demand
@@ -332,7 +332,7 @@ class QueryRun:
             query.sampling,
             delivered=planned.resume.tokens if planned.resume else 0,
             lane=query.lane,
-            needs=needs,
+            needs=query.needs if needs is None else needs,
             regions=query.caller.regions,
             cached=self._cached(),
             limits=query.limits,
