@@ -7,36 +7,37 @@ it: the one that was used least recently makes room. All adapters also lie in ho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from site_engine.core.request import Request, ServedVariant
 
 RANK_CLASSES = (8, 16, 32, 64)
 
 
-def rank_class(rank: int) -> int:
-    """Return the least class that has room for a rank. Raises ValueError beyond the last."""
-    for size in RANK_CLASSES:
-        if rank <= size:
-            return size
-    raise ValueError(f"rank {rank} is beyond {RANK_CLASSES[-1]}")
-
-
 class AdapterSlots:
     """`slots` places in each rank class. `place` copies an adapter into one, before the next step."""
 
     def __init__(
-        self, slots: int, place: Callable[[ServedVariant, int], None] = lambda variant, slot: None
+        self,
+        slots: int,
+        place: Callable[[ServedVariant, int], None] = lambda variant, slot: None,
+        classes: Sequence[int] = RANK_CLASSES,
     ) -> None:
         if slots < 1:
             raise ValueError(f"adapters need at least one slot, got {slots}")
         self._place = place
-        self._free = {size: list(range(slots - 1, -1, -1)) for size in RANK_CLASSES}
+        self._classes = classes
+        self._free = {size: list(range(slots - 1, -1, -1)) for size in classes}
         self._slots: dict[ServedVariant, int] = {}
         self._held: dict[ServedVariant, int] = {}  # running requests
-        self._idle: dict[int, OrderedDict[ServedVariant, None]] = {
-            size: OrderedDict() for size in RANK_CLASSES
-        }
+        self._idle: dict[int, OrderedDict[ServedVariant, None]] = {size: OrderedDict() for size in classes}
+
+    def _class(self, variant: ServedVariant) -> int:
+        """Return the least class that has room for the rank. Raises ValueError beyond the last."""
+        for size in self._classes:
+            if variant.rank <= size:
+                return size
+        raise ValueError(f"rank {variant.rank} is beyond {self._classes[-1]}")
 
     @property
     def resident(self) -> dict[ServedVariant, int]:
@@ -48,7 +49,7 @@ class AdapterSlots:
         variant = request.variant
         if variant is None or not variant.rank or variant in self._slots:
             return True
-        size = rank_class(variant.rank)
+        size = self._class(variant)
         return bool(self._free[size] or self._idle[size])
 
     def hold(self, request: Request) -> None:
@@ -56,7 +57,7 @@ class AdapterSlots:
         variant = request.variant
         if variant is None or not variant.rank:
             return
-        size = rank_class(variant.rank)
+        size = self._class(variant)
         if variant not in self._slots:
             if not self._free[size]:
                 evicted, _ = self._idle[size].popitem(last=False)
@@ -75,11 +76,11 @@ class AdapterSlots:
         self._held[variant] -= 1
         if not self._held[variant]:
             del self._held[variant]
-            self._idle[rank_class(variant.rank)][variant] = None
+            self._idle[self._class(variant)][variant] = None
 
     def forget(self, variant: ServedVariant) -> None:
         """Free the slot of a removed variant of which nothing runs; without one nothing happens."""
         if variant in self._slots and variant not in self._held:
-            size = rank_class(variant.rank)
+            size = self._class(variant)
             del self._idle[size][variant]
             self._free[size].append(self._slots.pop(variant))

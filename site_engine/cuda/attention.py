@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from site_engine.cuda import attention_launch
+from site_engine.cuda.adapters import StepAdapters
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, RotaryTable
 from site_engine.model.attention_context import Scoring
 from site_engine.model.kv_cache import KVCache
@@ -35,8 +36,10 @@ class DeviceContext:
         prefill: PrefillWork | None,
         fresh: FreshPrefill | None = None,
         side: torch.cuda.Stream | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self.layer = 0
+        self.adapters = adapters
         self._kv_cache = kv_cache
         self._table = table
         self._decode = decode

@@ -12,6 +12,7 @@ import numpy as np
 
 from site_engine.core.request import Request
 from site_engine.core.scheduler import SchedulePlan
+from site_engine.cuda.adapters import TILE_NUMBERS
 from site_engine.cuda.sampling import RULES, SlotRules
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     blocks: int  # programs of the prefill kernel per KV head
     patches: int  # new entries of the page table
     graph: bool
+    tiles: int = 0  # of rows with adapters; 0: the step is the base's alone
 
     @property
     def kernels(self) -> Shape:
@@ -48,7 +50,7 @@ class Shape(NamedTuple):
     @property
     def sections(self) -> tuple[int, ...]:
         t, s, p = self.tokens, self.samples, self.patches
-        return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks)
+        return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks, TILE_NUMBERS * self.tiles)
 
     @property
     def size(self) -> int:
@@ -69,6 +71,7 @@ class Sections(NamedTuple):
     patch_page: Any  # [patches]
     items: Any  # [4 x items], as the decode kernel takes them
     blocks: Any  # [4 x blocks]
+    tiles: Any  # [TILE_NUMBERS x tiles], as the kernels of adapters take them
 
 
 def views(block: Any, shape: Shape) -> Sections:

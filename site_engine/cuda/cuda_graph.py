@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
 from site_engine.cuda.attention import DeviceContext, FreshPrefill
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
 from site_engine.cuda.batch_layout import Shape, views
@@ -42,12 +43,19 @@ class Step:
     """The buffers of one shape and the forward pass over them. Call `load`, then `run`."""
 
     def __init__(
-        self, device: Device, forward: Forward, shape: Shape, fresh: FreshPrefill | None = None
+        self,
+        device: Device,
+        forward: Forward,
+        shape: Shape,
+        fresh: FreshPrefill | None = None,
+        arenas: AdapterArenas | None = None,
     ) -> None:
+        """`arenas`: of the adapters that a step with tiles has."""
         self._device = device
         self._forward = forward
         self._shape = shape
         self._fresh = fresh
+        self._arenas = arenas
         self._block = torch.zeros(shape.size, dtype=torch.int32, device=device.where)
         self._in = views(self._block, shape)
         self._ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=device.where)
@@ -110,7 +118,9 @@ class Step:
     def _forward_pass(self) -> torch.Tensor:
         shape, given = self._shape, self._in
         self._prepare()
-        decode = prefill = None
+        decode = prefill = adapters = None
+        if shape.tiles and self._arenas is not None:
+            adapters = StepAdapters(self._arenas, given.tiles.view(-1, TILE_NUMBERS))
         if shape.items:
             chunk = self._device.chunk_tokens(shape.samples)
             decode = DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
@@ -123,6 +133,7 @@ class Step:
             prefill,
             self._fresh,
             self._device.side if self._shape.graph else None,
+            adapters,
         )
         with torch.no_grad(), attention_context.use(attention):
             logits = self._forward(self._ids, self._positions, self._wanted)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.cuda import skinny_gemm
+from site_engine.cuda.adapters import AdapterArenas, Projection, Size
 from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
@@ -108,6 +109,8 @@ class LlamaForward:
         residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
         skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
         run = self._skinny_layer if skinny else self._layer
+        if step.adapters is not None:
+            run = self._adapted_layer
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
@@ -130,6 +133,33 @@ class LlamaForward:
         opened = skinny_gemm.gated(normed, layer.gate_up.weight, pdl=pdl)
         return after.add_parts(skinny_gemm.parts(opened, layer.down.weight, pdl=pdl), residual, pdl=pdl)
 
+    def _adapted_layer(
+        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a layer for rows of which some have adapters, added to the joint products."""
+        adapters, number, width = step.adapters, step.layer, layer.down.weight.shape[1]
+        assert adapters is not None
+        joint = adapters.add(number, Projection.QUERY_KEY_VALUE, normed, layer.query_key_value(normed))
+        attended = self._attend(step, joint, layer.scoring)
+        added = adapters.add(number, Projection.OUTPUT, attended, layer.output(attended))
+        normed = layer.between.add(added, residual)
+        both = adapters.add(number, Projection.GATE_UP, normed, layer.gate_up(normed))
+        opened = _opened(both[:, :width], both[:, width:])
+        return after.add(adapters.add(number, Projection.DOWN, opened, layer.down(opened)), residual)
+
+    def arenas(self, slots: int, rank: int) -> AdapterArenas:
+        """Allocate room for adapters."""
+        layer = self._layers[0]
+        attention, narrow = self._heads * self._dim, self._kv_heads * self._dim
+        depth, width = layer.output.weight.shape[0], layer.down.weight.shape[1]
+        sizes = [
+            Size(depth, (attention, narrow, narrow)),
+            Size(attention, (depth,)),
+            Size(depth, (width, width)),
+            Size(width, (depth,)),
+        ]
+        return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding)
+
     def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         rows, width = normed.shape[0], layer.down.weight.shape[1]
         if self._split_gate(rows):
@@ -139,17 +169,23 @@ class LlamaForward:
         else:
             both = layer.gate_up(normed)
             gate, up = both[:, :width], both[:, width:]
-        out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
-        layer_kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
-            gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=GATE_BLOCK, num_warps=4
-        )
-        return out
+        return _opened(gate, up)
 
     def _attend(self, step: DeviceContext, joint: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         tokens, heads = joint.shape[0], self._heads + self._kv_heads
         split = joint.view(tokens, -1, self._dim).transpose(0, 1)
         query, key, value = split[: self._heads], split[self._heads : heads], split[heads:]
         return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
+
+
+def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up."""
+    rows, width = gate.shape
+    out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+    layer_kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
+        gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=GATE_BLOCK, num_warps=4
+    )
+    return out
 
 
 def llama_forward(model: LoadedModel) -> LlamaForward | None:

@@ -9,6 +9,7 @@ import torch
 
 from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import SchedulePlan
+from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
 from site_engine.cuda.attention import FreshPrefill
 from site_engine.cuda.attention_launch import block_tokens
 from site_engine.cuda.batch_layout import (
@@ -71,11 +72,14 @@ class DeviceRunner:
         slots: int,
         pages_per_row: int,
         heads_per_kv_head: int,
+        arenas: AdapterArenas | None = None,
     ) -> None:
+        """Create a runner; without `arenas` every request is the base's."""
         self.kv_cache = kv_cache = reference.kv_cache
         self._forward = forward
         self._reference = reference
         self._slots = slots
+        self._arenas = arenas
         self._device = Device(kv_cache, slots, pages_per_row)
         self._tables = PageTables(slots, pages_per_row, kv_cache.page_size)
         self._packer = Packer(
@@ -126,12 +130,17 @@ class DeviceRunner:
         """
         for rows in reversed(row_buckets(self._slots)):
             for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
-                self._step(shape)
+                self._warm_shape(shape)
         for tokens in reversed(MIXED_TOKENS):
             for shape in self._packer.mixed_shapes(tokens, longest):
-                self._step(shape)
+                self._warm_shape(shape)
         self._warm_rules()
         return len(self._steps)
+
+    def _warm_shape(self, shape: Shape) -> None:
+        self._step(shape)
+        if self._arenas is not None:
+            self._step(shape._replace(tiles=self._arenas.tiles(shape.tokens)))
 
     def _warm_rules(self) -> None:
         """Compile what samples rows with rules, on a step of padding."""
@@ -154,12 +163,17 @@ class DeviceRunner:
         """Queue a plan; return its step, the requests of the sampled rows and their slots."""
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
+        arenas = self._arenas
+        if arenas is not None and any(chunk.request.variant is not None for chunk in plan.chunks):
+            shape = shape._replace(tiles=arenas.tiles(shape.tokens))
         if len(at) > shape.patches:
             self._patch(at, pages)
             at, pages = [], []
         block = torch.empty(shape.size, dtype=torch.int32, pin_memory=self._cuda)
         to = views(block.numpy(), shape)
         requests = self._packer.fill(to, shape, plan)
+        if arenas is not None and shape.tiles:
+            arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
         step = self._step(shape, fresh=self._fresh(plan, shape))
@@ -170,10 +184,10 @@ class DeviceRunner:
 
     def _step(self, shape: Shape, fresh: FreshPrefill | None = None) -> Step:
         if not shape.graph:
-            return Step(self._device, self._forward, shape, fresh)
+            return Step(self._device, self._forward, shape, fresh, self._arenas)
         step = self._steps.get(shape)
         if step is None:
-            step = self._steps[shape] = Step(self._device, self._forward, shape)
+            step = self._steps[shape] = Step(self._device, self._forward, shape, arenas=self._arenas)
             if self._cuda:
                 began_s = time.monotonic()
                 step.load(self._padding(shape))
@@ -185,7 +199,7 @@ class DeviceRunner:
     def _padding(self, shape: Shape) -> torch.Tensor:
         block = torch.zeros(shape.size, dtype=torch.int32)
         to = views(block.numpy(), shape)
-        to.owner[:], to.patch_at[:] = self._slots, -1
+        to.owner[:], to.patch_at[:], to.tiles[:] = self._slots, -1, -1
         items = to.items.reshape(-1, 4)
         items[:] = (-1, 0, 0, self._slots)
         if not shape.blocks:

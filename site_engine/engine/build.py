@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
@@ -53,7 +54,8 @@ def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) ->
         pages_per_row=_pages_per_row(model, kv_cache),
         use_variants=grouped.rows_of(model.device),
     )
-    return SiteEngine(model, runner, settings, clock, VariantStore(model, settings.variant_bytes))
+    slots = AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None
+    return SiteEngine(model, runner, settings, clock, VariantStore(model, settings.variant_bytes, slots))
 
 
 def overlapped_engine(
@@ -64,11 +66,21 @@ def overlapped_engine(
     Raises ModelNotSupported unless the device's logits equal those of the packed runner within the tolerance
     of the data type.
     """
+    from site_engine.cuda.llama_forward import LlamaForward
     from site_engine.cuda.runner import DeviceRunner
 
+    arenas = variants = None
+    if settings.adapter_slots and isinstance(forward, LlamaForward):
+        arenas = forward.arenas(settings.adapter_slots, settings.adapter_rank)
+        slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
+        variants = VariantStore(model, settings.variant_bytes, slots, arenas.prepare)
     kv_cache = allocate_kv_cache(model, settings)
     reference = PackedRunner(
-        model.forward, kv_cache, slots=settings.slots, pages_per_row=_pages_per_row(model, kv_cache)
+        model.forward,
+        kv_cache,
+        slots=settings.slots,
+        pages_per_row=_pages_per_row(model, kv_cache),
+        use_variants=grouped.rows_of(model.device),
     )
     config = model.model.config.get_text_config()
     runner = DeviceRunner(
@@ -79,16 +91,19 @@ def overlapped_engine(
         heads_per_kv_head=max(
             1, int(config.num_attention_heads) // min(shape.kv_heads for shape in model.layers)
         ),
+        arenas=arenas,
     )
     limit_tokens = min(model.context_tokens, kv_cache.tokens)
-    off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens)
-    tolerance = certify.TOLERANCE.get(model.dtype, 0.0)
-    if not off <= tolerance:
-        raise ModelNotSupported(
-            f"{type(model.model).__name__} computes other logits here than the reference: "
-            f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
-        )
-    return SiteEngine(model, runner, settings, clock)
+    for variant in (None,) if arenas is None else (None, arenas.trial(model)):
+        off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
+        tolerance = certify.TOLERANCE.get(model.dtype, 0.0)
+        if not off <= tolerance:
+            raise ModelNotSupported(
+                f"{type(model.model).__name__} computes other logits here than the reference"
+                f"{'' if variant is None else ', with an adapter'}: "
+                f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
+            )
+    return SiteEngine(model, runner, settings, clock, variants)
 
 
 def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.deadlines import Deadlines
 from site_engine.core.load import LoadFigures, Meter, condense
@@ -85,7 +84,7 @@ class SiteEngine:
             token_budget=self._token_budget,
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
-            adapters=AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None,
+            adapters=None if variants is None else variants.slots,
         )
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
@@ -217,7 +216,8 @@ class SiteEngine:
         """
         if self._variants is None:
             raise VariantRefused(
-                f"{variant.id}: engines on a {self._model.device.type} serve their base alone"
+                f"{variant.id}: this engine serves its base alone; on a GPU it needs adapter_slots, "
+                "and a model of the Llama family"
             )
         return self._variants.load(variant)
 

@@ -23,7 +23,8 @@ class EngineSettings:
     prefix_cache: bool = True
     share_prefixes: bool = False  # also between tenants, who could then time what others have asked
     swap_tokens: int = 0  # host memory for preempted requests, in tokens; 0: they are computed again
-    adapter_slots: int | None = None  # adapters of each rank class that run at once; None: any number
+    adapter_slots: int | None = None  # adapters that run at once; None: any number on a CPU, none on a GPU
+    adapter_rank: int = 16  # of a slot on a GPU
     variant_bytes: int | None = None  # that variants may own; None: half of the free memory
     policy: Policy = DEFAULT_POLICY
     debug_poison: bool = False  # fill freed pages with NaN

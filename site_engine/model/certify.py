@@ -78,14 +78,18 @@ def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
     return plan
 
 
-def runner_difference(runner: Runner, reference: Runner, vocab_size: int, limit_tokens: int) -> float:
+def runner_difference(
+    runner: Runner, reference: Runner, vocab_size: int, limit_tokens: int, variant: Any = None
+) -> float:
     """Return the largest difference between two runners' logits, relative to the largest logit.
 
     Both share one KV cache, whose first pages are overwritten. The prompt is computed as two chunks and one
-    decoded token, so that prefill, continued prefill and decode are all compared.
+    decoded token, so that prefill, continued prefill and decode are all compared. `variant`: that answers the
+    prompt, instead of the base.
     """
     tokens = sample_prompts(vocab_size)[0][: limit_tokens - 1]
     request = Request("certify", tokens, Sampling(temperature=0.0))
+    request.variant = variant
     request.row, request.pages = 0, list(range(1, -(-len(tokens) // runner.kv_cache.page_size) + 1))
     middle, last = len(tokens) // 2, len(tokens) - 1
     plans = [

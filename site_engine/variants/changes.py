@@ -34,7 +34,7 @@ class Change(NamedTuple):
     low_rank: LowRank | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoadedVariant:
     """A variant whose tensors are in memory; `changes` by the names of the base's modules."""
 

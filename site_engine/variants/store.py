@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 import transformers
 
+from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.errors import VariantRefused
 from site_engine.model.cpu_optimize import optimize_for_cpu
@@ -35,9 +36,21 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 class VariantStore:
-    """`most_bytes`: that variants may own together; None: half of the memory that is free."""
+    """`most_bytes`: that variants may own together; None: half of the memory that is free.
 
-    def __init__(self, model: LoadedModel, most_bytes: int | None = None) -> None:
+    `slots` bound the adapters that run at once. `prepare` makes a variant ready for the engine's own kernels,
+    and raises VariantRefused for one that they do not compute.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        most_bytes: int | None = None,
+        slots: AdapterSlots | None = None,
+        prepare: Callable[[LoadedVariant], None] = lambda variant: None,
+    ) -> None:
+        self.slots = slots
+        self._prepare = prepare
         self._model = model
         self._most_bytes = most_bytes
         self._served: dict[str, LoadedVariant] = {}
@@ -57,6 +70,7 @@ class VariantStore:
         with self._loading:
             self._check_name(variant.id)
             loaded = self._load(variant)
+            self._prepare(loaded)
             modules = dict(self._model.model.named_modules())
             for name in loaded.changes:
                 group_module(name, modules[name])
@@ -69,11 +83,13 @@ class VariantStore:
 
         return publish
 
-    def remove(self, variant_id: str) -> LoadedVariant:
+    def remove(self, variant_id: str) -> None:
         """Take no more requests for a variant; it stays in memory while requests refer to it."""
         if variant_id not in self._served:
             raise VariantRefused(f"{variant_id} is not served here")
-        return self._served.pop(variant_id)
+        removed = self._served.pop(variant_id)
+        if self.slots is not None:
+            self.slots.forget(removed)
 
     def _check_name(self, variant_id: str) -> None:
         if not variant_id or variant_id == self._model.name or variant_id in self._served:

@@ -12,17 +12,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from site_engine.cuda.kernels import attention_kernels, layer_kernels, sampling_kernels, skinny_gemm_kernels
+from site_engine.cuda.kernels import (
+    adapter_kernels,
+    attention_kernels,
+    layer_kernels,
+    sampling_kernels,
+    skinny_gemm_kernels,
+)
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "embedding", "gate", "up", "heads", "x", "bias",
+    "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias",
 }  # fmt: skip
-FLOAT32 = {"parts", "tops", "sums"}
+FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales"}
 LONGS = {"ids", "positions", "wanted_out"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
+    "slot_stride", "scale_stride",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -70,9 +77,18 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (attention_kernels.prefill_blocks, {**model, **paged, "ROWS": 128}, {"num_warps": 8, "num_stages": 3})
         for model, paged in ((LLAMA, PAGED), (QWEN, ODD))
     ]
+    adapters = [
+        (kernel, {"RANK": rank, **more}, {"num_warps": 4})
+        for rank in (16, 64)
+        for kernel, more in (
+            (adapter_kernels.shrink_rows, {"DEPTH": 128}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 64}),
+        )
+    ]
     return [
         *decode,
         *prefill,
+        *adapters,
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
         (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),

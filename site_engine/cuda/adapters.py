@@ -1,0 +1,217 @@
+"""Adapters on a GPU: fixed arenas with a place for each slot, so that graphs hold whatever is loaded.
+
+An adapter of a lower rank than the arenas' is padded with zeros. Loading copies into a free slot, in order
+with the steps on the device. Serves LoRA of the joined projections of `llama_forward.py`, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from site_engine.core.chain import Chain
+from site_engine.core.request import ServedVariant
+from site_engine.core.scheduler import SchedulePlan
+from site_engine.cuda.kernels import adapter_kernels
+from site_engine.errors import VariantRefused
+from site_engine.model.loader import LoadedModel
+from site_engine.variants.changes import Change, LoadedVariant, LowRank
+from site_engine.variants.grouped import group_module
+
+TILE_ROWS = 16
+TILE_NUMBERS = 1 + TILE_ROWS
+DEPTH_BLOCK = 128
+PARTS = 4  # of the depth, so that few rows occupy many programs
+SPAN_COLUMNS = 64
+
+
+class Projection(IntEnum):
+    """The joined projections of a layer."""
+
+    QUERY_KEY_VALUE = 0
+    OUTPUT = 1
+    GATE_UP = 2
+    DOWN = 3
+
+
+MODULES = {
+    Projection.QUERY_KEY_VALUE: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    Projection.OUTPUT: ("self_attn.o_proj",),
+    Projection.GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
+    Projection.DOWN: ("mlp.down_proj",),
+}
+
+
+class Size(NamedTuple):
+    """The sizes of a joined projection: its input, and the columns of each module in it."""
+
+    depth: int
+    columns: tuple[int, ...]
+
+
+class Packed(NamedTuple):
+    """One adapter for one projection, as a slot of the arena holds it."""
+
+    down: torch.Tensor  # [layers, groups * rank, depth]
+    up: torch.Tensor  # [layers, columns, rank]
+    scales: torch.Tensor  # [layers, groups], float32
+
+
+class Arena(NamedTuple):
+    """The slots of one projection; `spans` says which columns belong to which module."""
+
+    down: torch.Tensor  # [slots, layers, groups * rank, depth]
+    up: torch.Tensor  # [slots, layers, columns, rank]
+    scales: torch.Tensor  # [slots, layers, groups], float32
+    spans: torch.Tensor  # [spans, 3], int32
+
+
+class AdapterArenas:
+    """Room for adapters of up to `rank` in each of `slots`, for all `layers` of a model."""
+
+    def __init__(self, sizes: Sequence[Size], layers: int, slots: int, rank: int, like: torch.Tensor) -> None:
+        """`sizes`: in the order of `Projection`; `like` has the data type and the device."""
+        self.slots, self.rank = slots, max(16, 1 << (rank - 1).bit_length())
+        self._layers, self._sizes = layers, sizes
+        self._like = like
+        self._packed: WeakKeyDictionary[LoadedVariant, list[Packed]] = WeakKeyDictionary()
+        self.slot_of: dict[ServedVariant, int] = {}
+        self._arenas = [self._arena(size) for size in sizes]
+
+    def _arena(self, size: Size) -> Arena:
+        groups, like, shape = len(size.columns), self._like, (self.slots, self._layers)
+        bounds = np.cumsum((0, *size.columns))
+        spans = [
+            (group, at, min(at + SPAN_COLUMNS, int(end)))
+            for group, (begin, end) in enumerate(pairwise(bounds))
+            for at in range(int(begin), int(end), SPAN_COLUMNS)
+        ]
+        return Arena(
+            like.new_zeros(*shape, groups * self.rank, size.depth),
+            like.new_zeros(*shape, sum(size.columns), self.rank),
+            like.new_zeros(*shape, groups, dtype=torch.float32),
+            torch.tensor(spans, dtype=torch.int32, device=like.device),
+        )
+
+    def prepare(self, variant: LoadedVariant) -> None:
+        """Lay an adapter out as slots hold it. May be called on any thread; raises VariantRefused."""
+        known = {
+            f"model.layers.{layer}.{module}"
+            for layer in range(self._layers)
+            for each in MODULES.values()
+            for module in each
+        }
+        for name, change in variant.changes.items():
+            if change.own is not None or change.bias is not None or name not in known:
+                raise VariantRefused(
+                    f"{variant.chain.id} changes {name}; engines on a GPU serve LoRA of attention and MLP"
+                )
+        if variant.rank > self.rank:
+            raise VariantRefused(f"{variant.chain.id} has rank {variant.rank}; slots here have {self.rank}")
+        self._packed[variant] = [self._pack(variant, projection) for projection in Projection]
+
+    def trial(self, model: LoadedModel) -> LoadedVariant:
+        """Place a random adapter of every projection, with which the kernels are certified; return it."""
+        draw = torch.Generator().manual_seed(0)
+        changes = {}
+        for name, module in model.model.named_modules():
+            if any(name.endswith(f".{each}") for modules in MODULES.values() for each in modules):
+                columns, depth = module.weight.shape
+                factors = (
+                    torch.randn(*shape, generator=draw) * shape[1] ** -0.5
+                    for shape in ((self.rank, depth), (columns, self.rank))
+                )
+                down, up = (each.to(module.weight) for each in factors)
+                changes[name] = Change(low_rank=LowRank(down, up, 0.5))
+                group_module(name, module)
+        variant = LoadedVariant(Chain("trial", "trial", (), 0, ()), changes, self.rank)
+        self.prepare(variant)
+        self.place(variant, 0)
+        return variant
+
+    def _pack(self, variant: LoadedVariant, projection: Projection) -> Packed:
+        arena, size = self._arenas[projection], self._sizes[projection]
+        packed = Packed(
+            *(
+                torch.zeros(room.shape[1:], dtype=room.dtype, pin_memory=room.is_cuda)
+                for room in (arena.down, arena.up, arena.scales)
+            )
+        )
+        first = 0
+        for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
+            for layer in range(self._layers):
+                change = variant.changes.get(f"model.layers.{layer}.{module}")
+                if change is not None and change.low_rank is not None:
+                    down, up, scale = change.low_rank
+                    rank = down.shape[0]
+                    packed.down[layer, group * self.rank : group * self.rank + rank] = down
+                    packed.up[layer, first : first + columns, :rank] = up
+                    packed.scales[layer, group] = scale
+            first += columns
+        return packed
+
+    def place(self, variant: ServedVariant, slot: int) -> None:
+        """Copy a prepared adapter into a slot, after the steps launched so far."""
+        assert isinstance(variant, LoadedVariant)
+        for arena, packed in zip(self._arenas, self._packed[variant], strict=True):
+            for room, contents in zip(arena, packed, strict=False):
+                room[slot].copy_(contents, non_blocking=True)
+        for before in [each for each, at in self.slot_of.items() if at == slot]:
+            del self.slot_of[before]
+        self.slot_of[variant] = slot
+
+    def tiles(self, tokens: int) -> int:
+        """Return the tiles that any plan of so many tokens fits: each adapter fills all of its but one."""
+        return min(tokens, self.slots + tokens // TILE_ROWS)
+
+    def fill(self, tiles: np.ndarray, plan: SchedulePlan) -> None:
+        """Write the tiles of a plan into [tiles, TILE_NUMBERS]: the tokens of each adapter, by its slot."""
+        tiles[:] = -1
+        tokens: dict[int, list[int]] = {}
+        at = 0
+        for request, _, length, _ in plan.chunks:
+            if request.variant is not None:
+                tokens.setdefault(self.slot_of[request.variant], []).extend(range(at, at + length))
+            at += length
+        used = 0
+        for slot, rows in tokens.items():
+            for begin in range(0, len(rows), TILE_ROWS):
+                some = rows[begin : begin + TILE_ROWS]
+                tiles[used, 0], tiles[used, 1 : 1 + len(some)] = slot, some
+                used += 1
+
+    def add(
+        self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
+        down, up, scales, spans = self._arenas[projection]
+        tokens, depth = given.shape
+        width, columns = down.shape[2], out.shape[1]
+        part_depth = -(-depth // (PARTS * DEPTH_BLOCK)) * DEPTH_BLOCK
+        parts = -(-depth // part_depth)
+        shrunk = torch.empty(parts, tokens, width, dtype=torch.float32, device=given.device)
+        adapter_kernels.shrink_rows[(len(tiles), width // self.rank, parts)](
+            given, down[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0), part_depth,
+            RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
+        )  # fmt: skip
+        adapter_kernels.expand_rows[(len(tiles), len(spans))](
+            shrunk, up[:, layer], scales[:, layer], tiles, spans, out, tokens, columns, width,
+            up.stride(0), scales.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return out
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of one step, and the tiles of its rows."""
+
+    arenas: AdapterArenas
+    tiles: torch.Tensor  # [tiles, TILE_NUMBERS]
+
+    def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self.arenas.add(layer, projection, self.tiles, given, out)

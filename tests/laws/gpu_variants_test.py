@@ -1,0 +1,134 @@
+"""Adapters in the overlapped engine: rows of base and adapters share steps. Kernels run interpreted."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
+
+# isort: split
+
+from site_engine.core.request import Request
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, Projection, Size
+from site_engine.cuda.llama_forward import llama_forward
+from site_engine.engine.build import overlapped_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
+from site_engine.errors import ModelNotSupported, VariantRefused
+from site_engine.model.loader import LoadedModel, from_model
+from tests.support.engine_models import FAMILIES, Ticks, assert_idle, drain, greedy, random_model
+from tests.support.variants import Made, fine_tuned, lora
+
+
+def fused(name: str) -> tuple[LoadedModel, Any]:
+    plain = random_model(FAMILIES[name]())
+    return from_model(copy.deepcopy(plain), name=name, eos_token_ids=()), plain
+
+
+def overlapped(model: LoadedModel, **settings: Any) -> SiteEngine:
+    chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256, "adapter_slots": 2} | settings
+    return overlapped_engine(
+        model, EngineSettings(**chosen, debug_poison=True), Ticks(), llama_forward(model)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path: Path) -> None:
+    """Three adapters take turns in two slots."""
+    model, plain = fused(name)
+    variants = [
+        None,
+        lora(tmp_path / "a", plain, rank=4, seed=1),
+        lora(tmp_path / "b", plain, rank=16, seed=2, rslora=True),
+        lora(tmp_path / "c", plain, rank=2, seed=3, targets=("q_proj", "v_proj", "down_proj")),
+    ]
+    engine = overlapped(model)
+    for made in variants[1:]:
+        engine.add_variant(made.variant)
+    draw = random.Random(4)
+    cases = []
+    for at in range(10):
+        made, prompt = variants[at % 4], [draw.randrange(1, 300) for _ in range(draw.choice((1, 9, 20)))]
+        cases.append((made, prompt))
+        request = greedy(str(at), prompt, 4)
+        request.chain = "" if made is None else made.variant.id
+        engine.submit(request)
+    got = drain(engine)
+    for at, (made, prompt) in enumerate(cases):
+        assert got[str(at)].token_ids == (made or Made(None, plain)).answer(prompt, 4), at  # type: ignore[arg-type]
+    assert_idle(engine)
+
+
+def test_what_the_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
+    model, plain = fused("llama")
+    engine = overlapped(model)
+    head = lora(tmp_path / "head", plain, targets=("lm_head",))
+    whole = fine_tuned(tmp_path / "whole", plain, lambda name: ".layers.1." in name)
+    for made in (head, whole):
+        with pytest.raises(VariantRefused, match="engines on a GPU serve LoRA of attention and MLP"):
+            engine.add_variant(made.variant)
+    with pytest.raises(VariantRefused, match="has rank 32; slots here have 16"):
+        engine.add_variant(lora(tmp_path / "large", plain, rank=32).variant)
+    with pytest.raises(VariantRefused, match="needs adapter_slots"):
+        overlapped(model, adapter_slots=None).add_variant(head.variant)
+    assert not engine.variants
+
+
+def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    depth, columns = 200, (70, 30, 24)
+    arenas = AdapterArenas([Size(depth, columns)], 2, slots=3, rank=8, like=torch.zeros(1))
+    (arena,) = arenas._arenas
+    for room in (arena.down, arena.up, arena.scales):
+        room.copy_(some(*room.shape))
+    arena.down[1] = torch.nan  # a slot that no row reads
+    requests = [Request(str(at), [0] * 30) for at in range(4)]
+    requests[1].variant = requests[3].variant = "one"  # type: ignore[assignment]
+    requests[2].variant = "two"  # type: ignore[assignment]
+    arenas.slot_of = {"one": 2, "two": 0}  # type: ignore[dict-item]
+    plan = SchedulePlan(
+        [ScheduledChunk(requests[at], 3, 1, True) for at in (0, 1)],
+        [ScheduledChunk(requests[2], 0, 5, True), ScheduledChunk(requests[3], 0, 19, True)],
+    )
+    slots = [None, 2, *[0] * 5, *[2] * 19]
+    tiles = np.zeros((arenas.tiles(26), TILE_NUMBERS), dtype=np.int32)
+    arenas.fill(tiles, plan)
+    given, before = some(26, depth), some(26, sum(columns))
+    got = arenas.add(1, Projection(0), torch.from_numpy(tiles), given, before.clone())
+    for row, slot in enumerate(slots):
+        added = torch.zeros(sum(columns))
+        if slot is not None:
+            shrunk = (arena.down[slot, 1] @ given[row]).view(3, -1)
+            ends = torch.tensor([0, *columns]).cumsum(0)
+            for group in range(3):
+                of = slice(int(ends[group]), int(ends[group + 1]))
+                added[of] = arena.up[slot, 1, of] @ shrunk[group] * arena.scales[slot, 1, group]
+        torch.testing.assert_close(got[row], before[row] + added, rtol=1e-4, atol=1e-3)
+    assert torch.equal(got[0], before[0])
+
+
+def test_kernels_that_add_something_else_are_found_before_the_site_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = AdapterArenas.add
+
+    def half(self: AdapterArenas, layer: int, projection: Projection, *given: torch.Tensor) -> torch.Tensor:
+        before = given[2].clone()
+        return before + (add(self, layer, projection, *given) - before) / 2
+
+    monkeypatch.setattr(AdapterArenas, "add", half)
+    with pytest.raises(ModelNotSupported, match="other logits here than the reference, with an adapter"):
+        overlapped(fused("llama")[0])
