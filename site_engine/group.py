@@ -85,11 +85,16 @@ class Group:
             raise VariantRefused(f"{order.model} is served here already; remove it first")
         if bool(order.adapter) == bool(order.folder):
             raise VariantRefused("an order names one folder: of an adapter or of a model")
-        path = Path(order.adapter or order.folder).resolve()
+        try:
+            path = Path(order.adapter or order.folder).resolve()
+            is_folder = path.is_dir()
+        except (OSError, ValueError, RuntimeError) as exc:  # a NUL, a loop of links, a name of megabytes
+            shown = (order.adapter or order.folder)[:MAX_NAME_CHARS]
+            raise VariantRefused(f"{shown!r} is no folder of this site: {type(exc).__name__}") from exc
         if not any(path.is_relative_to(folder) for folder in self._folders):
             allowed = ", ".join(map(str, self._folders)) or "nothing"
             raise VariantRefused(f"{path} is not below models_from of this site, which is {allowed}")
-        if not path.is_dir():
+        if not is_folder:
             raise VariantRefused(f"there is no folder {path} at this site")
         given = str(path)
         return Variant(order.model, given if order.adapter else "", given if order.folder else "")

@@ -23,6 +23,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_SHARE = 0.85
 """Of the memory that the weights leave; the rest is for activations, CUDA graphs and variants."""
 MAX_HEADER_BYTES = 100_000_000
+SENSELESS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""Errors of a file that holds something else than it should."""
 TIED = frozenset(("lm_head.weight",))
 """May be left out of a file whose embedding is the head, too."""
 GPUS = re.compile(r"(?:(\d+)x)?(?:([A-Za-z]\w*)|(\d+(?:\.\d+)?)GiB)")
@@ -70,11 +72,13 @@ def parse_gpus(text: str) -> Gpus:
 
 def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     """Plan the group of a site. Raises ConfigError where its base cannot be read."""
+    if config.engine != "native":
+        raise ConfigError(f"{config.site} is in front of a server, and a server has no weights to plan here")
     folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 2)
     try:
         base = dict(tensors(folder))
         per_token = kv_bytes_per_token(folder, item)
-    except (VariantRefused, KeyError, TypeError) as exc:
+    except VariantRefused as exc:
         raise ConfigError(f"model {folder} cannot be planned: {exc}") from exc
     shared = sum(map(prod, base.values())) * item
     left = max(0, gpus.bytes - shared)
@@ -165,23 +169,26 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
             if size > MAX_HEADER_BYTES:
                 raise VariantRefused(f"{path} is no safetensors file: a header of {size:,} bytes")
             found: dict[str, Any] = json.loads(file.read(size))
-        return {
+        read = {
             name: (tuple(map(int, each["shape"])), 8 + size + int(each["data_offsets"][1]))
             for name, each in found.items()
             if name != "__metadata__"
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        if any(min(shape, default=0) < 0 for shape, _ in read.values()):
+            raise ValueError("a negative size")
+    except (OSError, *SENSELESS) as exc:
         raise VariantRefused(f"{path} cannot be read: {exc!r}") from exc
+    return read
 
 
 def kv_bytes_per_token(folder: Path, item: int) -> int:
-    """Return the bytes of a token's keys and values in all layers. Raises VariantRefused, KeyError."""
+    """Return the bytes of a token's keys and values in all layers. Raises VariantRefused."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as exc:
-        raise VariantRefused(f"config.json cannot be read: {exc}") from exc
-    found: dict[str, Any] = config.get("text_config") or config
-    heads = int(found["num_attention_heads"])
-    kv_heads = int(found.get("num_key_value_heads") or heads)
-    head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
-    return 2 * int(found["num_hidden_layers"]) * kv_heads * head_dim * item
+        found: dict[str, Any] = config.get("text_config") or config
+        heads = int(found["num_attention_heads"])
+        kv_heads = int(found.get("num_key_value_heads") or heads)
+        head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
+        return max(1, 2 * int(found["num_hidden_layers"]) * kv_heads * head_dim * item)
+    except (OSError, *SENSELESS) as exc:
+        raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc

@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from site_engine.app import MAX_LOST_IN_A_ROW, event_loop_factory, serve
-from site_engine.config import SiteConfig
+from site_engine.config import SiteConfig, VariantConfig
 from tests.support.child_processes import child_processes
 from tests.support.fake_engine_process import FAKE_COMMAND
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
@@ -31,7 +32,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stage:
     """A gateway, and the site: an engine without a model, the tokenizer of a tiny one."""
 
-    def __init__(self, gateway: Gateway, model: Path, command: Sequence[str]) -> None:
+    def __init__(
+        self, gateway: Gateway, model: Path, command: Sequence[str], settings: Mapping[str, Any]
+    ) -> None:
         self.gateway = gateway
         self._before = child_processes()
         config = SiteConfig(
@@ -43,6 +46,7 @@ class Stage:
             slots=2,
             iteration_floor_s=0.03,
             engine_process=True,
+            **settings,
         )
         self.serving = asyncio.create_task(serve(config, command=command))
 
@@ -52,19 +56,22 @@ class Stage:
 
     async def linked(self) -> Session:
         while True:
-            joined = asyncio.create_task(self.gateway.linked())
+            joined = asyncio.create_task(self.gateway.linked(reads_models=True))
             await asyncio.wait((joined, self.serving), return_when=asyncio.FIRST_COMPLETED)
             assert not self.serving.done(), self.serving
             return await joined
 
 
 def play(
-    model: Path, scenario: Callable[[Stage], Awaitable[None]], command: Sequence[str] = FAKE_COMMAND
+    model: Path,
+    scenario: Callable[[Stage], Awaitable[None]],
+    command: Sequence[str] = FAKE_COMMAND,
+    **settings: Any,
 ) -> None:
     async def main() -> None:
         before = child_processes()
         async with asyncio.timeout(WITHIN_S), serving(Gateway()) as gateway:
-            stage = Stage(gateway, model, command)
+            stage = Stage(gateway, model, command, settings)
             try:
                 await scenario(stage)
             finally:
@@ -94,6 +101,36 @@ def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again
         assert (first.boot_id != second.boot_id, list(second.attempts)) == (True, [])
 
     play(model_folder, scenario)
+
+
+def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_what_they_removed(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async def models(session: Session, *names: str) -> None:
+        def latest() -> list[str]:
+            return [each.id for told in session.received("models")[-1:] for each in told.models]
+
+        await session.until(lambda: latest() == ["letters", *names])
+
+    async def scenario(stage: Stage) -> None:
+        session = await stage.linked()
+        await models(session, "one", "two")
+        add = pb.ModelOrder(order_id="1", kind="add", model="three", adapter=str(tmp_path))
+        await session.send(order=add)
+        await session.send(order=pb.ModelOrder(order_id="2", kind="remove", model="one"))
+        await models(session, "two", "three")
+        os.kill(stage.engine(), signal.SIGKILL)
+        await session.over.wait()
+        again = await stage.linked()
+        assert [each.id for each in again.received("hello")[0].models] == ["letters"]
+        await models(again, "two", "three")
+        body = assign("a", max_tokens=5)
+        body["assign"].model = "three"
+        await again.send(**body)
+        assert await again.finished("a") == pb.Delta.LENGTH
+
+    variants = (VariantConfig("one", adapter="/srv/one"), VariantConfig("two", adapter="/srv/two"))
+    play(model_folder, scenario, variants=variants, models_from=(str(tmp_path),))
 
 
 def test_a_site_whose_engines_are_lost_one_after_the_other_ends(model_folder: Path) -> None:

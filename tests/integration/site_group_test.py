@@ -112,6 +112,7 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
     for each in (allowed, outside, allowed / "broken"):
         each.mkdir()
     (allowed / "link").symlink_to(outside)
+    (allowed / "loop").symlink_to(allowed / "loop")
 
     async def scenario(session: Session) -> None:
         for folder in (outside, allowed / "link", allowed / ".." / "allowed-not", Path("/etc")):
@@ -121,6 +122,9 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
         assert await order(session, "add", "v", adapter=str(allowed / "broken")) == (
             f"v: {allowed / 'broken'} holds NaN"
         )
+        for odd in ("nul\0", "x" * 5_000, "loop/x", "a/" * 3_000):
+            error = await order(session, "add", "v", adapter=f"{allowed}/{odd}")
+            assert "is no folder of this site" in error or "there is no folder" in error
         assert "is the base" in await order(session, "remove", "letters")
         assert await order(session, "remove", "v") == "v is not served here"
         assert "one folder" in await order(session, "add", "v", adapter="/a", folder="/b")

@@ -157,3 +157,35 @@ def test_gpus_are_named_or_sized() -> None:
 def test_a_base_that_is_not_here_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be planned: .* needs model.safetensors: there is none"):
         planned(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"shape": [-1, 2], "data_offsets": [0, 0]}}',
+        b'{"a": {"shape": [1], "data_offsets": []}}',
+        b'{"a": {"shape": "12", "data_offsets": [0, 1e400]}}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(folder: Path, header: bytes) -> None:
+    (folder / "odd").mkdir()
+    file = folder / "odd" / "adapter_model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "cannot be read" in planned(folder, "H200", of_adapter(folder, "odd")).refused["odd"]
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", '{"num_attention_heads": 0}', "{", '{"text_config": 3}'])
+def test_a_base_whose_configuration_makes_no_sense_cannot_be_planned(folder: Path, config: str) -> None:
+    (folder / "base" / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="cannot be planned"):
+        planned(folder)
+
+
+def test_a_site_in_front_of_a_server_has_no_weights_to_plan() -> None:
+    config = SiteConfig(site="a", gateways=("g:1",), engine="openai", url="http://server")
+    with pytest.raises(ConfigError, match="a server has no weights"):
+        plan(config, parse_gpus("H200"))
