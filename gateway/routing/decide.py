@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gateway.decision import Estimate
 from gateway.domain import Lane, Site
@@ -15,11 +16,13 @@ from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, estimates_at, price_usd, sizes
 from gateway.routing.filters import may, why_not
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import Figures, Fleet
+from gateway.routing.policies import REPORTS_EVERY_S
 
 MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
+NOT_HEARD = "has missed a report, and a try elsewhere failed"
 NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -53,9 +56,10 @@ def decide(
     policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
     """
     at = fleet.figures
+    allowed = may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
     candidates = Candidates(
         sites=fleet.sites,
-        may=may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried),
+        may=_heard_lately(allowed, at, now_s) if tried else allowed,
         at=at,
         estimates=estimates(sizes(demand, fleet), at, fleet.remaining),
         now_s=now_s,
@@ -95,6 +99,16 @@ def _with_more_cached(
     return candidates._replace(may=may)
 
 
+def _heard_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
+    """Leave out the sites that have missed a report, as long as others are left.
+
+    For a query whose site failed: many may be lost with it that are not known to be lost yet, and a query
+    that met them one after another would use up its tries.
+    """
+    lately: NDArray[np.bool_] = allowed & (at.heard_s >= now_s - REPORTS_EVERY_S)
+    return lately if np.count_nonzero(lately) else allowed
+
+
 def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: int) -> int:
     """Return the cost of so long an answer at the dearest site that can serve the demand now."""
     at = fleet.figures
@@ -123,6 +137,5 @@ def _exclusion_reasons(
         return {}
     out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MAX_EXCLUSIONS]]
     return {
-        site.name: excluded.get(site.name) or why_not(demand, site, now_s, tried) or "excluded"
-        for site in out
+        site.name: excluded.get(site.name) or why_not(demand, site, now_s, tried) or NOT_HEARD for site in out
     }
