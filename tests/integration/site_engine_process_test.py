@@ -108,7 +108,8 @@ def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_w
 ) -> None:
     async def models(session: Session, *names: str) -> None:
         def latest() -> list[str]:
-            return [each.id for told in session.received("models")[-1:] for each in told.models]
+            told = session.received("models") or session.received("hello")  # which may have all of them
+            return [each.id for each in told[-1].models]
 
         await session.until(lambda: latest() == ["letters", *names])
 
@@ -122,7 +123,6 @@ def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_w
         os.kill(stage.engine(), signal.SIGKILL)
         await session.over.wait()
         again = await stage.linked()
-        assert [each.id for each in again.received("hello")[0].models] == ["letters"]
         await models(again, "two", "three")
         body = assign("a", max_tokens=5)
         body["assign"].model = "three"
