@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from site_engine.config import SiteConfig
+from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.request import Grammar
 from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
@@ -97,6 +97,7 @@ def settings_to_config(message: pm.Start) -> SiteConfig:
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in message.settings.items()
     }
+    settings["variants"] = tuple(VariantConfig(*each) for each in settings.get("variants", ()))
     return SiteConfig(**settings)
 
 
@@ -118,9 +119,11 @@ class GrammarCompiler:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vocabulary")
+        self._others: dict[tuple[int, ...], Grammars | None] = {}  # by the tokens that end an answer
 
     def begin(self, model: Described, startup: StartUp) -> None:
         """Begin to read the vocabulary."""
+        self._model = model
 
         def read() -> Grammars | None:
             with startup.part("engine's grammars"):
@@ -133,9 +136,14 @@ class GrammarCompiler:
         self._reading.result()
         self._thread.shutdown()
 
-    def compile(self, source: str) -> Grammar:
-        """Compile a grammar. Raises NotServed."""
+    def compile(self, source: str, eos_token_ids: tuple[int, ...] | None = None) -> Grammar:
+        """Compile a grammar for the base, or a variant whose answers end otherwise. Raises NotServed."""
         grammars = self._reading.result()
+        if eos_token_ids is not None and eos_token_ids != self._model.eos_token_ids:
+            if eos_token_ids not in self._others:
+                model = self._model
+                self._others[eos_token_ids] = grammars_of(model.tokenizer, model.vocab_size, eos_token_ids)
+            grammars = self._others[eos_token_ids]
         if grammars is None:
             raise NotServed(Reason.UNSUPPORTED, "this engine can't hold an answer to a grammar")
         return grammars.compile(source, "response_format")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from site_engine.config import SLOTS, SiteConfig
+from site_engine.config import SLOTS, SiteConfig, VariantConfig
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
 from site_engine.errors import ConfigError, ModelNotSupported
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
 
+
+ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
+"""Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
 
 LONGER_THAN_A_GRAPH = 1_500
 """Tokens left of a prompt after a full iteration that no CUDA graph computes."""
@@ -122,6 +126,7 @@ def _load_model(
 def _settings(config: SiteConfig, device: str) -> EngineSettings:
     from site_engine.engine.settings import EngineSettings
 
+    on_gpu = device.startswith("cuda")
     return EngineSettings(
         slots=slots_on(device, config),
         token_budget=config.token_budget,
@@ -130,7 +135,19 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         max_pending=config.max_pending,
         share_prefixes=config.share_prefixes,
         iteration_floor_s=config.iteration_floor_s,
+        adapter_slots=ADAPTER_SLOTS if on_gpu and (config.variants or config.models_from) else None,
+        adapter_rank=max(ADAPTER_RANK, *map(rank_of, config.variants), 0),
     )
+
+
+def rank_of(variant: VariantConfig) -> int:
+    """Return the rank that an adapter's folder says, 0 where there is none; its check comes when it loads."""
+    try:
+        settings = json.loads((Path(variant.adapter) / "adapter_config.json").read_text("utf-8"))
+        ranks = (settings["r"], *(settings.get("rank_pattern") or {}).values())
+        return min(MAX_ADAPTER_RANK, max(map(int, ranks)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def slots_on(device: str, config: SiteConfig) -> int:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeAlias
 
 from site_engine.core.chain import Chain
 from site_engine.core.request import Admission, Grammar, Output
@@ -72,6 +73,10 @@ class Sender:
                 del self._backlog[: len(part)]
 
 
+CompileGrammar: TypeAlias = Callable[[str, tuple[int, ...] | None], Grammar]
+"""(source, end tokens of a variant, None for the base's) -> grammar."""
+
+
 class EngineServer:
     """`compile_grammar` makes a grammar of its source; it may take long and raise NotServed."""
 
@@ -80,7 +85,7 @@ class EngineServer:
         connection: socket.socket,
         make_thread: Callable[[Callable[[Callable[[], None]], object]], EngineThread],
         clock: Callable[[], float],
-        compile_grammar: Callable[[str], Grammar],
+        compile_grammar: CompileGrammar,
     ) -> None:
         """`make_thread` gets the function that runs what the engine thread posts."""
         self._connection = connection
@@ -89,6 +94,7 @@ class EngineServer:
         self._compile_grammar = compile_grammar
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._compiling: set[int] = set()  # requests that wait for their grammar
+        self._ends: dict[str, tuple[int, ...]] = {}  # the tokens that end answers of variants
         self._ids: dict[int, str] = {}
         self._numbers: dict[str, int] = {}
         self._frames: list[bytes] = []  # of one pass of the engine thread
@@ -141,7 +147,7 @@ class EngineServer:
 
         def compile_first() -> None:
             try:
-                grammar = self._compile_grammar(message.grammar)
+                grammar = self._compile_grammar(message.grammar, self._ends.get(message.chain))
             except Exception as exc:  # whatever it is, the site waits for an answer
                 if not isinstance(exc, NotServed):
                     log.exception("a grammar could not be compiled")
@@ -192,6 +198,7 @@ class EngineServer:
         if isinstance(answer, VariantRefused):
             self._put(pm.VariantAdded(call, None, str(answer)))
         else:
+            self._ends[answer.id] = answer.eos_token_ids
             self._put(pm.VariantAdded(call, answer))
 
     def _variant_removed(self, call: int, refusal: VariantRefused | None) -> None:

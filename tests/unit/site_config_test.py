@@ -155,6 +155,7 @@ def test_an_engine_gets_all_settings_but_secrets() -> None:
         slots=7,
         threads=None,
         share_prefixes=True,
+        variants=(VariantConfig("acme/support", adapter="/srv/support"),),
     )
     sent = pm.Start(engine_settings(config))
     assert "hidden" not in str(sent)
