@@ -16,8 +16,12 @@ from gateway.batches.values import Order
 
 LOOSE_SHARE: Final = 0.02
 """The share of computing that may be lost so that lines run by length alone, apart from their group."""
+LARGE_LOOSE_SHARE: Final = 0.25
+"""The same of groups that can be split: lines of so many run at any time that their prefix stays cached."""
 LENGTH_STEP: Final = 4.0
 """The lines of a group that can be split run apart where their lengths differ by this factor."""
+GOLDEN_RATIO: Final = 0.6180339887498949
+"""Its multiples, without their whole parts, lie evenly between 0 and 1 however many there are."""
 PREFILL_HEAVY: Final = 4.0
 """Lines with so many prompt tokens for each token of the answer fill up the iterations of the others."""
 PREFILL_SHARE: Final = 0.2
@@ -60,21 +64,28 @@ def _by_prefix(sizes: LineSizes) -> Integers:
 
 
 def _blended(sizes: LineSizes) -> Integers:
-    """Put groups in the order of their longest lines, so that each prefix is computed once.
+    """Spread groups over the batch, the longer the earlier, so that each prefix is computed once.
 
-    A group whose prefix is worth little is split, by length or into its lines.
+    All long lines at first would fill a site's memory with few rows, and all short ones at last its rows with
+    little memory; but a long line that starts last runs alone. So a group starts anywhere in a share of the
+    batch, which is less by as much as its longest line takes of the longest of all. A group whose prefix is
+    worth little is split, by length or into its lines.
     """
     turns = _longest_first(sizes)
     response = sizes.response_tokens[turns]
     _, first, group = np.unique(sizes.group[turns], return_index=True, return_inverse=True)
     lines, shared = np.bincount(group), sizes.shared_tokens[turns][first]
     tokens = np.bincount(group, sizes.prompt_tokens[turns] + response) - shared * lines
-    is_loose, is_split = shared * lines <= LOOSE_SHARE * tokens, shared <= LOOSE_SHARE * tokens
+    is_split = shared <= LOOSE_SHARE * tokens
+    is_loose = shared * lines <= np.where(is_split, LARGE_LOOSE_SHARE, LOOSE_SHARE) * tokens
     step = (np.log(np.maximum(1.0, response)) / log(LENGTH_STEP)).astype(np.int64)
     part = group * 1024 + np.where(is_split[group], step, 0)  # floats are below 4 ** 1024
     _, longest, part = np.unique(part, return_index=True, return_inverse=True)
     leader = np.where(is_loose[group], np.arange(len(turns)), longest[part])
-    return turns[np.lexsort((leader, first[group], -response[leader]))]
+    parts, rank = np.unique(leader, return_inverse=True)  # the longest first
+    share = 1.0 - response[parts] / max(1.0, response.max(initial=0.0))
+    start = np.arange(len(parts)) * GOLDEN_RATIO % 1.0 * share
+    return turns[np.lexsort((leader, first[group], start[rank]))]
 
 
 _ORDERS: Final[Mapping[Order, Callable[[LineSizes], Integers]]] = {

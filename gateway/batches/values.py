@@ -19,7 +19,7 @@ ORDER_KEY: Final = "mico_order"
 
 
 class Order(StrEnum):
-    """`blend`: groups that begin alike, by their longest line; `prefix`: such groups as the file has them."""
+    """`blend`: groups that begin alike, the long ones spread; `prefix`: such groups as the file has them."""
 
     BLEND = "blend"
     LONGEST = "longest"
