@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import multiprocessing
 import resource
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -108,7 +109,9 @@ async def serve(config: GatewayConfig) -> int:
     stop = _on_signals()
     pepper = config.key_pepper or None
     async with (
-        open_store(config.database_url, config.folder, name=config.name, pepper=pepper) as store,
+        open_store(
+            config.database_url, config.folder, name=config.name, pepper=pepper, journal=config.worker
+        ) as store,
         _traces(config) as traces,
         _core(
             config, store, credentials := await load_credentials(config, store.certificates), traces
@@ -165,6 +168,8 @@ async def _core(
         config.peers,
         config.heartbeat_s,
         stream_interval_s=config.stream_interval_s,
+        worker_ports=config.worker_ports(config.grpc_port),
+        mutual_worker_ports=config.worker_ports(config.mtls_port),
     )
     loop = asyncio.get_running_loop()
     clock = loop.time
@@ -398,6 +403,7 @@ def _http(
         create_http(backend, routes),
         host=config.host,
         port=config.http_port,
+        reuse_port=config.workers > 1,
         end_within_s=config.drain_s + FAREWELL_S,
         certificate=credentials.http,
     )
@@ -408,4 +414,13 @@ def _on_signals() -> asyncio.Event:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
+    if (
+        parent := multiprocessing.parent_process()
+    ) is not None:  # this is a worker, which ends with the first process
+
+        def ended() -> None:
+            loop.remove_reader(parent.sentinel)
+            stop.set()
+
+        loop.add_reader(parent.sentinel, ended)
     return stop

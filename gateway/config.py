@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from gateway.routing.policies import POLICIES
 SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
 """Names that Kubernetes sets, behind the prefix, for a service called mico-gateway: not settings."""
 LAST_PORT = 65_535
+WORKER_PORTS = 2
+"""Of gRPC, of mTLS and of the metrics: a worker's ports are this much above those of the worker before it."""
+MOST_WORKERS = 64
 METRICS_ABOVE = 1_000
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -51,6 +54,8 @@ class GatewayConfig:
         default="", repr=False
     )  # replicas on one database share one; empty: a file in `folder`
     peers: tuple[str, ...] = ()
+    workers: int = 1  # processes that share http_port, each a replica
+    worker: int = 1  # which of them this is; no setting: `of_worker` says it
     policy: str = "mico"
     predictor: Path | None = None  # lexical, small or an artifact's folder; small when not set
     outcomes: Path | None = (
@@ -80,6 +85,7 @@ class GatewayConfig:
         self._check_words()
         self._check_amounts()
         self._check_ports()
+        self._check_workers()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together")
 
@@ -111,6 +117,31 @@ class GatewayConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it can't be negative")
 
+    def _check_workers(self) -> None:
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise ConfigError(f"workers is {self.workers}; it is from 1 to {MOST_WORKERS}")
+        if self.workers == 1 or self.worker > 1:
+            return
+        for name in ("http_port", "grpc_port"):
+            if getattr(self, name) == 0:
+                raise ConfigError(
+                    f"{name} is 0, any free port: {self.workers} workers need a number that all know"
+                )
+        taken = [
+            self.http_port,
+            *self.worker_ports(self.grpc_port),
+            *self.worker_ports(self.own_metrics_port),
+        ]
+        if self.pki is not None:
+            taken += self.worker_ports(self.mtls_port)
+        twice = sorted({port for port in taken if taken.count(port) > 1})
+        if twice:
+            raise ConfigError(
+                f"port {twice[0]} would be needed twice: a worker's grpc_port, mtls_port and metrics_port "
+                f"are {WORKER_PORTS} above those of the worker before it"
+            )
+        self.of_worker(self.workers)  # is checked as this one is
+
     def _check_ports(self) -> None:
         for name in ("http_port", "grpc_port", "mtls_port", "own_metrics_port"):
             if not 0 <= getattr(self, name) <= LAST_PORT:
@@ -132,6 +163,26 @@ class GatewayConfig:
             return self.metrics_port
         return self.http_port + METRICS_ABOVE if self.http_port else 0
 
+    def of_worker(self, number: int) -> GatewayConfig:
+        """Return the configuration of a worker, counted from 1; the first has name and ports as set."""
+        if number == 1:
+            return self
+        above = WORKER_PORTS * (number - 1)
+        return replace(
+            self,
+            worker=number,
+            name=f"{self.name}.{number}",
+            grpc_port=self.grpc_port + above,
+            mtls_port=self.mtls_port + above,
+            metrics_port=self.own_metrics_port + above,
+            outcomes=None,  # a file for one process
+        )
+
+    def worker_ports(self, own: int) -> tuple[int, ...]:
+        """Return the ports of all workers from this one's `own`; none where there is one process."""
+        first = own - WORKER_PORTS * (self.worker - 1)
+        return tuple(first + WORKER_PORTS * each for each in range(self.workers)) if self.workers > 1 else ()
+
     def tokens(self) -> tuple[str, ...]:
         """Return every token that lets a site in. Raises ConfigError if no site could join at all."""
         try:
@@ -150,7 +201,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
 ) -> GatewayConfig:
     """Read the configuration. Raises ConfigError with the key, its source and the key probably meant."""
-    known = {f.name: str(f.type) for f in fields(GatewayConfig)}
+    known = {f.name: str(f.type) for f in fields(GatewayConfig) if f.name != "worker"}
     values: dict[str, Any] = {}
     for source, given in _sources(path, env or {}, overrides or {}):
         for key, value in given.items():

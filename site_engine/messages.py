@@ -38,6 +38,7 @@ class Welcome:
     protocol: int = 1  # the highest that both ends speak
     reads_prefixes: bool = False
     reads_models: bool = False
+    worker_ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,7 +613,7 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models", "worker_ports")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -624,6 +624,7 @@ class Welcome(_message.Message):
     HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     READS_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     READS_MODELS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_PORTS_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
@@ -634,7 +635,8 @@ class Welcome(_message.Message):
     highest_protocol: int
     reads_prefixes: bool
     reads_models: bool
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ...) -> None: ...
+    worker_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ..., worker_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -44,6 +44,8 @@ ENDED = "the connection ended"
 class FederationSettings:
     """`site_tokens`: any of them lets a site in. `grace_s`: time for which a site keeps the work of a lost
     link. `stream_interval_s`: the longest that text waits for the next while the event loop is busy.
+    `worker_ports`, `mutual_worker_ports`: where sites with a token, or a certificate, find this replica's
+    fellow workers.
     """
 
     replica: str
@@ -52,6 +54,8 @@ class FederationSettings:
     heartbeat_s: float = 1.0
     grace_s: float = 5.0
     stream_interval_s: float = 0.02
+    worker_ports: tuple[int, ...] = ()
+    mutual_worker_ports: tuple[int, ...] = ()
 
 
 class Federation(rpc.FederationServicer):
@@ -146,6 +150,7 @@ class Federation(rpc.FederationServicer):
             gateway=settings.replica,
             peers=settings.peers if certificate is None else (),  # peers are ports for tokens
             heartbeat_s=settings.heartbeat_s * link.ping_heartbeats,
+            worker_ports=settings.worker_ports if certificate is None else settings.mutual_worker_ports,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
             reads_bunches=True,

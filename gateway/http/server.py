@@ -226,8 +226,9 @@ class HttpServer(uvicorn.Server):
     `who`: those whom it serves, for the log.
     """
 
-    def __init__(self, config: uvicorn.Config, who: str, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, who: str, limits: ConnectionLimits, reuse_port: bool) -> None:
         super().__init__(config)
+        self._reuse_port = reuse_port
         self._who = who
         self._limits = limits
 
@@ -249,7 +250,7 @@ class HttpServer(uvicorn.Server):
         )
         try:
             if sockets is None:
-                self.servers = [await listen(host=config.host, port=config.port)]
+                self.servers = [await listen(host=config.host, port=config.port, reuse_port=self._reuse_port)]
             else:
                 self.servers = [await listen(sock=each) for each in sockets]
         except OSError as exc:
@@ -271,13 +272,15 @@ def http_server(
     *,
     host: str,
     port: int,
+    reuse_port: bool = False,
     end_within_s: float,
     certificate: CertificateFiles | None = None,
     limits: ConnectionLimits = ConnectionLimits(),
     who: str = "clients",
 ) -> HttpServer:
     """Build the server. `end_within_s`: the time for answers to finish once the server shuts down. `who` it
-    serves is for the log.
+    serves is for the log. With `reuse_port` several processes listen at one port, and the kernel shares out
+    its connections.
     """
     config = uvicorn.Config(
         app,
@@ -294,4 +297,4 @@ def http_server(
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),
     )
-    return HttpServer(config, who, limits)
+    return HttpServer(config, who, limits, reuse_port)

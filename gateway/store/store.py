@@ -57,19 +57,19 @@ async def open_store(
     pepper: str | None = None,
     periods: RetentionPeriods = DEFAULT_RETENTION,
     serving: bool = True,
+    journal: int = 1,
 ) -> AsyncIterator[Store]:
-    """Open the store. `folder` holds the journal, and the pepper unless one is given.
+    """Open the store. `folder` holds the pepper, unless one is given, and the journals, one for each process.
 
     Replicas that share a database share one pepper, and each leases quotas under its own `name`.
     `serving=False` is for commands beside a running gateway: no background work and no recording. The tables
     must exist (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine = open_engine(url)
-    certificates, routes = CertificateRegistry(engine), RouteTable(engine)
+    certificates, routes, clock = CertificateRegistry(engine), RouteTable(engine), DatabaseClock()
     with _usable(folder):
         keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
-    recorder = Recorder(folder / "journal", DatabaseWriter(engine))
-    clock = DatabaseClock()
+    recorder = Recorder(_journal(folder, journal), DatabaseWriter(engine))
     retention = Retention(engine, periods, clock=clock)
     try:
         await check_schema(engine)
@@ -99,6 +99,33 @@ async def open_store(
         await recorder.close()
         await keys.close()
         await engine.dispose()
+
+
+async def store_unread_journals(url: str, folder: Path, above: int) -> None:
+    """Store the records in journals that no process will open: those numbered above `above`, of workers that
+    are not started any more. What the database does not take stays for the next time. Raises StoreError.
+    """
+    left = _journals_above(folder, above)
+    if not left:
+        return
+    engine = open_engine(url)
+    try:
+        for each in left:
+            recorder = Recorder(each, DatabaseWriter(engine))
+            with _usable(folder):
+                await recorder.start(background=False)
+            await recorder.close()
+    finally:
+        await engine.dispose()
+
+
+def _journals_above(folder: Path, number: int) -> list[Path]:
+    numbered = ((each, each.name.removeprefix("journal-")) for each in folder.glob("journal-*"))
+    return [each for each, name in numbered if name.isdecimal() and int(name) > number]
+
+
+def _journal(folder: Path, number: int) -> Path:
+    return folder / ("journal" if number == 1 else f"journal-{number}")
 
 
 @contextmanager

@@ -24,9 +24,9 @@ Overrides = Annotated[
 
 def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run one gateway: HTTP for clients, gRPC for sites. Shuts down gracefully on SIGTERM."""
-    from gateway.app import run
     from gateway.config import ConfigError, load
     from gateway.store.errors import StoreError
+    from gateway.workers import run
 
     try:
         status = run(load(config, os.environ, parse_overrides(overrides)))

@@ -70,9 +70,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         raise WrongMessage("Welcome names no gateway")
     for name in ("heartbeat_s", "grace_s"):
         if not (math.isfinite(getattr(body, name)) and getattr(body, name) >= 0):
-            raise WrongMessage(
-                f"Welcome.{name} is {getattr(body, name)}; it must be a finite number, 0 or more"
-            )
+            raise WrongMessage(f"Welcome.{name} is {getattr(body, name)}; it must be finite, 0 or more")
     return m.Welcome(
         body.gateway,
         tuple(body.peers),
@@ -83,6 +81,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         agreed_protocol(body),
         body.reads_prefixes,
         body.reads_models,
+        tuple(body.worker_ports),
     )
 
 

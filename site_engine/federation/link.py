@@ -160,7 +160,8 @@ class Link:
             connection = self._site.welcomed(hello, welcome, self._changed.set)
             log.info("linked to gateway %s at %s", welcome.gateway, self.address)
             self._failures, self._gateway = 0, welcome.gateway
-            self._add_peers(welcome.peers)
+            host = self.address.rpartition(":")[0]
+            self._add_peers([*welcome.peers, *(f"{host}:{port}" for port in welcome.worker_ports)])
             try:
                 self._received_s = self._clock()
                 reading = self._read(stream, connection)

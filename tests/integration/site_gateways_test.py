@@ -141,6 +141,15 @@ def test_peers_are_dialled_too() -> None:
     run(scenario())
 
 
+def test_the_workers_of_a_gateway_are_dialled_at_its_host() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one):
+            await one.linked("east", worker_ports=[one.port, two.port])
+            assert (await (await two.joined()).welcome("east.2")).site == "alpha"
+
+    run(scenario())
+
+
 def test_a_peer_is_dialled_for_as_long_as_a_linked_gateway_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "MAX_PEER_FAILURES", 1)
 

@@ -35,6 +35,12 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"drain_s": -5}, "can't be negative"),
         ({"log_level": "LOUD"}, "is one of: DEBUG"),
         ({"tls_names": "gätt.example"}, "as DNS has it"),
+        ({"workers": 0}, "from 1 to 64"),
+        ({"workers": 2, "grpc_port": 0}, "2 workers need a number"),
+        ({"workers": 3, "http_port": 8085, "grpc_port": 8081}, "port 8085 would be needed twice"),
+        ({"workers": 2, "pki": "pki", "mtls_port": 8083}, "port 8083 would be needed twice"),
+        ({"workers": 2, "grpc_port": 65_535}, "grpc_port is 65537"),
+        ({"worker": 2}, "unknown setting 'worker'"),
     ],
 )
 def test_a_wrong_setting_says_what_and_where(given: dict[str, object], told: str) -> None:
@@ -90,3 +96,17 @@ def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_setting() -> None
     assert load(None, given | {"MICO_GATEWAY_NAME": "eu-1"}, {}) == GatewayConfig(name="eu-1")
     with pytest.raises(ConfigError, match="unknown setting 'ports'"):
         load(None, {"MICO_GATEWAY_PORTS": "8080"}, {})
+
+
+def test_each_worker_has_a_name_and_ports_of_its_own_and_knows_those_of_all() -> None:
+    config = load(None, {}, {"name": "east", "workers": 3, "outcomes": "seen"})
+    workers = [config.of_worker(number) for number in (1, 2, 3)]
+    assert [each.name for each in workers] == ["east", "east.2", "east.3"]
+    assert [each.grpc_port for each in workers] == [8081, 8083, 8085]
+    assert [each.mtls_port for each in workers] == [8082, 8084, 8086]
+    assert [each.own_metrics_port for each in workers] == [9080, 9082, 9084]
+    assert {each.http_port for each in workers} == {8080}
+    assert [each.outcomes is None for each in workers] == [False, True, True]
+    assert {each.worker_ports(each.grpc_port) for each in workers} == {(8081, 8083, 8085)}
+    alone = load(None, {}, {})
+    assert alone.worker_ports(alone.grpc_port) == ()
