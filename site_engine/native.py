@@ -100,7 +100,7 @@ class NativeEngine:
         tokenizer = prompt_tokenizer(loaded.tokenizer, facts, post, allow_special_tokens=allow_special_tokens)
 
         def tokenizer_of(chain: Chain) -> PromptTokenizer:
-            own, _ = load_tokenizer(chain.tokenizer)
+            own = tokenizer_like(loaded.tokenizer, chain.tokenizer)
             of_chain = facts._replace(eos_token_ids=chain.eos_token_ids)
             return prompt_tokenizer(own, of_chain, post, allow_special_tokens=allow_special_tokens)
 
@@ -247,7 +247,7 @@ async def launch_engine(
         raise
 
     def tokenizer_of(chain: Chain) -> PromptTokenizer:
-        own, process.vocabularies[chain.id] = load_tokenizer(chain.tokenizer)
+        own = tokenizer_like(tokenizer, chain.tokenizer)
         of_chain = facts._replace(eos_token_ids=chain.eos_token_ids)
         return prompt_tokenizer(own, of_chain, post, allow_special_tokens=config.allow_special_tokens)
 
@@ -285,6 +285,18 @@ def load_tokenizer(source: str) -> tuple[Any, Vocabulary]:
     except (OSError, ValueError, ModelNotSupported) as exc:
         raise ConfigError(f"the tokenizer of {source!r} cannot be loaded: {exc}") from exc
     return tokenizer, vocabulary_of(tokenizer)
+
+
+def tokenizer_like(base: Any, folder: str) -> Any:
+    """Return the tokenizer of a variant's folder, or the base's, of the same vocabulary, if it has none.
+
+    Raises ConfigError.
+    """
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        return base
+    own, _ = load_tokenizer(folder)
+    own.chat_template = own.chat_template or base.chat_template
+    return own
 
 
 def prompt_tokenizer(

@@ -39,8 +39,10 @@ class Block(NamedTuple):
 
 class Chain(NamedTuple):
     """A served variant. `fingerprint` names its contents: chains of one fingerprint compute the same.
+    `blocks` are those that the variant has beside the base's.
 
-    `tokenizer` is the folder of a tokenizer unlike the base's, else empty.
+    `tokenizer` is the folder if its template or end tokens are unlike the base's, else empty; the vocabulary
+    is the base's.
     """
 
     id: str

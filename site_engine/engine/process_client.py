@@ -54,7 +54,6 @@ class EngineProcess(asyncio.Protocol):
 
     def __init__(self, process: subprocess.Popen[bytes], clock: Callable[[], float]) -> None:
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
-        self.vocabularies: dict[str, Vocabulary] = {}  # of variants that have their own
         self._chains: dict[str, Chain] = {}
         self._process = process
         self._clock = clock
@@ -144,7 +143,7 @@ class EngineProcess(asyncio.Protocol):
         """Submit a group, all of its requests or none; reply with the admission or the refusal."""
         chain = group[0].chain
         eos = self._chains[chain].eos_token_ids if chain in self._chains else self._eos_token_ids
-        answers = [Answer(each, self.vocabularies.get(chain, self.vocabulary), eos) for each in group]
+        answers = [Answer(each, self.vocabulary, eos) for each in group]
         for answer in answers:
             answer.replay()
         if self._broken:
@@ -275,7 +274,6 @@ class EngineProcess(asyncio.Protocol):
             variant_id, removed = self._removing.pop(message.call)
             if not message.message:
                 self._chains.pop(variant_id, None)
-                self.vocabularies.pop(variant_id, None)
             removed(VariantRefused(message.message) if message.message else None)
             return
         reply = self._adding.pop(message.call)

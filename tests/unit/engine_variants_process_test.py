@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
 
 from site_engine.config import SiteConfig, VariantConfig
+from site_engine.core.chain import Chain
 from site_engine.core.startup import StartUp
 from site_engine.engine import loading
+from site_engine.engine_client import Listener, Prepared
 from site_engine.engine_process import GrammarCompiler
-from tests.support.engine_models import family, tokenizer
+from site_engine.native import NativeEngine
+from tests.support.engine_models import engine_for, family, tokenizer
+from tests.support.variants import lora, served
+from tests.unit.engine_variants_interface_test import answer, assigned
 
 
 def test_a_grammar_ends_with_the_end_token_of_its_variant() -> None:
@@ -54,3 +60,27 @@ def test_slots_on_a_gpu_fit_the_largest_adapter_of_the_configuration(tmp_path: P
     assert slots(config(models_from=("/srv",)), "cuda") == (8, 16)
     assert slots(config(*variants), "cuda") == (8, 24)
     assert slots(config(*variants), "cpu") == (None, 24)
+
+
+def test_an_adapter_with_end_tokens_but_no_tokenizer_uses_the_bases(tmp_path: Path) -> None:
+    model, plain = served()
+    made = lora(tmp_path / "ends", plain)
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+
+    async def run() -> tuple[Chain, Prepared]:
+        engine = engine_for(model)
+        facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
+        loaded = loading.Loaded(engine, model.tokenizer, *facts)
+        client = NativeEngine.from_loaded(loaded, asyncio.get_running_loop().call_soon_threadsafe)
+        client.start(Listener(lambda outputs: None, lambda seen: None, lambda reason: None))
+        try:
+            chain = await answer(client.add_variant, made.variant)
+            return chain, await answer(client.prepare, assigned("ends"))
+        finally:
+            await asyncio.to_thread(client.stop)
+
+    chain, prepared = asyncio.run(run())
+    assert isinstance(chain, Chain), chain
+    assert chain.eos_token_ids == (7,)
+    assert prepared.chain == "ends"
+    assert prepared.token_ids == tuple(model.tokenizer.encode("abc"))
