@@ -76,6 +76,7 @@ class Row(Request):
         self.remaining, self.typical, self.max_tokens = remaining, typical, ENDLESS
         self.resumed = range(produced)  # by another site
         self.started_s = self.first_token_s = None
+        self.prefill_heavy = False
         self.ends_at = 0  # the site's iteration that brings the last token
         self.reserved = 0  # tokens of KV set aside for it, held ones included
         self.to_prefill = 0
