@@ -19,7 +19,7 @@ import grpc
 from site_engine.errors import LinkLost, WrongMessage
 from site_engine.federation import codec
 from site_engine.federation.site import Connection, Site
-from site_engine.messages import Bye, Hello, Welcome
+from site_engine.messages import Bye, FromSite, Hello, Welcome
 from wire import federation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -231,14 +231,19 @@ class Link:
                 await stream.write(part)
             self._room_made.set()
             if connection.hello_is_old and connection.is_idle:
+                await self._finish(stream)
                 raise LinkLost(f"gateway {connection.gateway} is told the models of this site by a new Hello")
             await self._wait_until(outbox.due_s())
+        await self._finish(stream, *outbox.take(float("inf")), self._bye)
+
+    async def _finish(self, stream: Any, *last: FromSite) -> None:
+        """Write the last messages, and wait for the gateway's end: it has then read everything before."""
         async with asyncio.timeout(self._timeouts.goodbye_s):
-            for message in (*outbox.take(float("inf")), self._bye):
+            for message in last:
                 for part in codec.encode(message):
                     await stream.write(part)
             await stream.done_writing()
-            await stream.code()  # the gateway ends its side when it has read Bye
+            await stream.code()
 
     async def _wait_until(self, due_s: float | None) -> None:
         """Wait until something is due; a change may bring that forward. None: wait for a change."""
