@@ -31,16 +31,18 @@ def hostile() -> Iterator[dict[str, Any]]:
 
 
 async def ask_until_all_is_answered(session: Session, scene: Scene) -> list[str]:
-    """Ping and let a report be due, and again with each pong; return the kinds of what the site said until
-    the last of its replies, in order.
+    """Ping and let a report be due, and again once both are answered; return the kinds of what the site said
+    until the last of its replies, in order.
     """
     began, nonce = len(session.log), 0
     while sum(len(session.received(kind)) for kind in REPLIES) < SCHEMAS + TEXTS:
         nonce += 1
+        reports = len(session.received("load"))
         scene.clock.now += 1.0
         scene.engine_thread.request_load()
         await session.send(ping=pb.Ping(nonce=nonce))
         await session.wait_for("pong", nonce)
+        await session.wait_for("load", reports + 1)
     said = [str(each.WhichOneof("body")) for each in session.log[began:]]
     return said[: max(place for place, kind in enumerate(said) if kind in REPLIES)]
 
@@ -53,7 +55,7 @@ def test_pongs_and_reports_do_not_wait_for_what_is_prepared() -> None:
         grammars = Grammars(tokenizer, len(tokenizer), ())
         async with (
             serving(Gateway()) as gateway,
-            site_before(gateway, tokenizer=tokenizer, grammars=grammars, stepped=False) as scene,
+            site_before(gateway, tokenizer=tokenizer, grammars=grammars) as scene,
         ):
             session = await gateway.linked()
             await session.wait_for("load")
