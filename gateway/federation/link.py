@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gateway.decision import Decision
-from gateway.domain import Credit, Query, SiteIdentity, SiteState
+from gateway.domain import Query, SiteIdentity, SiteState
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation import codec
 from gateway.federation.answer_limits import AnswerLimits
@@ -27,6 +27,7 @@ from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
 from gateway.federation.stream_pace import StreamPace
+from gateway.federation.unreported import UnreportedDemands
 from gateway.prices import FREE
 from gateway.routing.demand import Demand
 from gateway.routing.failover import NATIVE, same_weights
@@ -79,7 +80,7 @@ class Link:
         self.orders = ModelOrders(identity.name, self.outbox)
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
-        self._uncovered: dict[str, Demand] = {}  # assigned, and not in a report of the site yet
+        self._unreported = UnreportedDemands()
         self._reads_bunches = reads_bunches
         self._directory = directory
         self._offloading = offloading
@@ -163,9 +164,9 @@ class Link:
         assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
         assign.assign.prefix_hashes = prefix_hashes
         self._live[attempt.id] = attempt
-        self._uncovered[attempt.id] = demand
+        self._unreported.add(attempt.id, demand)
         self._progress.assigned(attempt.id, self._awake.now_s)
-        self._directory.set_credit(self.name, self._credit())
+        self._directory.set_credit(self.name, self._unreported.credit)
         self.outbox.put(assign, attempt.id)
         return attempt
 
@@ -265,7 +266,7 @@ class Link:
                 return
         silence = self._progress.silence(
             self._directory.load_of(self.name),
-            sum(demand.prompt_tokens for demand in self._uncovered.values()),
+            self._unreported.credit.prompt_tokens,
             now_s,
             native=self.identity.engine == NATIVE,
         )
@@ -384,9 +385,8 @@ class Link:
         """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
         report = codec.load(message, self._clock())
         self._progress.reported(codec.engine_report(message), self._awake.now_s)
-        live = self._live
-        self._uncovered = {k: demand for k, demand in self._uncovered.items() if live[k].accepted is None}
-        self._directory.report(self.name, report, self._credit())
+        self._unreported.keep(lambda attempt_id: self._live[attempt_id].accepted is None)
+        self._directory.report(self.name, report, self._unreported.credit)
         if message.stalled_s:
             self.check_progress()
         elif report.running < self.identity.slots and report.pending == 0:
@@ -438,13 +438,6 @@ class Link:
     def _forget(self, attempt: LiveAttempt) -> None:
         self._live.pop(attempt.id, None)
         self._progress.forget(attempt.id)
-        if self._uncovered.pop(attempt.id, None) is not None:
-            self._directory.set_credit(self.name, self._credit())
+        if self._unreported.remove(attempt.id):
+            self._directory.set_credit(self.name, self._unreported.credit)
         self._offloading.mark_changed(self.name)
-
-    def _credit(self) -> Credit:
-        prompt_tokens, response_tokens = 0, 0.0
-        for demand in self._uncovered.values():
-            prompt_tokens += demand.prompt_tokens
-            response_tokens += demand.response_tokens
-        return Credit(len(self._uncovered), prompt_tokens, response_tokens)

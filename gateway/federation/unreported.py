@@ -1,0 +1,50 @@
+"""The demands that were assigned to a site and that its reports do not cover yet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.domain import Credit
+from gateway.routing.demand import Demand
+
+
+class UnreportedDemands:
+    """`credit` is their sum: kept up to date with each of them, since a burst assigns thousands between two
+    reports, and summed anew at each report, so that it does not drift.
+    """
+
+    def __init__(self) -> None:
+        self._demands: dict[str, Demand] = {}
+        self.credit = Credit()
+
+    def add(self, attempt_id: str, demand: Demand) -> None:
+        self._demands[attempt_id] = demand
+        self.credit = _plus(self.credit, demand)
+
+    def remove(self, attempt_id: str) -> bool:
+        """Remove the demand of an attempt; return False if there is none."""
+        demand = self._demands.pop(attempt_id, None)
+        if demand is None:
+            return False
+        requests, before = len(self._demands), self.credit
+        self.credit = Credit(
+            requests,
+            before.prompt_tokens - demand.prompt_tokens,
+            max(0.0, before.response_tokens - demand.response_tokens) if requests else 0.0,
+        )
+        return True
+
+    def keep(self, is_kept: Callable[[str], bool]) -> None:
+        """Remove the demands of all attempts but those for which `is_kept` returns true."""
+        kept = {attempt_id: each for attempt_id, each in self._demands.items() if is_kept(attempt_id)}
+        self._demands, self.credit = kept, Credit()
+        for each in kept.values():
+            self.credit = _plus(self.credit, each)
+
+
+def _plus(credit: Credit, demand: Demand) -> Credit:
+    return Credit(
+        credit.requests + 1,
+        credit.prompt_tokens + demand.prompt_tokens,
+        credit.response_tokens + demand.response_tokens,
+    )
