@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import resource
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from gateway.batches.lifecycle import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import SHADOW_TENANT, Outcome, SiteState
 from gateway.federation.directory import Directory
-from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.federation.server import Federation, FederationSettings, Listening, listen
 from gateway.http.app import create_http, create_operators_http
 from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
@@ -162,53 +162,19 @@ async def _core(
     config: GatewayConfig, store: Store, credentials: ListenerCredentials, traces: Traces | None
 ) -> AsyncIterator[Core]:
     directory = Directory()
-    settings = FederationSettings(
-        config.name,
-        config.tokens(),
-        config.peers,
-        config.heartbeat_s,
-        stream_interval_s=config.stream_interval_s,
-        worker_ports=config.worker_ports(config.grpc_port),
-        mutual_worker_ports=config.worker_ports(config.mtls_port),
-    )
-    loop = asyncio.get_running_loop()
-    clock = loop.time
-    federation = Federation(settings, directory, clock, credentials.certificates)
-    histogram = HistogramForecaster()
-    outcome_log = OutcomeLog(config.outcomes) if config.outcomes else None
-    forecasts = ForecastService(
-        _forecaster(config, histogram),
-        histogram,
-        outcome_log=outcome_log,
-        parent_of=directory.parent_of,
-    )
-    forecasts.start()
-
+    clock = asyncio.get_running_loop().time
+    federation = Federation(_federation_settings(config), directory, clock, credentials.certificates)
+    forecasts = _start_forecasts(config, directory)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
     publisher = SnapshotPublisher(directory, config.name, clock=clock, history_store=store.snapshots)
-
-    def record(outcome: Outcome) -> None:
-        """Record usage before the answer's end is sent; observers run later and can cost no record."""
-        store.recorder.record(outcome, directory.cloud_of(outcome.site))
-        loop.call_soon(observe, outcome)
-
-    def observe(outcome: Outcome) -> None:
-        if outcome.tenant == SHADOW_TENANT:
-            forecasts.observe(outcome)
-            return
-        metrics.observe(outcome)
-        publisher.observe(outcome)
-        if traces is not None:
-            traces.observe(outcome)
-        forecasts.observe(outcome)
-
     leases = await _start_leases_and_routes(config, store)
+    observers = [metrics.observe, publisher.observe, *([] if traces is None else [traces.observe])]
     query_context = QueryContext(
         directory,
         federation,
         forecasts,
-        record,
+        _outcome_recorder(store, directory, forecasts, observers),
         has_room=lambda: store.recorder.has_room,
         policy_name=config.policy,
         max_live=config.most_live,
@@ -223,25 +189,80 @@ async def _core(
     shadows = _shadows(query_context, metrics, publisher)
     if traces is not None:
         query_context.trace_query = traces.inject
-    address = f"{config.grpc_host}:{config.grpc_port}"
-    try:
-        server, port, mutual_port = await listen(federation, address, credentials.link, credentials.mutual)
-    except RuntimeError as exc:
-        where = address if credentials.mutual is None else f"{address} and {credentials.mutual[0]}"
-        raise ConfigError(f"sites can't join at {where}: taken, or not of this machine") from exc
-    log.info("sites join at %s:%d", config.grpc_host, port)
-    if mutual_port is not None:
-        log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
+    listening = await _listen(config, federation, credentials)
     watching = asyncio.create_task(federation.watch_progress())
     try:
         yield Core(query_context, metrics, publisher, leases)
     finally:
         watching.cancel()
         await shadows.close()
-        await server.stop(grace=1.0)
+        await listening.server.stop(grace=1.0)
         await query_context.wait_settled()
         await leases.close()
         await forecasts.close()
+
+
+def _federation_settings(config: GatewayConfig) -> FederationSettings:
+    return FederationSettings(
+        config.name,
+        config.tokens(),
+        config.peers,
+        config.heartbeat_s,
+        stream_interval_s=config.stream_interval_s,
+        worker_ports=config.worker_ports(config.grpc_port),
+        mutual_worker_ports=config.worker_ports(config.mtls_port),
+    )
+
+
+def _start_forecasts(config: GatewayConfig, directory: Directory) -> ForecastService:
+    histogram = HistogramForecaster()
+    forecasts = ForecastService(
+        _forecaster(config, histogram),
+        histogram,
+        outcome_log=OutcomeLog(config.outcomes) if config.outcomes else None,
+        parent_of=directory.parent_of,
+    )
+    forecasts.start()
+    return forecasts
+
+
+def _outcome_recorder(
+    store: Store,
+    directory: Directory,
+    forecasts: ForecastService,
+    observers: Sequence[Callable[[Outcome], None]],
+) -> Callable[[Outcome], None]:
+    """Return the function that records each outcome. Of shadows `forecasts` alone is told."""
+    loop = asyncio.get_running_loop()
+
+    def record(outcome: Outcome) -> None:
+        """Record usage before the answer's end is sent; observers run later and can cost no record."""
+        store.recorder.record(outcome, directory.cloud_of(outcome.site))
+        loop.call_soon(observe, outcome)
+
+    def observe(outcome: Outcome) -> None:
+        if outcome.tenant != SHADOW_TENANT:
+            for each in observers:
+                each(outcome)
+        forecasts.observe(outcome)
+
+    return record
+
+
+async def _listen(
+    config: GatewayConfig, federation: Federation, credentials: ListenerCredentials
+) -> Listening:
+    """Start the server that sites join. Raises ConfigError if it cannot listen."""
+    address = f"{config.grpc_host}:{config.grpc_port}"
+    try:
+        listening = await listen(federation, address, credentials.link, credentials.mutual)
+    except RuntimeError as exc:
+        where = address if credentials.mutual is None else f"{address} and {credentials.mutual[0]}"
+        raise ConfigError(f"sites can't join at {where}: taken, or not of this machine") from exc
+    log.info("sites join at %s:%d", config.grpc_host, listening.port)
+    if listening.mutual_port is not None:
+        log.info("sites with a certificate join at %s:%d", config.grpc_host, listening.mutual_port)
+    return listening
 
 
 @asynccontextmanager
@@ -414,13 +435,13 @@ def _on_signals() -> asyncio.Event:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    if (
-        parent := multiprocessing.parent_process()
-    ) is not None:  # this is a worker, which ends with the first process
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # this is a worker, which ends with the first process
+        sentinel = parent.sentinel
 
         def ended() -> None:
-            loop.remove_reader(parent.sentinel)
+            loop.remove_reader(sentinel)
             stop.set()
 
-        loop.add_reader(parent.sentinel, ended)
+        loop.add_reader(sentinel, ended)
     return stop
