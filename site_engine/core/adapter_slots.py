@@ -47,7 +47,7 @@ class AdapterSlots:
     def fits(self, request: Request) -> bool:
         """Return whether the adapter of a request has a slot, or can have one now."""
         variant = request.variant
-        if variant is None or not variant.rank or variant in self._slots:
+        if variant is None or not request.has_adapter or variant in self._slots:
             return True
         size = self._class(variant)
         return bool(self._free[size] or self._idle[size])
@@ -55,7 +55,7 @@ class AdapterSlots:
     def hold(self, request: Request) -> None:
         """Take a slot for a request that starts and fits; its adapter is placed if it has none."""
         variant = request.variant
-        if variant is None or not variant.rank:
+        if variant is None or not request.has_adapter:
             return
         size = self._class(variant)
         if variant not in self._slots:
@@ -71,7 +71,7 @@ class AdapterSlots:
     def leave(self, request: Request) -> None:
         """Give back the hold of a request that stops running."""
         variant = request.variant
-        if variant is None or not variant.rank:
+        if variant is None or not request.has_adapter:
             return
         self._held[variant] -= 1
         if not self._held[variant]:

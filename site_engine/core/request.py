@@ -290,6 +290,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def has_adapter(self) -> bool:
+        """Return whether an adapter answers, which needs a slot while the request runs."""
+        return self.variant is not None and self.variant.rank > 0
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 

@@ -232,6 +232,18 @@ class AdmissionQueue:
         tenant = min([*below, request.tenant], key=self._clock)
         return starving.get(tenant, request)
 
+    def first_without_adapter(self) -> Request | None:
+        """Return the next request of those without an adapter, which need no slot, or None."""
+        for key in sorted(self._levels):
+            best = {
+                tenant: min(entries)
+                for tenant, heap in self._levels[key].heaps.items()
+                if (entries := [entry for entry in heap if not entry[2].has_adapter])
+            }
+            if best:
+                return best[min(best, key=self._clock)][2]
+        return None
+
     def overtaking(self, request: Request) -> list[Request]:
         """Return the waiting lines of any order that may overtake one, prefill-heavy ones last."""
         if self._overtaking[0] is not request:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -86,9 +86,8 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        self._decode_heavy: Counter[str] = (
-            Counter()
-        )  # running lines by tenant, beside which its others are paced
+        # running lines by tenant, beside which its others are paced
+        self._decode_heavy: Counter[str] = Counter()
         self._paced_tokens = 0  # prompt tokens left for paced lines in this iteration
 
     @property
@@ -115,9 +114,8 @@ class Scheduler:
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        if (
-            len(self.preempted) == preempted_before
-        ):  # a request preempted now does not return in the same iteration
+        # a request preempted now does not return in the same iteration
+        if len(self.preempted) == preempted_before:
             self._admit(plan, budget, now, max_new)
         return plan
 
@@ -242,19 +240,19 @@ class Scheduler:
 
         The memory beside the longest answers, which they need later, serves shorter ones until then.
         """
-        first = self._next(now)
-        if first is None:
-            return
-        yield first
-        lines = self.queue.overtaking(first)
-        paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
-        fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)  # they come longest first
-        yield from lines[fitting : min(fitting + 1, paced)]
-        yield from lines[paced : paced + 1]
+        for first in self._next_to_start(now):
+            yield first
+            if not self._has_slot(first):
+                continue
+            lines = self.queue.overtaking(first)
+            paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
+            fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)  # they come longest first
+            yield from lines[fitting : min(fitting + 1, paced)]
+            yield from lines[paced : paced + 1]
 
     def _fits(self, request: Request) -> bool:
         """Take the cached pages of a request that can start now; it has none if it can't."""
-        if self.reservation.refused(request) or not self._has_adapter(request):
+        if self.reservation.refused(request) or not self._has_slot(request):
             return False
         if self._is_paced(request) and self._paced_tokens <= 0:
             return False
@@ -268,21 +266,34 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt one running request of a lower lane if the next request needs its room."""
-        first = self._next(now)
-        if first is None or not self.running or self._policy.static:
-            return
-        last = self.running[-1]
-        if first.lane < last.lane and not (
-            self._rows and self._has_adapter(first) and self.reservation.fits(first)
-        ):
-            self._preempt(last)
+        """Preempt one running request of a lower lane if the next request needs its room or its slot."""
+        for first in self._next_to_start(now):
+            if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
+                continue
+            if not self._has_slot(first):
+                kept = {one.variant for one in self.running if one.lane <= first.lane}
+                holders = (one for one in reversed(self.running) if one.has_adapter)
+                victim = next((one for one in holders if one.variant not in kept), None)
+            else:
+                victim = None if self._rows and self.reservation.fits(first) else self.running[-1]
+            if victim is not None:
+                self._preempt(victim)
+                return
 
-    def _next(self, now: float) -> Request | None:
-        """Return the request to start next: preempted requests before new ones of the same lane."""
-        new = self.queue.first(now)
-        preempted = min(self.preempted, key=lambda request: request.lane, default=None)
-        return new if preempted is None or (new is not None and new.lane < preempted.lane) else preempted
+    def _next_to_start(self, now: float) -> Iterator[Request]:
+        """Yield the request to start next; if it waits for a slot, also the next one without an adapter.
+
+        Others with adapters would keep the slots from it.
+        """
+        first = _earlier(self.queue.first(now), self.preempted)
+        if first is None:
+            return
+        yield first
+        if not self._has_slot(first):
+            preempted = [each for each in self.preempted if not each.has_adapter]
+            second = _earlier(self.queue.first_without_adapter(), preempted)
+            if second is not None:
+                yield second
 
     def _start(self, request: Request, now: float) -> None:
         if request in self.preempted:
@@ -362,10 +373,16 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
 
-    def _has_adapter(self, request: Request) -> bool:
+    def _has_slot(self, request: Request) -> bool:
         return self._adapters is None or self._adapters.fits(request)
 
     def _owner(self, request: Request) -> Owner:
         variant = request.variant
         tenant = "" if self._share_prefixes else request.tenant
         return tenant, "" if variant is None else variant.fingerprint
+
+
+def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:
+    """Return which request goes first: preempted ones before new ones of the same lane."""
+    oldest = min(preempted, key=attrgetter("lane"), default=None)
+    return new if oldest is None or (new is not None and new.lane < oldest.lane) else oldest

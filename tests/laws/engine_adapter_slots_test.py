@@ -1,0 +1,101 @@
+"""A request that waits for an adapter's slot holds up only requests that would keep the slots from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from site_engine.core.adapter_slots import AdapterSlots
+from site_engine.core.page_pool import PagePool
+from site_engine.core.request import Lane, Request, Sampling
+from site_engine.core.request_queue import AdmissionQueue
+from site_engine.core.scheduler import Scheduler
+
+
+class Named(NamedTuple):
+    """A variant that is served, by its contents; an adapter if it has a rank."""
+
+    fingerprint: str
+    rank: int = 8
+    eos_token_ids: tuple[int, ...] = ()
+
+
+ONE, OTHER, FINE_TUNED = Named("one"), Named("other"), Named("tuned", rank=0)
+
+
+def scheduler(slots: int = 8) -> Scheduler:
+    """Return a scheduler with memory for all, and one slot for adapters."""
+    pool = PagePool(1000, 4)
+    return Scheduler(pool, AdmissionQueue(), slots=slots, token_budget=64, adapters=AdapterSlots(1))
+
+
+def push(site: Scheduler, name: str, variant: Named | None = None, lane: Lane = Lane.CHAT) -> Request:
+    request: Any = Request(name, [1, 2, 3], Sampling(), lane=lane)
+    request.variant = variant
+    site.queue.push(request)
+    return request
+
+
+def iterate(site: Scheduler, times: int = 1) -> set[str]:
+    """Return who runs after some iterations."""
+    for _ in range(times):
+        plan = site.plan(0.0)
+        site.advance(plan)
+        for chunk in plan.chunks:
+            if chunk.samples:
+                chunk.request.tokens.append(1)
+    return {each.id for each in site.running}
+
+
+def test_requests_without_an_adapter_start_beside_one_that_waits_for_a_slot() -> None:
+    site = scheduler()
+    holder = push(site, "holder", ONE)
+    assert iterate(site) == {"holder"}
+    push(site, "waits", OTHER)
+    push(site, "base")
+    push(site, "tuned", FINE_TUNED)
+    push(site, "batch", lane=Lane.BATCH)
+    assert iterate(site, 2) == {"holder", "base", "tuned", "batch"}
+    site.release(holder)
+    assert iterate(site) == {"waits", "base", "tuned", "batch"}
+
+
+def test_requests_of_an_adapter_that_has_the_slot_do_not_keep_it_from_one_before_them() -> None:
+    site = scheduler()
+    holder = push(site, "holder", ONE)
+    iterate(site)
+    push(site, "waits", OTHER)
+    push(site, "same", ONE, lane=Lane.BATCH)
+    assert iterate(site, 3) == {"holder"}
+    site.release(holder)
+    assert iterate(site) == {"waits"}
+
+
+def test_a_chat_that_waits_for_a_slot_of_chats_preempts_no_batch() -> None:
+    site = scheduler(slots=3)
+    push(site, "holder", ONE)
+    batch = push(site, "batch", lane=Lane.BATCH)
+    same = push(site, "same", ONE, lane=Lane.BATCH)
+    assert iterate(site) == {"holder", "batch", "same"}
+    push(site, "waits", OTHER)
+    assert iterate(site, 3) == {"holder", "batch", "same"}
+    assert batch.preemptions == same.preemptions == 0
+
+
+def test_a_chat_preempts_the_lines_of_a_batch_that_hold_its_slot() -> None:
+    site = scheduler()
+    line = push(site, "line", ONE, lane=Lane.BATCH)
+    push(site, "batch", lane=Lane.BATCH)
+    iterate(site)
+    push(site, "chat", OTHER)
+    assert iterate(site, 2) == {"chat", "batch"}
+    assert line.preemptions == 1
+
+
+def test_chats_of_the_base_take_the_row_of_a_batch_while_another_waits_for_a_slot() -> None:
+    site = scheduler(slots=2)
+    push(site, "holder", ONE)
+    push(site, "batch", lane=Lane.BATCH)
+    iterate(site)
+    push(site, "waits", OTHER)
+    push(site, "base")
+    assert iterate(site, 2) == {"holder", "base"}
