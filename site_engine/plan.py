@@ -1,4 +1,4 @@
-"""What a site's configuration needs on its device, from the headers of its files alone: no weight is read.
+"""Plan the memory of a site's device from the headers of its files alone: no weight is read.
 
 Does not tell which layers of a fine-tuned model equal the base's, which takes their contents: what it owns is
 the most that it can be. Nor whether an engine computes a variant exactly: that is certified when it loads.

@@ -1,4 +1,4 @@
-"""What a variant changes of the base, module by module: own weights, a bias, a product of low rank."""
+"""Describe what a variant changes of a module of the base: own weights, a bias, a product of low rank."""
 
 from __future__ import annotations
 
