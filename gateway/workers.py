@@ -21,8 +21,8 @@ from gateway.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-RESTART_S = 1.0
-"""Pause before a worker that has ended by itself is started again."""
+RESTART_S, MAX_RESTART_S = 1.0, 30.0
+"""Pauses before a worker that has ended by itself is started again: the longer the more often it has."""
 
 
 class Worker(NamedTuple):
@@ -31,6 +31,7 @@ class Worker(NamedTuple):
     process: SpawnProcess
     failure: Connection
     first: bool
+    started_s: float
 
 
 def run(config: GatewayConfig) -> int:
@@ -53,6 +54,7 @@ class Workers:
         self._config = config
         self._live: dict[int, Worker] = {}
         self._again: dict[int, float] = {}  # when to start which, monotonic seconds
+        self._pauses_s: dict[int, float] = {}  # the last one of each
         self._failure: Exception | None = None
         self._stopping = False
         self._code = 0
@@ -60,9 +62,9 @@ class Workers:
     def run(self) -> int:
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._on_signal)
-        for number in range(1, self._config.workers + 1):
-            self._start(number, first=True)
         try:
+            for number in range(1, self._config.workers + 1):
+                self._start(number, first=True)
             while self._live or (self._again and not self._stopping):
                 self._watch()
         finally:
@@ -77,8 +79,13 @@ class Workers:
             self._ended(number)
         for number in [number for number, at in self._again.items() if time.monotonic() >= at]:
             del self._again[number]
-            if not self._stopping:
+            if self._stopping:
+                continue
+            try:
                 self._start(number)
+            except OSError:  # no memory, process or file descriptor is left
+                log.exception("worker %d can't start now; it is tried again", number)
+                self._start_later(number, lived_s=0.0)
 
     def _start(self, number: int, *, first: bool = False) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -86,9 +93,13 @@ class Workers:
         process = spawn.Process(
             target=_work, args=(self._config.of_worker(number), writing), name=f"worker {number}"
         )
-        process.start()
-        writing.close()
-        self._live[number] = Worker(process, failure, first)
+        with writing:
+            try:
+                process.start()
+            except OSError:
+                failure.close()
+                raise
+        self._live[number] = Worker(process, failure, first, time.monotonic())
         if self._stopping:  # a signal came meanwhile
             process.terminate()
 
@@ -108,7 +119,12 @@ class Workers:
             self._stop()
         else:
             log.error("worker %d ended with code %s; it starts again", number, code, exc_info=failure)
-            self._again[number] = time.monotonic() + RESTART_S
+            self._start_later(number, time.monotonic() - worker.started_s)
+
+    def _start_later(self, number: int, lived_s: float) -> None:
+        pause_s = restart_pause_s(self._pauses_s.get(number, 0.0), lived_s)
+        self._pauses_s[number] = pause_s
+        self._again[number] = time.monotonic() + pause_s
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stop()
@@ -117,6 +133,13 @@ class Workers:
         self._stopping = True
         for worker in self._live.values():
             worker.process.terminate()
+
+
+def restart_pause_s(last_s: float, lived_s: float) -> float:
+    """Return the pause before a worker starts again. One that keeps ending soon gets double the last pause:
+    each start takes seconds of CPU from the workers that serve.
+    """
+    return RESTART_S if lived_s > MAX_RESTART_S else min(MAX_RESTART_S, max(RESTART_S, 2 * last_s))
 
 
 def _work(config: GatewayConfig, failure: Connection) -> None:
