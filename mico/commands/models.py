@@ -8,11 +8,10 @@ from urllib.parse import urlencode
 
 import typer
 
-from mico.commands.operate import Reason
-from mico.commands.routes import needed
+from mico.commands.operate import Reason, needed
 from mico.errors import CommandFailed, ExitCode
 from mico.options import GatewayOptions, Json, SiteName, with_option_groups
-from mico.session import session_of
+from mico.session import Session, session_of
 
 PATH = "/admin/api/models"
 
@@ -133,19 +132,8 @@ def add(
     if bool(adapter) == bool(folder):
         tip = "--adapter PATH or --model PATH"
         raise CommandFailed("name one folder at the site", tip=tip, exit_code=ExitCode.WRONG_USAGE)
-    session = session_of(context)
-    body = {
-        "site": name,
-        "model": model,
-        "adapter": adapter,
-        "folder": folder,
-        "reason": needed(reason),
-    }
-    done = session.client(*gateway).post(f"{PATH}/add", body)
-    if as_json:
-        session.terminal.json(done)
-    else:
-        session.terminal.info(f"{name} serves {model} now")
+    body = {"site": name, "model": model, "adapter": adapter, "folder": folder, "reason": needed(reason)}
+    send_change(session_of(context), gateway, "add", body, f"{name} serves {model} now", as_json=as_json)
 
 
 @app.command()
@@ -160,10 +148,17 @@ def remove(
     as_json: Json = False,
 ) -> None:
     """Serve a variant no more at a site; answers that it has begun go on."""
-    session = session_of(context)
     body = {"site": name, "model": model, "reason": needed(reason)}
-    done = session.client(*gateway).post(f"{PATH}/remove", body)
+    said = f"{name} serves {model} no more"
+    send_change(session_of(context), gateway, "remove", body, said, as_json=as_json)
+
+
+def send_change(
+    session: Session, gateway: GatewayOptions, verb: str, body: dict[str, str], said: str, *, as_json: bool
+) -> None:
+    """Change the models of a site, then tell `said`. Raises CommandFailed."""
+    done = session.client(*gateway).post(f"{PATH}/{verb}", body)
     if as_json:
         session.terminal.json(done)
     else:
-        session.terminal.info(f"{name} serves {model} no more")
+        session.terminal.info(said)

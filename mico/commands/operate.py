@@ -131,8 +131,8 @@ def send_order(
     from urllib.parse import quote
 
     client, path = session.client(*gateway), f"/admin/api/sites/{quote(site, safe='')}/{verb}"
-    if not body["reason"] and not order.dry_run:
-        raise CommandFailed("an act needs a reason", tip="--reason WHY", exit_code=ExitCode.WRONG_USAGE)
+    if not order.dry_run:
+        needed(body["reason"])
     answer = client.post(path, {**body, "dry_run": True})
     if not order.dry_run:
         confirm(session, answer["preview"]["warnings"], yes=order.yes)
@@ -141,6 +141,13 @@ def send_order(
         session.terminal.json(answer)
     else:
         print_answer(session, answer)
+
+
+def needed(reason: str) -> str:
+    """Return the reason. Raises CommandFailed where none was given."""
+    if not reason:
+        raise CommandFailed("an act needs a reason", tip="--reason WHY", exit_code=ExitCode.WRONG_USAGE)
+    return reason
 
 
 def confirm(session: Session, warnings: list[str], *, yes: bool) -> None:

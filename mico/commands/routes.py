@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mico.commands.keys import format_time
-from mico.commands.operate import Reason
+from mico.commands.operate import Reason, needed
 from mico.errors import CommandFailed, ExitCode
 from mico.options import GatewayOptions, Json, with_option_groups
 from mico.session import Session, session_of
@@ -211,10 +211,3 @@ def parse(text: str, fields: dict[str, type]) -> dict[str, Any]:
             ) from error
         model = parts[0]
     return {"model": model, **found}
-
-
-def needed(reason: str) -> str:
-    """Return the reason. Raises CommandFailed where none was given."""
-    if not reason:
-        raise CommandFailed("an act needs a reason", tip="--reason WHY", exit_code=ExitCode.WRONG_USAGE)
-    return reason
