@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.core.request import Finish, RemainingCurve, RemainingPoint
+from site_engine.core.request import Finish
 from site_engine.core.request_queue import POLICIES
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import from_model
 from tests.support.engine_models import (
     FAMILIES,
+    TOO_SHORT,
     VOCAB,
     Collected,
     Ticks,
@@ -32,7 +33,6 @@ from tests.support.padded_batch import padded_engine
 pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
-TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
 
 
 def dense(model: Any, *, apart: bool = False, **chosen: Any) -> Any:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.core.request import RemainingCurve, RemainingPoint
 from tests.support.engine_models import (
     FAMILIES,
+    SHAPES,
+    TOO_SHORT,
     VOCAB,
     Collected,
     assert_idle,
@@ -24,14 +24,6 @@ from tests.support.engine_models import (
 )
 
 torch.set_num_threads(1)
-
-SURE_TO_BE_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
-
-SHAPES: list[dict[str, Any]] = [
-    {"page_size": 1, "slots": 8, "token_budget": 64},
-    {"page_size": 16, "slots": 8, "token_budget": 10},
-    {"page_size": 4, "slots": 6, "token_budget": 32, "kv_tokens": 176},
-]
 
 
 def mixed_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
@@ -107,7 +99,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token() -> None:
     engine = engine_for(family("llama").served, slots=6, kv_tokens=96, page_size=4)
     for at, (prompt, length) in enumerate(requests):
         request = greedy(str(at), prompt, length)
-        request.remaining = SURE_TO_BE_SHORT
+        request.remaining = TOO_SHORT
         engine.submit(request)
     collected = drain(engine)
     assert [collected[str(at)].token_ids for at in range(len(requests))] == expected

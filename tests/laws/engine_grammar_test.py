@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from site_engine.core.request import (
     Finish,
-    RemainingCurve,
-    RemainingPoint,
     Request,
     RequestRejected,
     Sampling,
@@ -25,11 +23,19 @@ from site_engine.errors import NotServed, Reason
 from site_engine.model.grammar_bitmask import GrammarBitmask
 from site_engine.text.grammar import Grammar, Grammars
 from site_engine.text.tool_grammar import guided_source
-from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import (
+    TOO_SHORT,
+    Collected,
+    assert_idle,
+    drain,
+    engine_for,
+    family,
+    gather,
+    greedy,
+)
 
 torch.set_num_threads(1)
 
-TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "name": {"type": "string", "maxLength": 12}},

@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling, State
+from site_engine.core.request import Request, Sampling, State
 from site_engine.core.request_queue import POLICIES
 from site_engine.engine.engine import SiteEngine
-from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import (
+    TOO_SHORT,
+    Collected,
+    assert_idle,
+    drain,
+    engine_for,
+    family,
+    gather,
+    greedy,
+)
 
 torch.set_num_threads(1)
 
-TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
 PROMPTS = [[7 * at + 1, 5, at + 2] for at in range(6)]
 
 

@@ -14,14 +14,14 @@ import torch
 
 from site_engine.core.request import (
     RejectionReason,
-    RemainingCurve,
-    RemainingPoint,
     Request,
     RequestRejected,
 )
 from site_engine.errors import VariantRefused
 from site_engine.variants.changes import LowRank
 from tests.support.engine_models import (
+    SHAPES,
+    TOO_SHORT,
     VOCAB,
     Collected,
     assert_idle,
@@ -29,26 +29,13 @@ from tests.support.engine_models import (
     engine_for,
     gather,
     greedy,
+    greedy_answer,
 )
 from tests.support.variants import Made, fine_tuned, lora, served, zoo
 
 torch.set_num_threads(1)
 
-SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
-"""A forecast that every answer outgrows, so that requests are preempted."""
-SHAPES: list[dict[str, Any]] = [
-    {"page_size": 1, "slots": 8, "token_budget": 64},
-    {"page_size": 16, "slots": 8, "token_budget": 10},
-    {"page_size": 4, "slots": 6, "token_budget": 32, "kv_tokens": 176},
-    {
-        "page_size": 4,
-        "slots": 6,
-        "token_budget": 32,
-        "kv_tokens": 176,
-        "swap_tokens": 1000,
-        "adapter_slots": 1,
-    },
-]
+VARIANT_SHAPES = [*SHAPES, {**SHAPES[-1], "swap_tokens": 1000, "adapter_slots": 1}]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -62,7 +49,7 @@ def test_a_mixed_batch_gives_each_row_what_its_variant_gives_alone(name: str, tm
         "the variants do nothing"
     )
     preempted = 0
-    for shape in SHAPES:
+    for shape in VARIANT_SHAPES:
         engine = engine_for(model, **shape)
         for made in variants[1:]:
             engine.add_variant(made.variant)
@@ -85,7 +72,7 @@ def test_many_random_requests_mixed(seed: int, tmp_path: Path) -> None:
     model, plain = served("qwen2" if seed % 2 else "llama")
     variants: list[Made | None] = [None, *zoo(tmp_path, plain)]
     cases = random_cases(variants, seed=seed, count=500)
-    engine = engine_for(model, **SHAPES[seed])
+    engine = engine_for(model, **VARIANT_SHAPES[seed])
     for made in variants[1:]:
         engine.add_variant(made.variant)
     collected: dict[str, Collected] = {}
@@ -213,11 +200,11 @@ def random_cases(
 
 
 def answer_of(made: Made | None, plain: Any, prompt: list[int], tokens: int) -> list[int]:
-    return (Made(None, plain) if made is None else made).answer(prompt, tokens)  # type: ignore[arg-type]
+    return greedy_answer(plain if made is None else made.alone, prompt, tokens)
 
 
 def request(name: str, made: Made | None, prompt: list[int], tokens: int) -> Request:
     one = greedy(name, prompt, tokens)
     one.chain = "" if made is None else made.variant.id
-    one.remaining = SHORT
+    one.remaining = TOO_SHORT
     return one

@@ -24,8 +24,16 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported, VariantRefused
 from site_engine.model.loader import LoadedModel, from_model
-from tests.support.engine_models import FAMILIES, Ticks, assert_idle, drain, greedy, random_model
-from tests.support.variants import Made, fine_tuned, lora
+from tests.support.engine_models import (
+    FAMILIES,
+    Ticks,
+    assert_idle,
+    drain,
+    greedy,
+    greedy_answer,
+    random_model,
+)
+from tests.support.variants import fine_tuned, lora
 
 
 def fused(name: str) -> tuple[LoadedModel, Any]:
@@ -64,7 +72,7 @@ def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path
         engine.submit(request)
     got = drain(engine)
     for at, (made, prompt) in enumerate(cases):
-        assert got[str(at)].token_ids == (made or Made(None, plain)).answer(prompt, 4), at  # type: ignore[arg-type]
+        assert got[str(at)].token_ids == greedy_answer(made.alone if made else plain, prompt, 4), at
     assert_idle(engine)
 
 

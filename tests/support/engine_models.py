@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from site_engine.core.request import Output, Request, Sampling
+from site_engine.core.request import Output, RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
@@ -45,6 +45,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
+"""A forecast that every answer outgrows, so that requests are preempted."""
+SHAPES: list[dict[str, Any]] = [
+    {"page_size": 1, "slots": 8, "token_budget": 64},
+    {"page_size": 16, "slots": 8, "token_budget": 10},
+    {"page_size": 4, "slots": 6, "token_budget": 32, "kv_tokens": 176},
+]
+"""Engines in which pages lie otherwise; the last one has no room for all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -53,17 +62,22 @@ class Family:
 
     def generate(self, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
         """Return the greedy answer of transformers to the prompt alone."""
-        with torch.no_grad():
-            whole = self.plain.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=eos,
-                pad_token_id=0,
-            )
-        answer: list[int] = whole[0, len(prompt) :].tolist()
-        return answer
+        return greedy_answer(self.plain, prompt, max_tokens, eos)
+
+
+def greedy_answer(model: Any, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
+    """Return the greedy answer of a model of transformers to the prompt alone."""
+    with torch.no_grad():
+        whole = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
+    answer: list[int] = whole[0, len(prompt) :].tolist()
+    return answer
 
 
 @cache

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from site_engine.core.chain import Variant
 from site_engine.model.loader import LoadedModel
-from tests.support.engine_models import family
+from tests.support.engine_models import family, greedy_answer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -28,17 +28,7 @@ class Made:
     alone: Any
 
     def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        with torch.no_grad():
-            whole = self.alone.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        answer: list[int] = whole[0, len(prompt) :].tolist()
-        return answer
+        return greedy_answer(self.alone, prompt, tokens)
 
 
 def served(name: str = "llama") -> tuple[LoadedModel, Any]:
