@@ -106,24 +106,17 @@ def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again
 def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_what_they_removed(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    async def models(session: Session, *names: str) -> None:
-        def latest() -> list[str]:
-            told = session.received("models") or session.received("hello")  # which may have all of them
-            return [each.id for each in told[-1].models]
-
-        await session.until(lambda: latest() == ["letters", *names])
-
     async def scenario(stage: Stage) -> None:
         session = await stage.linked()
-        await models(session, "one", "two")
+        await session.served_models("letters", "one", "two")
         add = pb.ModelOrder(order_id="1", kind="add", model="three", adapter=str(tmp_path))
         await session.send(order=add)
         await session.send(order=pb.ModelOrder(order_id="2", kind="remove", model="one"))
-        await models(session, "two", "three")
+        await session.served_models("letters", "two", "three")
         os.kill(stage.engine(), signal.SIGKILL)
         await session.over.wait()
         again = await stage.linked()
-        await models(again, "two", "three")
+        await again.served_models("letters", "two", "three")
         body = assign("a", max_tokens=5)
         body["assign"].model = "three"
         await again.send(**body)

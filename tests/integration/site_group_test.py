@@ -41,15 +41,6 @@ def run(scenario: Callable[[Session], Awaitable[None]], **settings: Any) -> None
     asyncio.run(whole())
 
 
-async def told(session: Session, *names: str) -> list[pb.Model]:
-    def latest() -> list[pb.Model]:
-        hello = session.received("hello")
-        return list((session.received("models") or hello)[-1].models)
-
-    await session.until(lambda: [each.id for each in latest()] == list(names))
-    return latest()
-
-
 async def order(session: Session, kind: str, model: str, **folder: str) -> str:
     """Return the error of an order, empty if it was carried out."""
     order_id = str(len(session.received("ordered")))
@@ -70,7 +61,7 @@ def test_variants_of_the_configuration_are_served_and_a_broken_one_costs_the_oth
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(session: Session) -> None:
-        base, one, _ = await told(session, "letters", "one", "two")
+        base, one, _ = await session.served_models("letters", "one", "two")
         assert (one.parent, one.revision, one.own_bytes) == ("letters", "r1+/srv/one", 1_000)
         assert one.features == base.features and one.context_tokens == base.context_tokens
         assert await ask(session, "a", "two") == "abcab"
@@ -92,12 +83,12 @@ def test_an_order_adds_a_variant_and_another_removes_it(tmp_path: Path) -> None:
     async def scenario(session: Session) -> None:
         folder = str(tmp_path / "support")
         assert not await order(session, "add", "support", adapter=folder)
-        assert (await told(session, "letters", "support"))[1].revision == f"r1+{folder}"
+        assert (await session.served_models("letters", "support"))[1].revision == f"r1+{folder}"
         assert await ask(session, "a", "support") == "abcab"
         error = await order(session, "add", "support", adapter=folder)
         assert error == "support is served here already; remove it first"
         assert not await order(session, "remove", "support")
-        await told(session, "letters")
+        await session.served_models("letters")
         body = assign("b")
         body["assign"].model = "support"
         await session.send(**body)
@@ -130,7 +121,7 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
         assert "one folder" in await order(session, "add", "v", adapter="/a", folder="/b")
         assert "printable" in await order(session, "add", "v\n", adapter=str(allowed / "broken"))
         assert "knows no order 'sleep'" in await order(session, "sleep", "v")
-        assert [each.id for each in await told(session, "letters")] == ["letters"]
+        await session.served_models("letters")
         assert not session.received("models")
 
     run(scenario, models_from=(str(allowed),))

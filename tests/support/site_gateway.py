@@ -84,6 +84,16 @@ class Session:
         await self.until(lambda: len(self.received(kind)) >= count)
         return self.received(kind)
 
+    async def served_models(self, *names: str) -> list[pb.Model]:
+        """Return the models of the site once the latest that it has said are those of these names."""
+
+        def latest() -> list[pb.Model]:
+            said = self.received("models") or self.received("hello")
+            return list(said[-1].models) if said else []
+
+        await self.until(lambda: [each.id for each in latest()] == list(names))
+        return latest()
+
     def deltas(self, attempt_id: str, index: int = 0) -> list[pb.Delta]:
         every = (delta for step in self.received("step") for delta in step.deltas)
         return [each for each in every if each.attempt_id == attempt_id and each.index == index]

@@ -330,18 +330,18 @@ def test_counts_have_places_for_prompts_as_attempts_have() -> None:
 VARIANT = replace(HELLO.models[0], id="letters-v", parent="letters")
 
 
-def told(connection) -> list[m.Models]:
+def model_lists(connection) -> list[m.Models]:
     return [each for each in connection.attempts.outbox.take(float("inf")) if isinstance(each, m.Models)]
 
 
 def test_models_that_change_are_told_once_the_latest_only_and_served() -> None:
     scene = Scene()
     connection = scene.link()
-    assert told(connection) == []
+    assert model_lists(connection) == []
     scene.site.set_models((*HELLO.models, VARIANT))
     scene.site.set_models((VARIANT,))
-    assert told(connection) == [m.Models((VARIANT,))]
-    assert told(connection) == []
+    assert model_lists(connection) == [m.Models((VARIANT,))]
+    assert model_lists(connection) == []
     scene.site.receive(connection, assign("gone"))
     (refusal,) = [e for e in connection.attempts.outbox.take(float("inf")) if isinstance(e, m.Rejected)]
     assert (refusal.reason, refusal.message) == (
@@ -356,14 +356,14 @@ def test_models_that_change_while_a_stream_opens_are_told() -> None:
     hello = scene.site.hello()
     scene.site.set_models((VARIANT,))
     welcome = m.Welcome("east", (), 1.0, 1.0, (), reads_models=True)
-    assert told(scene.site.welcomed(hello, welcome, lambda: None)) == [m.Models((VARIANT,))]
+    assert model_lists(scene.site.welcomed(hello, welcome, lambda: None)) == [m.Models((VARIANT,))]
 
 
 def test_an_older_gateway_is_told_by_hello_and_no_message_that_it_does_not_know() -> None:
     scene = Scene()
     connection = scene.link(reads_models=False)
     scene.site.set_models((VARIANT,))
-    assert told(connection) == [] and connection.hello_is_old
+    assert model_lists(connection) == [] and connection.hello_is_old
     scene.site.lost(connection)
     assert not scene.link(reads_models=False).hello_is_old
 

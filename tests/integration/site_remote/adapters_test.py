@@ -10,23 +10,12 @@ from tests.support.site_gateway import assign
 from wire import federation_pb2 as pb
 
 
-async def told(here: Scene, *names: str) -> pb.Models:
-    """Wait until the site has told the gateway that it serves exactly these models."""
-
-    def found() -> list[pb.Models]:
-        latest = here.session.received("models")[-1:]
-        return [each for each in latest if [model.id for model in each.models] == list(names)]
-
-    await here.session.until(found)
-    return found()[0]
-
-
 @pytest.mark.parametrize("metrics", [None, metric_pages.VLLM])
 def test_an_adapter_that_is_loaded_later_is_served_and_one_unloaded_no_more(metrics: str | None) -> None:
     async def scenario(here: Scene) -> None:
         assert [each.id for each in here.hello.models] == ["letters"]
         here.server.adapters = {"support": "letters"}
-        models = (await told(here, "letters", "support")).models
+        models = await here.session.served_models("letters", "support")
         assert [(each.parent, each.revision) for each in models] == [
             ("", "letters"),
             ("letters", "/lora/support"),
@@ -39,7 +28,7 @@ def test_an_adapter_that_is_loaded_later_is_served_and_one_unloaded_no_more(metr
         assert await here.session.finished("a") == pb.Delta.LENGTH
         assert here.server.asked[-1]["model"] == "support"
         here.server.adapters = {}
-        await told(here, "letters")
+        await here.session.served_models("letters")
         body["assign"].attempt_id = "b"
         await here.session.send(**body)
         assert (await here.refused("b")).reason == pb.Rejected.MODEL_UNKNOWN
@@ -55,7 +44,7 @@ def test_what_an_adapter_has_begun_ends_after_it_was_unloaded() -> None:
         await here.session.send(**body)
         await here.session.until(lambda: here.session.text("a"))
         here.server.adapters = {"other": "letters"}
-        await told(here, "letters", "other")
+        await here.session.served_models("letters", "other")
         here.server.go.set()
         assert await here.session.finished("a") == pb.Delta.LENGTH
         assert here.session.text("a") == "hello"
@@ -67,11 +56,11 @@ def test_what_an_adapter_has_begun_ends_after_it_was_unloaded() -> None:
 def test_the_same_list_is_told_once_however_often_it_is_read() -> None:
     async def scenario(here: Scene) -> None:
         here.server.adapters = {"support": "letters"}
-        created = (await told(here, "letters", "support")).models[1].created_s
+        created = (await here.session.served_models("letters", "support"))[1].created_s
         seen = here.server.listings
         await here.session.until(lambda: here.server.listings >= seen + 5)
         here.server.adapters = {"support": "letters", "other": "letters"}
-        again = (await told(here, "letters", "support", "other")).models[1].created_s
+        again = (await here.session.served_models("letters", "support", "other"))[1].created_s
         assert (again, len(here.session.received("models"))) == (created, 2)
 
     run(scenario)
@@ -82,7 +71,7 @@ def test_names_in_use_and_names_that_no_gateway_takes_are_kept_out_with_the_reas
 ) -> None:
     async def scenario(here: Scene) -> None:
         here.server.adapters = {"mine": "letters", "x" * 201: "letters", "a\nb": "letters", "fine": "letters"}
-        models = (await told(here, "mine", "fine")).models
+        models = await here.session.served_models("mine", "fine")
         assert [(each.id, each.parent) for each in models] == [("mine", ""), ("fine", "mine")]
 
     run(scenario, settings={"served_model": "mine"})
@@ -96,7 +85,7 @@ def test_a_site_of_one_configured_model_serves_no_other() -> None:
         seen = here.server.listings
         here.server.adapters = {"support": "letters"}
         await here.session.until(lambda: here.server.listings >= seen + 5)
-        assert [m.id for told in here.session.received("models") for m in told.models] in ([], ["letters"])
+        assert [m.id for said in here.session.received("models") for m in said.models] in ([], ["letters"])
 
     run(scenario, settings={"model": "letters"})
 
