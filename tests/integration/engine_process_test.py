@@ -22,6 +22,7 @@ from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason
+from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
 from tests.support.site_fakes import FakeClock
 
@@ -104,13 +105,6 @@ async def gone(pid: int, *, reaped: bool = True) -> None:
     async with asyncio.timeout(WITHIN_S):
         while is_there(pid, as_zombie=reaped):  # noqa: ASYNC110 - nothing reports the end of another's child
             await asyncio.sleep(0.01)
-
-
-def is_there(pid: int, *, as_zombie: bool) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text() or as_zombie
-    except FileNotFoundError:
-        return False
 
 
 def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> None:

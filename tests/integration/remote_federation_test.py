@@ -257,8 +257,8 @@ def test_a_query_for_an_adapter_goes_to_the_servers_that_have_loaded_it() -> Non
             assert (text, usage.completion_tokens) == (SAID[:5], 5)
         assert [len(fleet.servers[name].asked) for name in "ab"] == [0, 3]
         fleet.servers["a"].adapters = {"support": "m"}
-        fleet.servers["b"].adapters = {"other": "m"}  # before the site has looked, the server refuses
-        text, _ = await fleet.ask(fleet.here.query(max_tokens=5, model="m"))
+        fleet.servers["b"].adapters = {"other": "m"}
+        assert (await fleet.ask(fleet.here.query(max_tokens=5, model="m")))[0] == SAID[:5]
         await until(
             lambda: {s.name for s in directory.sites if "support" in s.identity.models} == {"a"}, "it moved"
         )

@@ -17,3 +17,11 @@ def child_processes() -> set[int]:
         if parent == os.getpid():
             found.add(int(status.parent.name))
     return found
+
+
+def is_there(pid: int, *, as_zombie: bool) -> bool:
+    """Tell whether there is such a process, `as_zombie` also one that has ended and nobody has waited for."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text() or as_zombie
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -45,7 +45,7 @@ def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted
     server = EngineServer(
         theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
     )
-    serving = Thread(target=server.run)
+    serving = Thread(target=server.run, daemon=True)
     serving.start()
     with ours, theirs:
         try:
@@ -59,4 +59,5 @@ def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted
             assert (admitted.call, admitted.reason) == (2, "")
         finally:
             ours.sendall(pm.frame(pm.Stop()))
-            serving.join()
+            serving.join(WITHIN_S)
+    assert not serving.is_alive()
