@@ -20,7 +20,7 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class SiteMessage(_message.Message):
-    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models", "ordered")
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models", "ordered", "training")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class SiteMessage(_message.Message):
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ORDERED_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     accepted: Accepted
@@ -51,10 +52,11 @@ class SiteMessage(_message.Message):
     prefixes: Prefixes
     models: Models
     ordered: Ordered
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ...) -> None: ...
+    training: Training
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ..., training: _Optional[_Union[Training, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order")
+    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order", "train", "stop_training")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,8 @@ class GatewayMessage(_message.Message):
     BUNCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_FIELD_NUMBER: _ClassVar[int]
+    STOP_TRAINING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     assign: Assign
     cancel: Cancel
@@ -75,7 +79,9 @@ class GatewayMessage(_message.Message):
     bunch: GatewayBunch
     count: Count
     order: ModelOrder
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ...) -> None: ...
+    train: Train
+    stop_training: StopTraining
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ..., train: _Optional[_Union[Train, _Mapping]] = ..., stop_training: _Optional[_Union[StopTraining, _Mapping]] = ...) -> None: ...
 
 class SiteBunch(_message.Message):
     __slots__ = ("messages",)
@@ -90,7 +96,7 @@ class GatewayBunch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "takes_orders", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "takes_orders", "trains", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +111,7 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     TAKES_ORDERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     CACHED_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
     USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
@@ -124,15 +131,16 @@ class Hello(_message.Message):
     version: str
     reads_bunches: bool
     takes_orders: bool
+    trains: Trains
     pool: str
     cached_usd_per_mtok: float
     usd_per_hour: float
     highest_protocol: int
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., trains: _Optional[_Union[Trains, _Mapping]] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "tenant")
     ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +150,7 @@ class Model(_message.Message):
     MAX_TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
     context_tokens: int
@@ -151,7 +160,8 @@ class Model(_message.Message):
     max_token_chars: int
     parent: str
     own_bytes: int
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Models(_message.Message):
     __slots__ = ("models",)
@@ -160,18 +170,24 @@ class Models(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class ModelOrder(_message.Message):
-    __slots__ = ("order_id", "kind", "model", "adapter", "folder")
+    __slots__ = ("order_id", "kind", "model", "adapter", "folder", "content", "tenant", "parent")
     ORDER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     order_id: str
     kind: str
     model: str
     adapter: str
     folder: str
-    def __init__(self, order_id: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+    content: Content
+    tenant: str
+    parent: str
+    def __init__(self, order_id: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., folder: _Optional[str] = ..., content: _Optional[_Union[Content, _Mapping]] = ..., tenant: _Optional[str] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Ordered(_message.Message):
     __slots__ = ("order_id", "error")
@@ -182,7 +198,7 @@ class Ordered(_message.Message):
     def __init__(self, order_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s")
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "training", "training_s_per_iteration")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +219,8 @@ class Load(_message.Message):
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     LONGEST_ITERATION_S_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_S_PER_ITERATION_FIELD_NUMBER: _ClassVar[int]
     seq: int
     monotonic_s: float
     running: int
@@ -223,7 +241,9 @@ class Load(_message.Message):
     stalled_s: float
     unknown_messages: int
     longest_iteration_s: float
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ...) -> None: ...
+    training: int
+    training_s_per_iteration: float
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")
@@ -584,6 +604,172 @@ class Prefixes(_message.Message):
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
 
+class Trains(_message.Message):
+    __slots__ = ("runs", "max_rank", "usd_per_mtok")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
+    runs: int
+    max_rank: int
+    usd_per_mtok: float
+    def __init__(self, runs: _Optional[int] = ..., max_rank: _Optional[int] = ..., usd_per_mtok: _Optional[float] = ...) -> None: ...
+
+class Content(_message.Message):
+    __slots__ = ("sha256", "bytes")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    bytes: int
+    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Train(_message.Message):
+    __slots__ = ("job_id", "run", "tenant", "model", "tuned_model", "data", "validation", "snapshot", "epochs", "batch_size", "learning_rate", "rank", "alpha", "target", "seed", "revision")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TUNED_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    run: str
+    tenant: str
+    model: str
+    tuned_model: str
+    data: Content
+    validation: Content
+    snapshot: Content
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    rank: int
+    alpha: float
+    target: str
+    seed: int
+    revision: str
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., tuned_model: _Optional[str] = ..., data: _Optional[_Union[Content, _Mapping]] = ..., validation: _Optional[_Union[Content, _Mapping]] = ..., snapshot: _Optional[_Union[Content, _Mapping]] = ..., epochs: _Optional[int] = ..., batch_size: _Optional[int] = ..., learning_rate: _Optional[float] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ..., target: _Optional[str] = ..., seed: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class StopTraining(_message.Message):
+    __slots__ = ("run", "snapshot")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    snapshot: bool
+    def __init__(self, run: _Optional[str] = ..., snapshot: _Optional[bool] = ...) -> None: ...
+
+class Training(_message.Message):
+    __slots__ = ("job_id", "run", "step", "total_steps", "trained_tokens", "steps", "tokens_per_s", "end", "error_code", "error", "epoch", "revision")
+    class End(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        RUNNING: _ClassVar[Training.End]
+        SUCCEEDED: _ClassVar[Training.End]
+        FAILED: _ClassVar[Training.End]
+        STOPPED: _ClassVar[Training.End]
+        GIVEN_UP: _ClassVar[Training.End]
+    RUNNING: Training.End
+    SUCCEEDED: Training.End
+    FAILED: Training.End
+    STOPPED: Training.End
+    GIVEN_UP: Training.End
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    run: str
+    step: int
+    total_steps: int
+    trained_tokens: int
+    steps: _containers.RepeatedCompositeFieldContainer[TrainingStep]
+    tokens_per_s: float
+    end: Training.End
+    error_code: str
+    error: str
+    epoch: int
+    revision: str
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TrainingStep, _Mapping]]] = ..., tokens_per_s: _Optional[float] = ..., end: _Optional[_Union[Training.End, str]] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., epoch: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class TrainingStep(_message.Message):
+    __slots__ = ("step", "loss", "accuracy", "validation_loss")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    loss: float
+    accuracy: float
+    validation_loss: float
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., validation_loss: _Optional[float] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("sha256", "offset")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    offset: int
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class StoreRequest(_message.Message):
+    __slots__ = ("begin", "data")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    begin: StoreBegin
+    data: bytes
+    def __init__(self, begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class StoreBegin(_message.Message):
+    __slots__ = ("job_id", "run", "kind", "step", "content")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SNAPSHOT: _ClassVar[StoreBegin.Kind]
+        CHECKPOINT: _ClassVar[StoreBegin.Kind]
+        ADAPTER: _ClassVar[StoreBegin.Kind]
+    SNAPSHOT: StoreBegin.Kind
+    CHECKPOINT: StoreBegin.Kind
+    ADAPTER: StoreBegin.Kind
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    run: str
+    kind: StoreBegin.Kind
+    step: int
+    content: Content
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[str] = ..., kind: _Optional[_Union[StoreBegin.Kind, str]] = ..., step: _Optional[int] = ..., content: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+
+class StoreReply(_message.Message):
+    __slots__ = ("offset", "done")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    done: bool
+    def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+
 class Bid(_message.Message):
     __slots__ = ("bid_id", "free_slots", "free_kv_tokens", "tokens_per_s")
     BID_ID_FIELD_NUMBER: _ClassVar[int]
@@ -613,7 +799,7 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models", "worker_ports")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models", "tunes", "worker_ports")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -624,6 +810,7 @@ class Welcome(_message.Message):
     HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     READS_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     READS_MODELS_FIELD_NUMBER: _ClassVar[int]
+    TUNES_FIELD_NUMBER: _ClassVar[int]
     WORKER_PORTS_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
@@ -635,8 +822,9 @@ class Welcome(_message.Message):
     highest_protocol: int
     reads_prefixes: bool
     reads_models: bool
+    tunes: bool
     worker_ports: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ..., worker_ports: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ..., tunes: _Optional[bool] = ..., worker_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -44,6 +44,16 @@ class FederationStub:
                 request_serializer=wire_dot_federation__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=wire_dot_federation__pb2.EnrolReply.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/mico.federation.v1.Federation/Fetch',
+                request_serializer=wire_dot_federation__pb2.FetchRequest.SerializeToString,
+                response_deserializer=wire_dot_federation__pb2.Chunk.FromString,
+                _registered_method=True)
+        self.Store = channel.stream_stream(
+                '/mico.federation.v1.Federation/Store',
+                request_serializer=wire_dot_federation__pb2.StoreRequest.SerializeToString,
+                response_deserializer=wire_dot_federation__pb2.StoreReply.FromString,
+                _registered_method=True)
 
 
 class FederationServicer:
@@ -64,6 +74,23 @@ class FederationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """Large content beside the stream, so that it delays no token. Authenticated as Join; to gateways that say "tunes".
+        Whoever knows a digest may have the content: a digest is told only to sites that are to have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Store(self, request_iterator, context):
+        """The first message is `begin`. The gateway answers it with the offset from which to go on, 0 or what it has of an
+        earlier try, and the last chunk with `done`. It ends the call with FAILED_PRECONDITION where the run is no longer
+        current, INVALID_ARGUMENT where the content has another digest, RESOURCE_EXHAUSTED where there is no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FederationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +103,16 @@ def add_FederationServicer_to_server(servicer, server):
                     servicer.Enrol,
                     request_deserializer=wire_dot_federation__pb2.EnrolRequest.FromString,
                     response_serializer=wire_dot_federation__pb2.EnrolReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=wire_dot_federation__pb2.FetchRequest.FromString,
+                    response_serializer=wire_dot_federation__pb2.Chunk.SerializeToString,
+            ),
+            'Store': grpc.stream_stream_rpc_method_handler(
+                    servicer.Store,
+                    request_deserializer=wire_dot_federation__pb2.StoreRequest.FromString,
+                    response_serializer=wire_dot_federation__pb2.StoreReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +169,60 @@ class Federation:
             '/mico.federation.v1.Federation/Enrol',
             wire_dot_federation__pb2.EnrolRequest.SerializeToString,
             wire_dot_federation__pb2.EnrolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mico.federation.v1.Federation/Fetch',
+            wire_dot_federation__pb2.FetchRequest.SerializeToString,
+            wire_dot_federation__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Store(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/mico.federation.v1.Federation/Store',
+            wire_dot_federation__pb2.StoreRequest.SerializeToString,
+            wire_dot_federation__pb2.StoreReply.FromString,
             options,
             channel_credentials,
             insecure,
