@@ -1,1 +1,3 @@
-"""The contract between gateway and site: `federation.proto` and the code generated from it, nothing else."""
+"""The contract between gateway and site: `federation.proto`, the code generated from it, and the format of
+training files, which both read.
+"""
