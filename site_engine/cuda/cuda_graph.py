@@ -101,16 +101,20 @@ class Step:
         """Capture the pass, after an eager one unless its kernels are compiled; the loaded numbers must be
         padding.
 
-        The logits lie in memory that all graphs share: they are there until another graph runs.
+        The logits lie in memory that all graphs share: they are there until another graph runs. Raises
+        RuntimeError if the pass does what no graph can have; the step then runs eagerly.
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if not compiled:
                 self._forward_pass()
+            torch.cuda.current_blas_handle()  # one per thread and stream; creating it would end a capture
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            logits = self._forward_pass()
-            graph.capture_end()
+            try:
+                logits = self._forward_pass()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.logits = _unowned(logits)
         self._graph = graph

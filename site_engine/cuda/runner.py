@@ -191,7 +191,11 @@ class DeviceRunner:
             if self._cuda:
                 began_s = time.monotonic()
                 step.load(self._padding(shape))
-                step.capture(self._stream, self._pool, compiled=shape.kernels in self._compiled)
+                try:
+                    step.capture(self._stream, self._pool, compiled=shape.kernels in self._compiled)
+                except RuntimeError:
+                    log.exception("no graph could be captured, steps of its shape run eagerly: %s", shape)
+                    return step
                 self._compiled.add(shape.kernels)
                 log.debug("captured a graph in %.0f ms: %s", 1000 * (time.monotonic() - began_s), shape)
         return step
