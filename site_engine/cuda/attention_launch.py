@@ -157,12 +157,10 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     kv_heads, value_dim = value.shape[0], value.shape[2]
     page = keys.shape[1]
     group = heads // kv_heads
-    parts = torch.empty(
-        work.items.shape[0] * heads * (value_dim + 2) if work.split else 1,
-        dtype=torch.float32,
-        device=query.device,
-    )
-    ends = work.items.shape[0] * heads
+    ends = (
+        -(-work.items.shape[0] * heads // 4) * 4
+    )  # Triton compiles again for addresses that are not aligned
+    parts = torch.empty(ends * (value_dim + 2) if work.split else 1, dtype=torch.float32, device=query.device)
     tops = parts[ends * value_dim :] if work.split else parts
     sums = tops[ends:] if work.split else parts
     kernels.decode_rows[(work.items.shape[0] * kv_heads,)](

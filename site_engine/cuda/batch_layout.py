@@ -42,10 +42,8 @@ class Shape(NamedTuple):
 
     @property
     def kernels(self) -> Shape:
-        """Return what decides which kernels run: items only change how many programs they have, and whether
-        the memory behind their results is aligned.
-        """
-        return self._replace(items=self.items % 4)
+        """Return what decides which kernels run: items only change how many programs they have."""
+        return self._replace(items=0)
 
     @property
     def sections(self) -> tuple[int, ...]:
@@ -145,7 +143,11 @@ class Packer:
         self.rules = SlotRules(slots)
 
     def shape(self, plan: SchedulePlan, patches: int) -> Shape:
-        """Return the shape of a plan: padded for a graph if it decodes or is small, else exact."""
+        """Return the shape of a plan: padded for a graph if it decodes or is small, else exact.
+
+        A step with prompts takes the kernels of split rows, whether or not a row is split: those that graphs
+        of such steps have, so that none is compiled under traffic.
+        """
         rows, tokens = len(plan.decodes), plan.tokens
         if not plan.prefills:
             bucket = row_bucket(rows, self._slots)
@@ -155,7 +157,7 @@ class Packer:
         if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MAX_CHUNKS:
             items = self._items_of(plan, max(samples, 1))
             blocks = sum(-(-scheduled.length // self._block_tokens) for scheduled in plan.prefills)
-            return Shape(tokens, max(samples, 1), items, items > rows, blocks, patches, False)
+            return Shape(tokens, max(samples, 1), items, True, blocks, patches, False)
         bucket = next(size for size in MIXED_TOKENS if size >= tokens)
         return self.mixed_shape(bucket, self._items_of(plan, self._mixed_samples(bucket)))
 

@@ -22,7 +22,7 @@ from site_engine.variants.store import VariantStore
 
 Clock = Callable[[], float]
 
-WARM_CONTEXT_TOKENS = 1024
+WARM_CONTEXT_TOKENS = 2048
 """CUDA graphs for contexts up to this length are captured before the first request."""
 
 
