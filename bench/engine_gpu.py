@@ -217,7 +217,7 @@ def main() -> None:
         slots=asked.slots,
         token_budget=asked.token_budget,
         kv_tokens=asked.kv_tokens,
-        max_pending=max(1024, asked.count),
+        max_pending=max(1024, 2 * asked.count),  # one tenant has a part of it
     )
     engine = overlapped_engine(model, settings, seconds, forward)
     if forced is not None:

@@ -29,7 +29,9 @@ SEEN_CPU_S = 0.05
 LOG_CHARS = 3_000
 MODEL = "m"
 VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-SERVERS = ("mico", "vllm", "vllm4")
+WORKERS = {"mico": 1, "mico2": 2}
+"""Processes of the gateway, by server."""
+SERVERS = (*WORKERS, "vllm", "vllm4")
 
 
 class NotReady(Exception):
@@ -134,8 +136,8 @@ def served(name: str, model: Path, work: Path, *, slots: int, extra: Mapping[str
     """
     work.mkdir(parents=True, exist_ok=True)
     began_s = time.perf_counter()
-    if name == "mico":
-        server = _mico(model, work, slots, extra.get("mico", ""))
+    if name in WORKERS:
+        server = _mico(model, work, slots, extra.get("mico", ""), WORKERS[name])
         path = "/ready"
     else:
         more = shlex.split(extra.get("vllm", "")) + (["--api-server-count", "4"] if name == "vllm4" else [])
@@ -162,7 +164,7 @@ def _start(
         )
 
 
-def _mico(model: Path, work: Path, slots: int, more: str) -> Server:
+def _mico(model: Path, work: Path, slots: int, more: str, workers: int) -> Server:
     folder = Folder(work / ".mico")
     folder.make()
     ports = Ports(free_port(), free_port())
@@ -173,7 +175,8 @@ def _mico(model: Path, work: Path, slots: int, more: str) -> Server:
         "http_port": ports.http,
         "grpc_host": HOST,
         "grpc_port": ports.grpc,
-        "metrics_port": 0,
+        "metrics_port": free_port(),
+        "workers": workers,
         "database_url": folder.database_url,
         "folder": str(folder.path),
         "site_token_file": str(folder.token_file),
