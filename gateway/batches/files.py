@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select, union_all, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.batches.values import DAY_S, HOUR_S, UNFINISHED, File
-from gateway.store.tables import batches, file_parts, files, tenants
+from gateway.store.tables import batches, file_parts, files, tenants, tuning_jobs
 
 PART_BYTES: Final = 64 * 2**10
 PARTS_AT_ONCE: Final = 16
@@ -20,6 +20,7 @@ PARTS_AT_ONCE: Final = 16
 WRITING_WITHIN_S: Final = DAY_S
 """Time to write a file. One that is incomplete after that was abandoned."""
 MAX_DISCARDED: Final = 1_000
+NEVER: Final = 1e12
 RESERVED_WITHIN_S: Final = HOUR_S
 """Time for which an upload keeps its reserved bytes if its replica died; longer than an upload may take."""
 
@@ -33,11 +34,11 @@ class Page(NamedTuple):
 
 
 class FileInUse(Exception):
-    """The batch `batch_id` reads the file."""
+    """The batch or the job of fine-tuning `reader` reads the file."""
 
-    def __init__(self, batch_id: str) -> None:
-        super().__init__(batch_id)
-        self.batch_id = batch_id
+    def __init__(self, reader: str) -> None:
+        super().__init__(reader)
+        self.reader = reader
 
 
 class StorageFull(Exception):
@@ -104,14 +105,19 @@ class Files:
         return data[start : start + size]
 
     async def delete(self, tenant: str, file_id: str) -> bool:
-        """Delete a file. Return False if there is none. Raises FileInUse while a batch reads it."""
+        """Delete a file. Return False if there is none. Raises FileInUse while a batch or a job reads it."""
         reading = select(batches.c.id).where(
             batches.c.tenant == tenant, batches.c.input_file_id == file_id, batches.c.status.in_(UNFINISHED)
         )
+        training = select(tuning_jobs.c.id).where(
+            tuning_jobs.c.tenant == tenant,
+            tuning_jobs.c.finished_at.is_(None),
+            or_(tuning_jobs.c.training_file_id == file_id, tuning_jobs.c.validation_file_id == file_id),
+        )
         async with self._engine.begin() as connection:
             await lock_tenant(connection, tenant)
-            if batch_id := await connection.scalar(reading.limit(1)):
-                raise FileInUse(batch_id)
+            if reader := await connection.scalar(union_all(reading, training).limit(1)):
+                raise FileInUse(reader)
             hide = (
                 update(files)
                 .where(_visible_to(tenant), files.c.id == file_id)
@@ -147,8 +153,15 @@ class Files:
             self._discarded.discard(file_id)
 
     async def find_expired(self, limit: int) -> list[str]:
-        """Return the ids of files that have expired or were abandoned, except those that a batch reads."""
-        in_use = select(batches.c.input_file_id).where(batches.c.status.in_(UNFINISHED))
+        """Return the ids of files that have expired or were abandoned, except those that are read."""
+        unfinished = tuning_jobs.c.finished_at.is_(None)
+        in_use = union_all(
+            select(batches.c.input_file_id).where(batches.c.status.in_(UNFINISHED)),
+            select(tuning_jobs.c.training_file_id).where(unfinished),
+            select(tuning_jobs.c.validation_file_id).where(
+                unfinished, tuning_jobs.c.validation_file_id.is_not(None)
+            ),
+        )
         expired = select(files.c.id).where(files.c.expires_at < self._clock(), files.c.id.not_in(in_use))
         async with self._engine.connect() as connection:
             return list(await connection.scalars(expired.order_by(files.c.expires_at).limit(limit)))
@@ -191,6 +204,13 @@ class FileWriter:
         async with self._engine.begin() as connection:
             await publish(connection, file)
         return file
+
+    async def keep(self) -> None:
+        """Write the rest of the bytes. The file stays invisible, and is kept until it is removed."""
+        await self._store(PARTS_AT_ONCE)
+        kept = update(files).where(files.c.id == self.id).values(bytes=self.bytes, expires_at=NEVER)
+        async with self._engine.begin() as connection:
+            await connection.execute(kept)
 
     async def complete(self, filename: str, purpose: str, kept_s: float) -> File:
         """Write the rest of the bytes. The file stays invisible until `publish`."""

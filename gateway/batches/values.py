@@ -30,6 +30,8 @@ class Order(StrEnum):
 class Purpose(StrEnum):
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
+    FINE_TUNE = "fine-tune"
+    FINE_TUNE_RESULTS = "fine-tune-results"
 
 
 class BatchStatus(StrEnum):

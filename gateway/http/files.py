@@ -59,7 +59,7 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
                 deleted = await files.delete(caller.tenant, file_id)
             except FileInUse as use:
                 raise BadRequest(
-                    f"The file is the input of {use.batch_id}, which is not over: cancel that first.",
+                    f"The file is the input of {use.reader}, which is not over: cancel that first.",
                     param="file_id",
                     code="file_in_use",
                 ) from use

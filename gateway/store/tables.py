@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0014"
+SCHEMA: Final = "0015"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -317,6 +317,60 @@ batch_lines = Table(
     Column("outcome", LargeBinary),  # the line of the output or error file, written once
     Column("failed", Boolean),
     Index("ix_batch_lines_place", "batch_id", "place"),
+)
+
+tuning_jobs = Table(
+    "tuning_jobs",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False, index=True),
+    Column("key_id", String, nullable=False),
+    Column("model", String, nullable=False),  # the base
+    Column("training_file_id", String, nullable=False),
+    Column("validation_file_id", String),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("plan", JSON, nullable=False),
+    Column("suffix", String, nullable=False),
+    Column("about", JSON(none_as_null=True)),  # the client's metadata
+    Column("status", String, nullable=False, index=True),
+    Column("finished_at", Double),
+    Column("error", JSON(none_as_null=True)),
+    Column("rows", Integer, nullable=False),  # of the training file
+    Column("revision", String, nullable=False),  # of the base, once a site has begun
+    Column("run", String),  # the current run at a site: it fences
+    Column("runs", Integer, nullable=False),  # without a step of progress between them
+    Column("site", String, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("total_steps", Integer, nullable=False),
+    Column("trained_tokens", BigInteger, nullable=False),
+    Column("nano_usd", BigInteger, nullable=False),
+    Column("tokens_per_s", Double, nullable=False),
+    Column("result_file_id", String),
+    Column("leased_by", String),  # one runner of one replica
+    Column("leased_until", Double),
+)
+
+tuning_events = Table(
+    "tuning_events",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),  # from 1
+    Column("at", Double, nullable=False),
+    Column("level", String, nullable=False),
+    Column("message", String, nullable=False),
+    Column("data", JSON(none_as_null=True)),  # the figures of a step
+)
+
+tuning_content = Table(
+    "tuning_content",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("sha256", String, nullable=False, index=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("file_id", String, nullable=False),
+    Column("at", Double, nullable=False),
 )
 
 site_certificates = Table(

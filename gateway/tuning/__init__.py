@@ -1,0 +1,1 @@
+"""Fine-tuning: jobs that train a LoRA adapter at a site, each ended exactly once."""

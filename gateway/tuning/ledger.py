@@ -1,0 +1,410 @@
+"""Keeps jobs of fine-tuning in the database. A replica looks after a job while it holds the lease, and a run
+at a site counts while it is the job's current one; a job comes to an end only once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    and_,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from gateway.batches.files import Page, lock_tenant, page_query, publish
+from gateway.batches.values import File, Purpose
+from gateway.store.database import database_time, insert_new
+from gateway.store.tables import files, tuning_content, tuning_events, tuning_jobs, usage
+from gateway.tuning.events import ERROR, INFO, Events
+from gateway.tuning.rows import content_columns, job_columns, job_of
+from gateway.tuning.values import (
+    UNFINISHED,
+    Content,
+    Job,
+    JobError,
+    JobStatus,
+    Kind,
+    StepFigures,
+    TuningLimits,
+    before,
+)
+
+LEASE_S: Final = 15.0
+"""Time after which another replica takes over from one that died."""
+TRAINED: Final = " (training)"
+"""Follows the name of the base in the record of usage."""
+
+
+class UnknownFile(Exception):
+    """The tenant has no such file with the purpose 'fine-tune'. `param` is the field that named it."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(param)
+        self.param = param
+
+
+class TooManyJobs(Exception):
+    """The tenant has as many unfinished jobs, or tuned models, as it may have."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class Progress(NamedTuple):
+    """What a run has done: the figures of new `steps`, in order, that are to be shown."""
+
+    step: int
+    total_steps: int
+    trained_tokens: int
+    nano_usd: int
+    tokens_per_s: float
+    revision: str
+    steps: Sequence[StepFigures] = ()
+
+
+class Ledger:
+    """The jobs of all tenants. `owner` names one run of one replica, `clock` dates what happens.
+
+    Every method may raise SQLAlchemy's errors. Those that change a job return whether they did: not if its
+    status did not allow it, or another replica or another run had it.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        owner: str,
+        clock: Callable[[], float],
+        limits: TuningLimits,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._limits = limits
+        self._events = Events(engine, clock, limits.events)
+        self.owner = owner
+        self.lease_s = lease_s
+
+    # ---- for clients
+
+    async def create(self, job: Job) -> None:
+        """Insert a job. Raises UnknownFile or TooManyJobs."""
+        async with self._engine.begin() as connection:
+            await lock_tenant(connection, job.tenant)
+            if await connection.scalar(_tuning_file(job.tenant, job.training_file_id)) is None:
+                raise UnknownFile("training_file")
+            validation = _tuning_file(job.tenant, job.validation_file_id or job.training_file_id)
+            if await connection.scalar(validation) is None:
+                raise UnknownFile("validation_file")
+            if int(await connection.scalar(_count_unfinished(job.tenant)) or 0) >= self._limits.tenant_jobs:
+                raise TooManyJobs(f"{self._limits.tenant_jobs} jobs are not over yet")
+            if int(await connection.scalar(_count_models(job.tenant)) or 0) >= self._limits.tenant_models:
+                raise TooManyJobs(f"there are {self._limits.tenant_models} tuned models: delete some")
+            await connection.execute(insert(tuning_jobs), job_columns(job))
+            await self._events.add(
+                connection, job.id, INFO, "The job was created; its files are checked first."
+            )
+
+    async def get(self, tenant: str, job_id: str) -> Job | None:
+        query = select(tuning_jobs).where(tuning_jobs.c.tenant == tenant, tuning_jobs.c.id == job_id)
+        async with self._engine.connect() as connection:
+            row = (await connection.execute(query)).first()
+        return None if row is None else job_of(row)
+
+    async def list_page(self, tenant: str | None, page: Page) -> list[Job]:
+        """Return the jobs of one page and one more if there are more. `tenant` None: of all tenants."""
+        conditions = [] if tenant is None else [tuning_jobs.c.tenant == tenant]
+        async with self._engine.connect() as connection:
+            rows = await connection.execute(await page_query(connection, tuning_jobs, conditions, page))
+            return [job_of(row) for row in rows]
+
+    async def cancel(self, tenant: str, job_id: str) -> bool:
+        """End a job as cancelled. Its run at a site is fenced at once; its holder tells the site."""
+        return await self._turn(tenant, job_id, JobStatus.CANCELLED, "The job was cancelled.")
+
+    async def pause(self, tenant: str, job_id: str) -> bool:
+        return await self._turn(
+            tenant, job_id, JobStatus.PAUSED, "The job was paused: it keeps its last snapshot."
+        )
+
+    async def resume(self, tenant: str, job_id: str) -> bool:
+        """Queue a paused job."""
+        return await self._turn(
+            tenant, job_id, JobStatus.QUEUED, "The job was resumed.", allowed=(JobStatus.PAUSED,)
+        )
+
+    async def _turn(
+        self,
+        tenant: str,
+        job_id: str,
+        status: JobStatus,
+        message: str,
+        allowed: Sequence[JobStatus] | None = None,
+    ) -> bool:
+        where = and_(
+            tuning_jobs.c.tenant == tenant,
+            tuning_jobs.c.id == job_id,
+            tuning_jobs.c.status.in_(before(status) if allowed is None else allowed),
+        )
+        values = {"status": status} | ({"finished_at": self._clock()} if status not in UNFINISHED else {})
+        async with self._engine.begin() as connection:
+            if not (await connection.execute(update(tuning_jobs).where(where).values(**values))).rowcount:
+                return False
+            if status not in UNFINISHED:
+                await self._record_usage(connection, job_id, status)
+            await self._events.add(connection, job_id, INFO, message)
+            return True
+
+    # ---- leases
+
+    async def lease(self, max_jobs: int) -> list[Job]:
+        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all.
+
+        Returns all jobs that this owner holds from now on.
+        """
+        async with self._engine.connect() as connection:
+            now = await database_time(connection, self._clock)
+        table, ends = tuning_jobs, tuning_jobs.c.leased_until
+        is_ours = table.c.leased_by == self.owner
+        free = or_(
+            table.c.leased_by.is_(None),
+            ends < now,
+            ends > now + 2 * self.lease_s,  # the database's clock was set back
+            is_ours,
+        )
+        claimable = (
+            select(table.c.id)
+            .where(table.c.status.in_(UNFINISHED), free)
+            .order_by(case((is_ours, 0), else_=1), table.c.created_at, table.c.id)
+            .limit(max_jobs)
+        )
+        async with self._engine.connect() as connection:
+            ids = list(await connection.scalars(claimable))
+        if not ids:
+            return []
+        async with self._engine.begin() as connection:
+            take = update(table).where(table.c.id.in_(ids), table.c.status.in_(UNFINISHED), free)
+            await connection.execute(take.values(leased_by=self.owner, leased_until=now + self.lease_s))
+            held = select(table).where(is_ours, table.c.id.in_(ids), table.c.status.in_(UNFINISHED))
+            rows = await connection.execute(held.order_by(table.c.created_at, table.c.id))
+            return [job_of(row) for row in rows]
+
+    async def release(self) -> None:
+        """Give all leases back: another replica goes on at once."""
+        free = update(tuning_jobs).where(tuning_jobs.c.leased_by == self.owner)
+        async with self._engine.begin() as connection:
+            await connection.execute(free.values(leased_by=None, leased_until=None))
+
+    # ---- by the holder of the lease
+
+    async def validated(self, job: Job, rows: int, contents: Sequence[Content]) -> bool:
+        """Queue a job whose files are good, with their digests."""
+        values = {
+            "status": JobStatus.QUEUED,
+            "rows": rows,
+            "total_steps": job.plan.total_steps(rows),
+        }
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, (JobStatus.VALIDATING,), values):
+                return False
+            await connection.execute(
+                delete(tuning_content).where(tuning_content.c.job_id == job.id)
+            )  # of an earlier try
+            await connection.execute(insert(tuning_content), [content_columns(each) for each in contents])
+            await self._events.add(
+                connection, job.id, INFO, f"The files are good: {rows} rows. The job waits for a site."
+            )
+            return True
+
+    async def start(self, job: Job, run: str, site: str) -> bool:
+        """Give a queued job, without a run, its next run."""
+        values = {"status": JobStatus.RUNNING, "run": run, "site": site, "runs": job.runs + 1}
+        no_run = tuning_jobs.c.run.is_(None)
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, (JobStatus.QUEUED,), values, no_run):
+                return False
+            await self._events.add(connection, job.id, INFO, f"The job runs at {site}.")
+            return True
+
+    async def advance(self, job: Job, progress: Progress) -> bool:
+        """Write what the current run has done. A step above all before counts as progress."""
+        is_current = tuning_jobs.c.run == job.run
+        values: dict[str, Any] = {
+            "step": progress.step,
+            "total_steps": progress.total_steps,
+            "trained_tokens": progress.trained_tokens,
+            "nano_usd": progress.nano_usd,
+            "tokens_per_s": progress.tokens_per_s,
+            "revision": progress.revision or job.revision,
+        }
+        if progress.step > job.step:
+            values["runs"] = 1
+        allowed = (JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.QUEUED)
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, allowed, values, is_current):
+                return False
+            for each in progress.steps:
+                await self._events.add_step(connection, job.id, progress.total_steps, each)
+            return True
+
+    async def leave_run(self, job: Job, message: str = "", level: str = INFO) -> bool:
+        """Drop the current run: a running job is queued anew, one that was paused meanwhile stays so."""
+        status = case(
+            (tuning_jobs.c.status == JobStatus.RUNNING.value, JobStatus.QUEUED.value),
+            else_=tuning_jobs.c.status,
+        )
+        values = {"status": status, "run": None, "site": "", "tokens_per_s": 0.0}
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, UNFINISHED, values, tuning_jobs.c.run == job.run):
+                return False
+            if message:
+                await self._events.add(connection, job.id, level, message)
+            return True
+
+    async def end(
+        self,
+        job: Job,
+        status: JobStatus,
+        message: str,
+        *,
+        error: JobError | None = None,
+        results: File | None = None,
+    ) -> bool:
+        """End a job, record its usage, and make the file of its results visible."""
+        values = {
+            "status": status,
+            "finished_at": self._clock(),
+            "error": None if error is None else list(error),
+            "result_file_id": None if results is None else results.id,
+            "tokens_per_s": 0.0,
+        }
+        same_run = tuning_jobs.c.run.is_(None) if job.run is None else tuning_jobs.c.run == job.run
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, before(status), values, same_run):
+                return False
+            await self._record_usage(connection, job.id, status)
+            if results is not None:
+                await publish(connection, results)
+            await self._events.add(connection, job.id, INFO if error is None else ERROR, message)
+            return True
+
+    async def tell(self, job: Job, level: str, message: str) -> bool:
+        """Add an event to a job that this owner holds."""
+        async with self._engine.begin() as connection:
+            if not await self._change(connection, job.id, UNFINISHED, {"leased_by": self.owner}):
+                return False
+            await self._events.add(connection, job.id, level, message)
+            return True
+
+    # ---- by any replica
+
+    async def current_run(self, job_id: str) -> str | None:
+        """Return the name of the run that counts, None if there is none: the job is over, or waits."""
+        query = select(tuning_jobs.c.run).where(
+            tuning_jobs.c.id == job_id, tuning_jobs.c.status.in_(UNFINISHED)
+        )
+        async with self._engine.connect() as connection:
+            run: str | None = await connection.scalar(query)
+            return run
+
+    async def remove_expired(self, limit: int) -> int:
+        """Remove jobs that ended long ago and have no content left, with their events."""
+        content = exists().where(tuning_content.c.job_id == tuning_jobs.c.id)
+        old = select(tuning_jobs.c.id).where(
+            tuning_jobs.c.status.not_in(UNFINISHED),
+            tuning_jobs.c.created_at < self._clock() - self._limits.kept_s,
+            ~content,
+        )
+        async with self._engine.connect() as connection:
+            ids = list(await connection.scalars(old.limit(limit)))
+        async with self._engine.begin() as connection:
+            await connection.execute(delete(tuning_events).where(tuning_events.c.job_id.in_(ids)))
+            await connection.execute(delete(tuning_jobs).where(tuning_jobs.c.id.in_(ids)))
+        return len(ids)
+
+    # ---- within a transaction
+
+    async def _change(
+        self,
+        connection: AsyncConnection,
+        job_id: str,
+        allowed: Sequence[JobStatus],
+        values: dict[str, Any],
+        *more: ColumnElement[bool],
+    ) -> bool:
+        is_ours = and_(
+            tuning_jobs.c.id == job_id,
+            tuning_jobs.c.leased_by == self.owner,
+            tuning_jobs.c.status.in_(allowed),
+            *more,
+        )
+        return bool((await connection.execute(update(tuning_jobs).where(is_ours).values(**values))).rowcount)
+
+    async def _record_usage(self, connection: AsyncConnection, job_id: str, status: JobStatus) -> None:
+        """Record the trained tokens of a job that ends, if there are any, as one row of usage."""
+        row = (await connection.execute(select(tuning_jobs).where(tuning_jobs.c.id == job_id))).one()
+        job = job_of(row)
+        if job.trained_tokens == 0:
+            return
+        await connection.execute(
+            insert_new(connection.dialect.name, usage),
+            {
+                "query_id": job.id,
+                "request_id": job.id,
+                "received_at": self._clock(),  # of the month in which it is charged
+                "tenant": job.tenant,
+                "key_id": job.key_id,
+                "model": job.model + TRAINED,
+                "status": "answered" if status is JobStatus.SUCCEEDED else status.value,
+                "error": "" if job.error is None else job.error.message[:500],
+                "site": job.site,
+                "attempts": max(1, job.runs),
+                "prompt_tokens": job.trained_tokens,
+                "completion_tokens": 0,
+                "total_s": max(0.0, self._clock() - job.created_at),
+                "nano_usd": job.nano_usd,
+                "cheapest_nano_usd": job.nano_usd,
+                "dearest_nano_usd": job.nano_usd,
+            },
+        )
+
+
+def new_job_id() -> str:
+    return "ftjob-" + secrets.token_hex(12)
+
+
+def new_run() -> str:
+    """Return the name of a run, which nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def _tuning_file(tenant: str, file_id: str) -> Select[Any]:
+    return select(files.c.id).where(
+        files.c.tenant == tenant,
+        files.c.id == file_id,
+        files.c.complete,
+        files.c.purpose == Purpose.FINE_TUNE,
+    )
+
+
+def _count_unfinished(tenant: str) -> Select[Any]:
+    unfinished = and_(tuning_jobs.c.tenant == tenant, tuning_jobs.c.status.in_(UNFINISHED))
+    return select(func.count()).select_from(tuning_jobs).where(unfinished)
+
+
+def _count_models(tenant: str) -> Select[Any]:
+    join = tuning_content.join(tuning_jobs, tuning_jobs.c.id == tuning_content.c.job_id)
+    adapters = and_(tuning_jobs.c.tenant == tenant, tuning_content.c.kind == Kind.ADAPTER)
+    return select(func.count()).select_from(join).where(adapters)

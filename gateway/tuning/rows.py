@@ -1,0 +1,34 @@
+"""Converts jobs of fine-tuning, and what is stored of them, to rows of the database and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row
+
+from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind, Plan
+
+
+def job_columns(job: Job) -> dict[str, Any]:
+    columns = {name: getattr(job, name) for name in Job.__slots__}
+    error = None if job.error is None else list(job.error)
+    return columns | {"plan": msgspec.to_builtins(job.plan), "error": error}
+
+
+def job_of(row: Row[Any]) -> Job:
+    fields = {name: row._mapping[name] for name in Job.__slots__}
+    fields["plan"] = msgspec.convert(fields["plan"], Plan)
+    fields["status"] = JobStatus(fields["status"])
+    fields["error"] = None if fields["error"] is None else JobError(*fields["error"])
+    return Job(**fields)
+
+
+def content_columns(content: Content) -> dict[str, Any]:
+    return {name: getattr(content, name) for name in Content.__slots__}
+
+
+def content_of(row: Row[Any], prefix: str = "") -> Content:
+    """Convert a row whose columns are called as those of the table after `prefix`."""
+    fields = {name: row._mapping[prefix + name] for name in Content.__slots__}
+    return Content(**(fields | {"kind": Kind(fields["kind"])}))

@@ -1,0 +1,39 @@
+"""Laws of the states of a job of fine-tuning, and of its plan."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.tuning.values import UNFINISHED, JobStatus, Plan, before, may_become
+
+ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
+
+
+def test_a_job_that_ended_stays_as_it_is() -> None:
+    assert {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED} == ENDED
+    assert not any(may_become(ended, after) for ended in ENDED for after in JobStatus)
+
+
+def test_every_unfinished_job_can_be_cancelled_and_can_fail() -> None:
+    assert set(before(JobStatus.CANCELLED)) == set(before(JobStatus.FAILED)) == set(UNFINISHED)
+
+
+def test_a_job_succeeds_and_pauses_only_from_where_it_may() -> None:
+    assert before(JobStatus.SUCCEEDED) == (JobStatus.RUNNING,)
+    assert set(before(JobStatus.PAUSED)) == {JobStatus.QUEUED, JobStatus.RUNNING}
+    assert before(JobStatus.VALIDATING) == ()
+
+
+def test_every_job_can_come_to_success() -> None:
+    reached = {JobStatus.SUCCEEDED}
+    for _ in JobStatus:
+        reached |= {status for status in JobStatus if any(may_become(status, after) for after in reached)}
+    assert reached == {JobStatus.SUCCEEDED, *UNFINISHED}
+
+
+@given(st.integers(1, 50_000), st.integers(1, 256), st.integers(1, 50))
+def test_the_steps_of_a_plan_read_every_row_once_an_epoch(rows: int, batch: int, epochs: int) -> None:
+    steps = Plan(epochs=epochs, batch_size=batch).total_steps(rows)
+    assert steps % epochs == 0
+    assert (steps // epochs - 1) * batch < rows <= steps // epochs * batch
