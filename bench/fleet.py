@@ -5,7 +5,7 @@
 
 Sites are the real link before an engine without a model (bench/support/fleet_sites.py), many in one process,
 each with a connection of its own to every gateway; their CPU is counted apart. CPU is that of the kernel's
-scheduler (schedstat), of the first gateway. Gateways have a database each.
+scheduler, of the first gateway. Gateways have a database each.
 """
 
 from __future__ import annotations
@@ -27,16 +27,10 @@ from typing import Any
 
 from bench.decide import decision_us
 from bench.support.http_load import Tally, open_loop, quantile_ms
-from tests.support.gateway_process import GatewayProcess, Workspace, mico
+from tests.support.gateway_process import GatewayProcess, Workspace, cpu_s_of, mico
 
 TOKENS, TOKEN_S = 16, 0.02
 WITHIN_S = 180.0
-
-
-def schedstat_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process, to the nanosecond, without those of threads that have ended."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def loopback_bytes() -> int:
@@ -78,7 +72,7 @@ class Fleet:
         return sum(each.reports for each in self._shown)
 
     def cpu_s(self) -> float:
-        return sum(schedstat_cpu_s(each.pid) for each in self._processes)
+        return sum(cpu_s_of(each.pid) for each in self._processes)
 
     async def joined(self, share: float = 1.0) -> float:
         """Return the seconds until this share of the streams is up. Raises SystemExit after a deadline."""
@@ -161,11 +155,11 @@ class Gateways:
 async def over(gateway: GatewayProcess, sites: Fleet, seconds: float) -> dict[str, Any]:
     """Measure gateway and fleet while something else runs, or nothing."""
     pid = gateway.process.pid
-    before = schedstat_cpu_s(pid), sites.cpu_s(), loopback_bytes(), sites.reports, time.perf_counter()
+    before = cpu_s_of(pid), sites.cpu_s(), loopback_bytes(), sites.reports, time.perf_counter()
     await asyncio.sleep(seconds)
     took_s = time.perf_counter() - before[4]
     return {
-        "gateway_core_percent": round(100 * (schedstat_cpu_s(pid) - before[0]) / took_s, 2),
+        "gateway_core_percent": round(100 * (cpu_s_of(pid) - before[0]) / took_s, 2),
         "sites_cores": round((sites.cpu_s() - before[1]) / took_s, 2),
         "loopback_bytes_per_s": round((loopback_bytes() - before[2]) / took_s),
         "reports_per_s": round((sites.reports - before[3]) / took_s, 1),
@@ -202,7 +196,7 @@ async def restart(gateways: Gateways, sites: Fleet, options: argparse.Namespace)
     asking = asyncio.create_task(
         open_loop(gateway.port, gateway.key, per_s=options.queries_per_s, for_s=5.0, tokens=TOKENS)
     )
-    first, before_s = sites.linked, schedstat_cpu_s(gateway.process.pid)
+    first, before_s = sites.linked, cpu_s_of(gateway.process.pid)
     half_s = await sites.joined(0.5)
     await sites.joined()
     all_s = time.perf_counter() - began_s
@@ -212,7 +206,7 @@ async def restart(gateways: Gateways, sites: Fleet, options: argparse.Namespace)
         "streams_up_when_ready": first,
         "half_joined_after_ready_s": round(half_s, 2),
         "all_joined_after_ready_s": round(all_s, 2),
-        "gateway_cpu_s_of_joining": round(schedstat_cpu_s(gateway.process.pid) - before_s, 2),
+        "gateway_cpu_s_of_joining": round(cpu_s_of(gateway.process.pid) - before_s, 2),
         "meanwhile": first_tokens(await asking),
     }
 
@@ -223,9 +217,9 @@ async def measured(folder: Path, sites: int, count: int, options: argparse.Names
     found: dict[str, Any] = {"sites": sites, "gateways": count}
     try:
         gateway = gateways.all[0]
-        alone_s = schedstat_cpu_s(gateway.process.pid)
+        alone_s = cpu_s_of(gateway.process.pid)
         await asyncio.sleep(options.seconds)
-        alone_s = schedstat_cpu_s(gateway.process.pid) - alone_s
+        alone_s = cpu_s_of(gateway.process.pid) - alone_s
         found["alone_core_percent"] = round(100 * alone_s / options.seconds, 2)
         async with fleet(gateways.ports, sites, options) as fleet_:
             found["joined_s"] = round(await fleet_.joined(), 2)

@@ -2,9 +2,13 @@
 
     git worktree add ../before v0.2.0 && python -m bench.studies.formats --before ../before
 
-Chats at the older gateway, then chats, Responses and Messages at today's, in turns, so that what else the
-machine does spoils all alike. Only answers that equal the upstream's text count. The goals: a chat costs no
-more than before, Responses and Messages at most a quarter more than a chat.
+Chats at today's gateway beside chats at the older one, then Responses and Messages beside chats. The two of a
+pair have a gateway each and are asked at the same time, since the speed of a core changes by a fifth within a
+second; and from new processes several times, since two processes of one program differ too. CPU is the
+kernel's count of the gateway's nanoseconds. Only answers that equal the upstream's text count. The goals: a
+chat costs no more than before, Responses and Messages at most a quarter more than a chat. A ratio is the
+median over all rounds, with the interval of 95% that bootstrapping finds (starts first, then the rounds of
+each).
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +31,13 @@ from bench.support.http_load import Connection, Reply, Tally, send_and_count
 from tests.support.gateway_process import GatewayProcess, Workspace, mico, upstream
 from tests.support.scripted_upstream import MODEL, prompt, words
 
-UNARY_TOKENS, STREAM_TOKENS = 16, 150
-CONNECTIONS, STREAMS_AT_ONCE = 16, 50
 ITERATION_MS = 20.0
-MORE_AT_MOST = 1.25
+PAIRS = {  # the ratio that the cost of each first one may have to the second's
+    ("chat now", "chat before"): 1.0,
+    ("responses now", "chat now"): 1.25,
+    ("messages now", "chat now"): 1.25,
+}
+RESAMPLES = 4_000
 
 
 class Format(NamedTuple):
@@ -66,41 +75,41 @@ FORMATS = {
 }
 
 
-class Cost(NamedTuple):
-    """CPU-seconds of one query and of one chunk."""
+class Load(NamedTuple):
+    """Queries with this many words of answer, a query a connection at once."""
 
-    query_s: float
-    chunk_s: float
-
-
-async def measure(gateway: GatewayProcess, api: Format, options: argparse.Namespace) -> Cost:
-    whole, cpu_s = await load(gateway, api, options.queries, CONNECTIONS, UNARY_TOKENS, stream=False)
-    texts = [api.whole(json.loads(reply.body)) for reply in whole.replies]
-    check(whole, texts, options.queries, UNARY_TOKENS)
-    streams, streams_cpu_s = await load(
-        gateway, api, options.streams, STREAMS_AT_ONCE, STREAM_TOKENS, stream=True
-    )
-    pieces = [pieces_of(api, reply) for reply in streams.replies]
-    check(streams, ["".join(each) for each in pieces], options.streams, STREAM_TOKENS)
-    return Cost(cpu_s / options.queries, streams_cpu_s / sum(map(len, pieces)))
+    connections: int
+    tokens: int
+    stream: bool
 
 
-async def load(
-    gateway: GatewayProcess, api: Format, count: int, connections: int, tokens: int, *, stream: bool
-) -> tuple[Tally, float]:
+LOADS = {"query": Load(16, 16, False), "lone_query": Load(1, 16, False), "chunk": Load(50, 150, True)}
+
+Rounds = list[tuple[float, float]]  # CPU-seconds of a query or of a chunk at both of a pair, of one start
+
+
+async def cost(gateway: GatewayProcess, api: Format, load: Load, count: int) -> float:
+    """Return the CPU-seconds of a query, or of a chunk where answers are streamed."""
     tally, numbers = Tally(), iter(range(count))
 
     async def client() -> None:
         connection = await Connection.open(gateway.port)
         for number in numbers:
-            text = prompt(tokens, number, paced=stream)
-            body = {"model": MODEL, "stream": stream, **api.body(text, 4 * tokens)}
+            text = prompt(load.tokens, number, paced=load.stream)
+            body = {"model": MODEL, "stream": load.stream, **api.body(text, 4 * load.tokens)}
             await send_and_count(tally, connection, request(api.path, gateway.key, body))
         connection.leave()
 
     before_s = gateway.cpu_s()
-    await asyncio.gather(*(client() for _ in range(connections)))
-    return tally, gateway.cpu_s() - before_s
+    await asyncio.gather(*(client() for _ in range(load.connections)))
+    cpu_s = gateway.cpu_s() - before_s
+    read = pieces_of if load.stream else whole_of
+    answers = [read(api, reply) for reply in tally.replies]
+    right = "".join(words(load.tokens))
+    wrong = tally.wrong + [text for pieces in answers if (text := "".join(pieces)) != right]
+    if wrong or len(answers) != count:
+        raise SystemExit(f"{len(answers)} of {count} answers, {len(wrong)} of them wrong: {wrong[:3]}")
+    return cpu_s / sum(map(len, answers))
 
 
 def request(path: str, key: str, body: dict[str, Any]) -> bytes:
@@ -109,61 +118,75 @@ def request(path: str, key: str, body: dict[str, Any]) -> bytes:
     return f"{head}authorization: Bearer {key}\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
+def whole_of(api: Format, reply: Reply) -> list[str]:
+    return [api.whole(json.loads(reply.body))]
+
+
 def pieces_of(api: Format, reply: Reply) -> list[str]:
     data = [line.removeprefix(b"data: ") for line in reply.body.split(b"\n") if line.startswith(b"data: ")]
     events = [json.loads(each) for each in data if each != b"[DONE]"]
     return [piece for event in events if (piece := api.piece(event))]
 
 
-def check(tally: Tally, texts: list[str], count: int, tokens: int) -> None:
-    right = "".join(words(tokens))
-    wrong = tally.wrong + [text for text in texts if text != right]
-    if wrong or len(texts) != count:
-        raise SystemExit(f"{len(texts)} of {count} answers, {len(wrong)} of them wrong: {wrong[:3]}")
+async def compare(pair: tuple[str, str], options: argparse.Namespace) -> dict[str, Rounds]:
+    """Start the two gateways of a pair and ask both in every round, after one that warms up."""
+    counts = {"query": options.queries, "lone_query": options.lone, "chunk": options.streams}
+    found: dict[str, Rounds] = {part: [] for part in LOADS}
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-")))
+        both = []
+        for number, name in enumerate(pair):
+            api, version = name.split()
+            own = folder / str(number)
+            own.mkdir()
+            workspace = Workspace(own, own, tree=options.before if version == "before" else Path.cwd())
+            await stack.enter_async_context(upstream(workspace, ITERATION_MS))
+            both.append((await stack.enter_async_context(mico(workspace)), FORMATS[api]))
+        for turn in range(options.rounds + 1):
+            for part, load in LOADS.items():
+                one, other = await asyncio.gather(*(cost(*asked, load, counts[part]) for asked in both))
+                if turn:
+                    found[part].append((one, other))
+    return found
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-")))
-        gateways: dict[str, tuple[GatewayProcess, Format]] = {}
-        trees = {"before": options.before, "now": Path.cwd()}
-        for name, tree in trees.items():
-            if tree is None:
-                continue
-            (folder / name).mkdir()
-            workspace = Workspace(folder / name, folder, tree=tree)
-            await stack.enter_async_context(upstream(workspace, ITERATION_MS))
-            gateway = await stack.enter_async_context(mico(workspace))
-            formats = FORMATS if name == "now" else {"chat": FORMATS["chat"]}
-            gateways |= {f"{each} {name}": (gateway, api) for each, api in formats.items()}
-        costs: dict[str, list[Cost]] = {name: [] for name in gateways}
-        for number in range(options.rounds + 1):
-            for name, (gateway, api) in gateways.items():
-                cost = await measure(gateway, api, options)
-                if number:  # the first round warms up
-                    costs[name].append(cost)
-            print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
-    return summary(costs)
-
-
-def summary(costs: dict[str, list[Cost]]) -> dict[str, Any]:
-    """Return the medians, and the medians of the ratios within each round."""
-    found: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-    for name, rounds in costs.items():
-        found[name] = {
-            "cpu_ms_a_query": round(1e3 * statistics.median(each.query_s for each in rounds), 3),
-            "cpu_us_a_chunk": round(1e6 * statistics.median(each.chunk_s for each in rounds), 1),
-        }
-    pairs = [("chat now", "chat before"), ("responses now", "chat now"), ("messages now", "chat now")]
-    for name, base in pairs:
-        if base not in costs:
-            continue
-        both = list(zip(costs[name], costs[base], strict=True))
-        found[f"{name} / {base}"] = {
-            "query": round(statistics.median(one.query_s / other.query_s for one, other in both), 3),
-            "chunk": round(statistics.median(one.chunk_s / other.chunk_s for one, other in both), 3),
-        }
+    pairs = {pair: most for pair, most in PAIRS.items() if options.before or "chat before" not in pair}
+    if options.chats:
+        pairs = {pair: most for pair, most in pairs.items() if "chat before" in pair}
+    starts: dict[tuple[str, str], list[dict[str, Rounds]]] = {pair: [] for pair in pairs}
+    found: dict[str, Any] = {}
+    for number in range(options.starts):
+        for pair, most in pairs.items():
+            starts[pair].append(await compare(pair, options))
+            found[" / ".join(pair)] = {
+                part: summary([each[part] for each in starts[pair]], most) for part in LOADS
+            }
+        found |= {"starts": number + 1, "load_average": os.getloadavg()[0]}
+        print(json.dumps(found), file=sys.stderr, flush=True)
     return found
+
+
+def summary(starts: list[Rounds], most: float) -> dict[str, Any]:
+    """Return the medians in microseconds, the ratio with its interval, and whether this is below `most`."""
+    ratios = [[one / other for one, other in rounds] for rounds in starts]
+    draw = random.Random(0)
+    resampled = sorted(
+        statistics.median(
+            each
+            for start in draw.choices(ratios, k=len(ratios))
+            for each in draw.choices(start, k=len(start))
+        )
+        for _ in range(RESAMPLES)
+    )
+    low, high = resampled[RESAMPLES // 40], resampled[-1 - RESAMPLES // 40]
+    rounds = list(chain.from_iterable(starts))
+    return {
+        "cpu_us": [round(1e6 * statistics.median(each), 1) for each in zip(*rounds, strict=True)],
+        "ratio": round(statistics.median(one / other for one, other in rounds), 3),
+        "interval": [round(low, 3), round(high, 3)],
+        "goal": "met" if high <= most else "missed" if low > most else "open",
+    }
 
 
 def main() -> int:
@@ -175,14 +198,17 @@ def main() -> int:
     parser.add_argument(
         "--before", type=Path, help="a tree of an older version, whose chats are measured too"
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--queries", type=int, default=600, help="unary queries of a format in a round")
-    parser.add_argument("--streams", type=int, default=100, help="streams of a format in a round")
+    parser.add_argument("--chats", action="store_true", help="only chats, and the older ones")
+    parser.add_argument("--starts", type=int, default=5, help="times that the gateways start anew")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of a start")
+    parser.add_argument("--queries", type=int, default=300, help="unary queries of a format in a round")
+    parser.add_argument("--lone", type=int, default=80, help="unary queries one at a time in a round")
+    parser.add_argument("--streams", type=int, default=50, help="streams of a format in a round")
     options = parser.parse_args()
     found = asyncio.run(run(options))
     print(json.dumps(found))
-    dear = [each for name, each in found.items() if name.endswith("/ chat now")]
-    return int(any(ratio > MORE_AT_MOST for each in dear for ratio in each.values()))
+    goals = [part["goal"] for name, parts in found.items() if "/" in name for part in parts.values()]
+    return int("missed" in goals)
 
 
 if __name__ == "__main__":
