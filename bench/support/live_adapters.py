@@ -1,0 +1,99 @@
+"""Adapters that come and go while an engine's rows are all busy: what each step takes then."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from bench.support.variant_engines import Query, submit
+from site_engine.core.chain import Variant
+from site_engine.engine.engine import SiteEngine
+
+CALM_STEPS = 20  # after an adapter was removed
+
+
+class TimedStep(NamedTuple):
+    what: str
+    seconds: float  # from the end of the step before
+
+
+class Traffic:
+    """Keeps so many rows of an engine busy: a query that ends is followed by another of its chain.
+
+    The first answers are of all lengths up to `tokens`, so that queries end at different times.
+    """
+
+    def __init__(
+        self, engine: SiteEngine, chains: Sequence[str], rows: int, ask: Callable[[str], Query], tokens: int
+    ) -> None:
+        self.engine, self._ask, self._tokens = engine, ask, tokens
+        self._chains: dict[str, str] = {}  # of running queries that are followed by others
+        self._once: set[str] = set()  # running queries that are not
+        self._count = 0
+        draw = random.Random(3)
+        for at in range(rows):
+            self._submit(chains[at % len(chains)], draw.randrange(tokens // 8, tokens))
+
+    def _submit(self, chain: str, tokens: int) -> None:
+        self._count += 1
+        self._chains[f"busy {self._count}"] = chain
+        submit(self.engine, f"busy {self._count}", self._ask(chain), tokens)
+
+    def ask_once(self, chain: str, tokens: int) -> None:
+        self._count += 1
+        self._once.add(f"once {self._count}")
+        submit(self.engine, f"once {self._count}", self._ask(chain), tokens)
+
+    @property
+    def asked_once(self) -> bool:
+        """Whether queries of `ask_once` are running."""
+        return bool(self._once)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            assert not output.error, output.error
+            if output.finish is not None:
+                self._once.discard(output.request_id)
+                if chain := self._chains.pop(output.request_id, ""):
+                    self._submit(chain, self._tokens)
+
+    def end(self) -> None:
+        for name in (*self._chains, *self._once):
+            self.engine.cancel(name)
+        while self.engine.has_work:
+            self.engine.step()
+
+
+def timed(traffic: Traffic, changes: Iterable[str]) -> list[TimedStep]:
+    """Advance `changes` before each step until they end, as the thread of an engine does; time every pass."""
+    steps = []
+    lap_s = time.perf_counter()
+    for what in changes:
+        traffic.step()
+        now_s = time.perf_counter()
+        steps.append(TimedStep(what, now_s - lap_s))
+        lap_s = now_s
+    return steps
+
+
+def come_and_go(traffic: Traffic, added: Sequence[Variant], tokens: int) -> Iterator[str]:
+    """Load each adapter on a thread, publish it, answer two queries, remove it; name what happens."""
+    engine = traffic.engine
+    with ThreadPoolExecutor(1) as loader:
+        for variant in added:
+            loading = loader.submit(engine.load_variant, variant)
+            while not loading.done():
+                yield "loading"
+            loading.result()()
+            for _ in range(2):
+                traffic.ask_once(variant.id, tokens)
+            yield "published"
+            while traffic.asked_once:
+                yield "in use"
+            engine.remove_variant(variant.id)
+            yield "removed"
+            for _ in range(CALM_STEPS):
+                yield "calm"

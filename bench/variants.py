@@ -1,0 +1,322 @@
+"""Measure variants that share a base: what adapters cost beside the base, engines in turn and peft.
+
+    python -m bench.variants --model bench/models/llama-3.1-8b --tenants 1,8,32,64
+
+A folder with nothing but a config.json gets random weights, adapters are random too. All in one run: whatever
+is compared is measured in turns. On a CPU the ratios show that the bench runs, no more. Own layers, which
+engines on a GPU refuse, are not measured. Prints a JSON line for each measurement as it is made, and at the
+end what it claims beside its limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from bench.support.live_adapters import Traffic, come_and_go, timed
+from bench.support.merged import PeftMixed, serve_in_turn
+from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
+from site_engine.engine.engine import SiteEngine
+from site_engine.variants.certify import alone
+
+MARGIN = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+"""How far below the best logit that of a chosen token may lie, relative to the largest."""
+CHECKED_CHAINS, CHECKED_QUERIES = 5, 24
+EIGHT = 8  # the tenants, and the rows of each, in the claims on a few tenants
+MANY, MANY_ROWS = 32, 2
+LIVE_ADDED, LIVE_PROMPT, LIVE_ANSWER = 8, 16, 24
+
+
+class Claim(NamedTuple):
+    """A figure beside its limit."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool
+
+    @property
+    def held(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+class Bench:
+    """Runs the phases on one scene; keeps the claims."""
+
+    def __init__(self, scene: Scene, folder: Path, tenants: Sequence[int], rounds: int) -> None:
+        self.scene, self.folder, self.tenants, self.rounds = scene, folder, tenants, rounds
+        self.claims: list[Claim] = []
+        self.began_s = time.perf_counter()
+        self._seed = 0
+
+    def say(self, **record: Any) -> None:
+        print(json.dumps({"at_s": round(time.perf_counter() - self.began_s, 1), **record}), flush=True)
+
+    def claim(self, what: str, value: float, limit: float, *, at_least: bool) -> None:
+        self.claims.append(Claim(what, value, limit, at_least))
+        self.say(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
+
+    def work(self, chains: Sequence[str], rows: int, tokens: int | None = None) -> list[Query]:
+        """Return a query for each row, the chains' rows side by side; no prompt ever comes twice."""
+        each = -(-rows // len(chains))
+        made = []
+        for at in range(rows):
+            self._seed += 1
+            made.append(Query(chains[at // each], self.scene.prompt(self._seed, tokens)))
+        return made
+
+    # ---- phases
+
+    def exact(self) -> None:
+        """Compare each token with the logits of its chain alone, given the tokens before it."""
+        scene = self.scene
+        chains = [*scene.tenants(min(CHECKED_CHAINS, max(self.tenants))), BASE]
+        work = [Query(chains[at % len(chains)], scene.prompt(10_000 + at, (9, 40, 130)[at % 3]))
+                for at in range(CHECKED_QUERIES)]  # fmt: skip
+        answers = [list[int]() for _ in work]
+        for first in range(0, len(work), scene.sizes.rows):
+            part = work[first : first + scene.sizes.rows]
+            answers[first : first + len(part)] = serve(scene.engine, part, scene.sizes.steps // 4 + 1)[1]
+        gaps: dict[str, list[float]] = {"adapters": [], "base": [], "adapters' tokens by the base": []}
+        plain = alone(scene.model.model)
+        for chain in chains:
+            reference = plain if chain == BASE else alone(scene.model.model, scene.loaded(chain))
+            for query, answer in zip(work, answers, strict=True):
+                if query.chain == chain:
+                    own = margins(reference, query.prompt, answer)
+                    gaps["base" if chain == BASE else "adapters"] += own
+                    if chain != BASE:
+                        gaps["adapters' tokens by the base"] += margins(plain, query.prompt, answer)
+        for what, found in gaps.items():
+            self.say(phase="exact", of=what, tokens=len(found), other_than_best=sum(gap > 0 for gap in found),
+                     largest_gap=max(found))  # fmt: skip
+        self.say(phase="exact", added_s=[round(each, 3) for each in scene.added_s])
+        margin = MARGIN[scene.model.dtype]
+        self.claim("exact: largest gap of an adapter's token", max(gaps["adapters"]), margin, at_least=False)
+        wrong = max(gaps["adapters' tokens by the base"])
+        self.claim("exact: the same by the base, which must fail", wrong, margin, at_least=True)
+
+    def base(self) -> None:
+        """Compare steps of base rows in an engine with adapters, none in use, with one without variants."""
+        scene = self.scene
+        scene.tenants(min(EIGHT, max(self.tenants)))
+        for rows in sorted({min(each, scene.sizes.rows) for each in (2, 8, 64)}):
+            engines = {"without": scene.base, "with adapters": scene.engine, "without again": scene.base}
+            found = self.in_turns({name: (engine, [BASE], rows) for name, engine in engines.items()})
+            medians = {name: statistics.median(steps) for name, steps in found.items()}
+            for name, steps in found.items():
+                self.say(phase="base", engine=name, rows=rows, **described(steps))
+            noise = abs(medians["without again"] / medians["without"] - 1)
+            self.say(phase="base", rows=rows, noise=round(noise, 4))
+            before = statistics.median(found["without"] + found["without again"])
+            off = abs(medians["with adapters"] / before - 1)
+            self.claim(f"base: {rows} rows, no adapter in use, step changed by", off, 0.01, at_least=False)
+
+    def steps(self) -> None:
+        """Compare steps of tenants' rows with steps of as many base rows, and an engine without variants."""
+        scene = self.scene
+        rows = scene.sizes.rows
+        cases = [(EIGHT, EIGHT), *((count, rows) for count in self.tenants)]
+        for count, all_rows in dict.fromkeys(cases):
+            if count > min(all_rows, max(self.tenants)):
+                continue
+            chains = scene.tenants(count)
+            for slots in sorted({count, scene.sizes.slots}) if count <= scene.sizes.slots else [count]:
+                engine = scene.with_slots(slots, chains)
+                found = self.in_turns({
+                    "base": (scene.base, [BASE], all_rows), "adapters": (engine, chains, all_rows)
+                })  # fmt: skip
+                speed = statistics.fmean(found["base"]) / statistics.fmean(found["adapters"])
+                slower = statistics.median(found["adapters"]) / statistics.median(found["base"]) - 1
+                self.say(phase="steps", adapters=count, rows=all_rows, slots=slots, of_base=round(speed, 4),
+                         slower=round(slower, 4), base=described(found["base"]),
+                         with_adapters=described(found["adapters"]))  # fmt: skip
+                where = f"steps: {count} adapters, {all_rows} rows, {slots} slots"
+                if count == EIGHT:
+                    limit = 0.10 if scene.model.model.config.hidden_size > 2000 else 0.35
+                    self.claim(f"{where}, slower by", slower, limit, at_least=False)
+                if count * MANY_ROWS == all_rows:
+                    self.claim(f"{where}, share of base throughput", speed, 0.85, at_least=True)
+                scene.forget(slots)
+
+    def turns(self) -> None:
+        """Serve tenants' queries together, beside a process for each model and beside peft."""
+        scene, tokens = self.scene, self.scene.sizes.steps
+        rows = scene.sizes.rows
+        for count in self.few_and_many():
+            chains = scene.tenants(count)
+            work = self.work(chains, rows)
+            serve(scene.engine, self.work(chains, rows), tokens)
+            serve_in_turn(scene, self.work(chains[:1], rows // count), tokens)
+            together_s, answers = serve(scene.engine, work, tokens)
+            alone_s, others = serve_in_turn(scene, work, tokens)
+            same = sum(a == b for a, b in zip(answers, others, strict=True))
+            self.say(phase="turns", adapters=count, rows=rows, tokens=tokens, together_s=round(together_s, 3),
+                     in_turn_s=round(alone_s, 3), speedup=round(alone_s / together_s, 3),
+                     same_answers=f"{same} of {rows}")  # fmt: skip
+            few = self.in_turns({
+                "in turn": (scene.base, [BASE], rows // count), "together": (scene.engine, chains, rows)
+            })  # fmt: skip
+            speedup = count * statistics.fmean(few["in turn"]) / statistics.fmean(few["together"])
+            self.say(phase="turns", adapters=count, rows=rows, in_turn=described(few["in turn"]),
+                     together=described(few["together"]), steps_speedup=round(speedup, 3))  # fmt: skip
+            if count == EIGHT:
+                what = f"turns: {count} x {rows // count} rows, times the throughput of engines in turn"
+                self.claim(f"{what}, whole answers", alone_s / together_s, 5.0, at_least=True)
+                self.claim(f"{what}, steps", speedup, 5.0, at_least=True)
+
+    def peft(self) -> None:
+        """Serve the same queries by transformers and peft, in mixed batches."""
+        scene = self.scene
+        rows, tokens = scene.sizes.rows, max(4, scene.sizes.steps // 8)
+        for count in self.few_and_many():
+            chains = scene.tenants(count)
+            try:
+                peer = PeftMixed(scene, chains, self.folder)
+            except ImportError as error:
+                self.say(phase="peft", error=str(error))
+                return
+            work = self.work(chains, rows)
+            peer.serve(work, 2)
+            theirs_s, theirs = peer.serve(work, tokens)
+            serve(scene.engine, self.work(chains, rows), tokens)
+            ours_s, ours = serve(scene.engine, work, tokens)
+            same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+            self.say(phase="peft", adapters=count, rows=rows, tokens=tokens, ours_s=round(ours_s, 3),
+                     theirs_s=round(theirs_s, 3), speedup=round(theirs_s / ours_s, 2),
+                     same_answers=f"{same} of {rows}")  # fmt: skip
+
+    def live(self) -> None:
+        """Add adapters, use and remove them while all other rows decode; time every step."""
+        scene = self.scene
+        rows, tokens = scene.sizes.rows - 2, scene.sizes.prompt_tokens + scene.sizes.steps
+        used = min(EIGHT, scene.sizes.slots - 1, max(self.tenants))
+        chains = [*scene.tenants(used), BASE]
+        added = [scene.adapter(1_000 + number) for number in range(LIVE_ADDED + 1)]
+        traffic = Traffic(
+            scene.engine, chains, rows, lambda chain: self.work([chain], 1, LIVE_PROMPT)[0], tokens
+        )
+        timed(traffic, come_and_go(traffic, added[:1], LIVE_ANSWER))  # compiles what adding needs
+        calm = timed(traffic, repeat("calm", 4 * scene.sizes.steps))
+        steps = timed(traffic, come_and_go(traffic, added[1:], LIVE_ANSWER))
+        traffic.end()
+        for name, some in (("nothing added", calm), ("added and removed", steps)):
+            largest = sorted(some, key=lambda step: -step.seconds)[:6]
+            shown = [{"ms": round(one.seconds * 1e3, 3), "step": one.what} for one in largest]
+            found = described([one.seconds for one in some])
+            self.say(phase="live", of=name, adapters=len(added) - 1, **found, largest=shown)
+        took = [step.seconds for step in steps]
+        longest = max(took) / statistics.median(took)
+        self.claim("live: longest step, times the median", longest, 2.0, at_least=False)
+
+    # ---- what phases share
+
+    def few_and_many(self) -> list[int]:
+        """Return the numbers of tenants that are compared with peers; all of them have a slot."""
+        most = min(max(self.tenants), self.scene.sizes.slots)
+        return sorted({min(EIGHT, most), min(MANY, most)})
+
+    def in_turns(self, cases: dict[str, tuple[SiteEngine, list[str], int]]) -> dict[str, list[float]]:
+        """Time the steps of each case, `rounds` times in turns; a first round warms up and is not counted."""
+        steps = self.scene.sizes.steps
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for number in range(self.rounds + 1):
+            for name, (engine, chains, rows) in cases.items():
+                took = decode(engine, self.work(chains, rows), steps)
+                found[name] += took if number else []
+        return found
+
+    def table(self) -> str:
+        """Return what is claimed beside its limit, a line for each."""
+        return "\n".join(
+            f"{'held  ' if each.held else 'MISSED'} {each.value:9.4f} "
+            f"{'at least' if each.at_least else 'at most '} {each.limit:<6g} {each.what}"
+            for each in self.claims
+        )
+
+
+def margins(reference: Any, prompt: list[int], answer: list[int]) -> list[float]:
+    """Return how far each token's logit is below the best, relative to the largest, given those before it."""
+    whole = torch.tensor([prompt + answer], device=reference.device)
+    with torch.inference_mode():
+        logits = reference(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
+    gaps: list[float] = ((logits.amax(1) - chosen) / logits.abs().amax(1)).tolist()
+    return gaps
+
+
+def described(took_s: Sequence[float]) -> dict[str, float]:
+    """Return figures of steps in milliseconds, and how many took over twice the median."""
+    ordered = sorted(took_s)
+    middle = statistics.median(ordered)
+    return {
+        "steps": len(ordered),
+        "median_ms": round(middle * 1e3, 4),
+        "mean_ms": round(statistics.fmean(ordered) * 1e3, 4),
+        "p99_ms": round(ordered[int(0.99 * (len(ordered) - 1))] * 1e3, 4),
+        "max_ms": round(ordered[-1] * 1e3, 4),
+        "over_twice": sum(each > 2 * middle for each in ordered),
+    }
+
+
+PHASES = ("exact", "base", "steps", "turns", "peft", "live")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.variants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder of a model, or of a config.json alone")
+    parser.add_argument("--tenants", default="1,8,32,64", help="adapters that share a step")
+    parser.add_argument("--do", default=",".join(PHASES), help="phases, in this order")
+    parser.add_argument("--rows", type=int, default=64, help="that decode at once")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=32, help="adapters in the engine of most phases")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=128, help="of a pass, and tokens of a whole answer")
+    parser.add_argument("--rounds", type=int, default=3, help="passes of each case, in turns")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no phase begins after so many")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args()
+    if unknown := set(asked.do.split(",")) - set(PHASES):
+        parser.error(f"no phase {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
+    return asked
+
+
+def main() -> int:
+    asked = arguments()
+    sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)
+    tenants = [int(count) for count in asked.tenants.split(",")]
+    device = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
+    with tempfile.TemporaryDirectory() as temporary:
+        began_s = time.perf_counter()
+        scene = Scene(asked.model, asked.device, Path(temporary), sizes)
+        bench = Bench(scene, Path(temporary), tenants, asked.rounds)
+        bench.say(model=asked.model, device=device, torch=torch.__version__, graphs=scene.graphs,
+                  transformers=transformers.__version__, own="not measured: engines on a GPU refuse them",
+                  **sizes._asdict())  # fmt: skip
+        for name in asked.do.split(","):
+            if time.perf_counter() - began_s > asked.seconds:
+                bench.say(phase=name, error="no time")
+                continue
+            getattr(bench, name)()
+        print(bench.table())
+        print(json.dumps({"claims": [{**each._asdict(), "held": each.held} for each in bench.claims]}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
