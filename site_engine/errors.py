@@ -7,6 +7,7 @@
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
     ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
     ├── VariantRefused      this variant cannot be added or removed: whoever ordered it; nothing has changed
+    ├── TrainingRefused     this job cannot be trained here: whoever ordered it; nothing was trained
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
 
 The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the engine thread.
@@ -65,3 +66,7 @@ class ModelNotSupported(SiteError):
 
 class VariantRefused(SiteError):
     """A variant that cannot be added or removed; the message says why. Nothing has changed."""
+
+
+class TrainingRefused(SiteError):
+    """A job that cannot be trained here; the message says why."""

@@ -1,0 +1,138 @@
+"""Decide whether a slice of training runs before the next iteration of an engine. Pure.
+
+Training has the device's time that serving leaves: all of it while nothing runs, and beside answers what
+their time between tokens allows. "iteration" is the rule of the paper, kept to compare with: training runs
+only while nothing is served, in whole micro-batches, as long as the oldest query that waits can bear another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+KEPT_COSTS = 100
+LEAST_CHUNK_TOKENS = 128
+DEBT_LIMIT_S = 1.0
+
+
+class Deferral(StrEnum):
+    SLICE = "slice"
+    ITERATION = "iteration"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What training may cost those that are served, as the operator sets it.
+
+    Beside batches alone, `batch_share` of the time is theirs; `least_share` is training's whatever is served
+    beside it. `wait_s` is the longest wait of a query by the rule "iteration".
+    """
+
+    between_tokens_s: float = 0.02
+    batch_share: float = 0.5
+    least_share: float = 0.0
+    deferral: Deferral = Deferral.SLICE
+    wait_s: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.least_share < 1.0 and 0.0 < self.batch_share < 1.0):
+            raise ValueError("batch_share must be between 0 and 1, least_share 0 or between 0 and 1")
+        if min(self.between_tokens_s, self.wait_s) <= 0.0:
+            raise ValueError("between_tokens_s and wait_s must be positive")
+
+
+class Seen(NamedTuple):
+    """The state of an engine between two iterations.
+
+    A chat waits while it has no place or its prompt is read. `since_tokens_s`: since answers got their last
+    tokens; `iteration_s`: what the next iteration takes.
+    """
+
+    chat_waits: bool = False
+    chat_decodes: bool = False
+    batch: bool = False
+    since_tokens_s: float = 0.0
+    iteration_s: float = 0.0
+    oldest_wait_s: float = 0.0
+
+
+class NextSlice(NamedTuple):
+    """What comes next in training: its seconds, those of a whole micro-batch, and whether it begins one."""
+
+    seconds: float
+    micro_batch_s: float = 0.0
+    begins: bool = True
+
+
+class Slack:
+    """Shares the time of one engine between those that are served and training.
+
+    Time that training took and that serving took while both wanted the device is counted, so that the shares
+    hold over a second, not in each iteration.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._batch_s = 0.0  # beyond training's, by the shares: start-time fair
+        self._debt_s = 0.0  # that training was promised and did not get
+
+    def takes(self, seen: Seen, following: NextSlice) -> bool:
+        """Return whether the slice runs now, before the next iteration."""
+        bounds = self.bounds
+        served = seen.chat_waits or seen.chat_decodes or seen.batch
+        if bounds.deferral is Deferral.ITERATION:
+            if not following.begins:
+                return True
+            if seen.chat_decodes or not served:
+                return not served
+            return seen.oldest_wait_s + following.micro_batch_s <= bounds.wait_s
+        if not served:
+            return True
+        if seen.chat_waits:
+            return False
+        if self._debt_s >= following.seconds:
+            return True
+        if seen.chat_decodes:
+            left_s = bounds.between_tokens_s - seen.iteration_s - seen.since_tokens_s
+            return following.seconds <= left_s
+        return self._batch_s > 0.0
+
+    def trained(self, seconds: float, seen: Seen) -> None:
+        """Count a slice that ran."""
+        self._debt_s = max(0.0, self._debt_s - (1.0 - self.bounds.least_share) * seconds)
+        if seen.batch and not seen.chat_decodes:
+            share = self.bounds.batch_share
+            self._batch_s = max(-DEBT_LIMIT_S, self._batch_s - seconds * share / (1.0 - share))
+
+    def served(self, seconds: float, *, batch_alone: bool) -> None:
+        """Count an iteration that ran while training had work."""
+        self._debt_s = min(DEBT_LIMIT_S, self._debt_s + self.bounds.least_share * seconds)
+        if batch_alone:
+            self._batch_s = min(DEBT_LIMIT_S, self._batch_s + seconds)
+
+    def chunk_tokens(self, seen: Seen, base_s: float, per_token_s: float) -> int | None:
+        """Return the prompt tokens beside answers that decode; None: as many as without training.
+
+        `base_s`: of an iteration without prompts. The prompts get what the bound leaves after the slices
+        since the last tokens.
+        """
+        if not seen.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
+            return None
+        left_s = self.bounds.between_tokens_s - seen.since_tokens_s - base_s
+        return max(LEAST_CHUNK_TOKENS, int(left_s / per_token_s))
+
+
+class SliceCosts:
+    """The time that slices of a kind took lately, of which the next one's is foreseen."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, deque[float]] = {}
+
+    def observe(self, kind: str, tokens: int, seconds: float) -> None:
+        self._taken.setdefault(kind, deque(maxlen=KEPT_COSTS)).append(seconds / tokens)
+
+    def seconds(self, kind: str, tokens: int) -> float:
+        """Return the longest of the last slices of a kind, for so many tokens; 0 if there was none."""
+        return max(self._taken.get(kind, ()), default=0.0) * tokens

@@ -1,0 +1,132 @@
+"""The LoRA adapter that is trained: float32 factors beside the base, written to a folder as peft does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F  # noqa: N812 - torch's own convention
+
+from site_engine.errors import TrainingRefused
+from site_engine.variants.peft_folder import CONFIG, MAX_RANK, PREFIX, WEIGHTS
+
+KINDS = {"Linear": (1, 0), "Conv1D": (0, 1)}
+"""Modules that take a product, and the dimensions of their weight that are their inputs and outputs."""
+STAGING = ".new"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """`target`: "all-linear", every projection of the layers, or "attention", those of attention alone."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    target: str = "all-linear"
+
+
+class Adapter:
+    """Factors `down` [rank, in] and `up` [out, rank] by the name of the module that they adapt."""
+
+    def __init__(self, shape: AdapterShape, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.shape = shape
+        self.factors = {name: (_leaf(down), _leaf(up)) for name, (down, up) in factors.items()}
+
+    @property
+    def scale(self) -> float:
+        return self.shape.alpha / self.shape.rank
+
+    def parameters(self, modules: Iterable[str] | None = None) -> list[torch.Tensor]:
+        """Return the factors of modules, or of all, in their order."""
+        names = self.factors if modules is None else modules
+        return [factor for name in names for factor in self.factors[name]]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the factors by their names in a file of peft."""
+        return {
+            f"{PREFIX}{name}.lora_{part}.weight": factor.detach().cpu().clone()
+            for name, factors in self.factors.items()
+            for part, factor in zip("AB", factors, strict=True)
+        }
+
+
+def _leaf(factor: torch.Tensor) -> torch.Tensor:
+    return factor.detach().clone().requires_grad_()
+
+
+def new_adapter(modules: Mapping[str, Any], shape: AdapterShape, seed: int) -> Adapter:
+    """Return an adapter that changes nothing yet, drawn as peft draws: `down` uniform, `up` zero."""
+    draw = torch.Generator().manual_seed(seed)
+    factors = {}
+    for name, module in modules.items():
+        weight = module.weight
+        inputs, outputs = (weight.shape[dimension] for dimension in KINDS[type(module).__name__])
+        bound = 1 / sqrt(inputs)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        down = torch.empty(shape.rank, inputs, dtype=dtype).uniform_(-bound, bound, generator=draw)
+        factors[name] = (
+            down.to(weight.device),
+            torch.zeros(outputs, shape.rank, dtype=dtype, device=weight.device),
+        )
+    return Adapter(shape, factors)
+
+
+def target_modules(layers: Iterable[tuple[str, Any]], shape: AdapterShape) -> dict[str, Any]:
+    """Return the modules of the layers that an adapter of this shape changes. Raises TrainingRefused."""
+    if not 0 < shape.rank <= MAX_RANK:
+        raise TrainingRefused(f"rank {shape.rank} is not 1 to {MAX_RANK}")
+    if shape.target not in {"all-linear", "attention"}:
+        raise TrainingRefused(f"target {shape.target!r} is not all-linear or attention")
+    found = {}
+    for layer, top in layers:
+        for name, module in top.named_modules(prefix=layer):
+            attention = any("attn" in part or "attention" in part for part in name.split("."))
+            if type(module).__name__ in KINDS and (attention or shape.target == "all-linear"):
+                found[name] = module
+    if not found:
+        raise TrainingRefused("the model has no projections that an adapter could change")
+    return found
+
+
+def attach(name: str, module: Any, adapter: Adapter) -> None:
+    """Let a module of the trained copy add its product, in float32 and before the output is rounded."""
+    factors, scale = adapter.factors[name], adapter.scale
+
+    def added(_: Any, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        down, up = factors
+        product = F.linear(F.linear(given[0].to(down.dtype), down), up) * scale
+        return (out + product).to(out.dtype)
+
+    module.register_forward_hook(added)
+
+
+def write_folder(folder: Path, adapter: Adapter, base: str) -> None:
+    """Write the adapter as peft does; the folder is there whole or not at all."""
+    parts = 1 if adapter.shape.target == "all-linear" else 2  # of gpt2's c_proj, that of attention alone
+    targets = sorted({".".join(name.split(".")[-parts:]) for name in adapter.factors})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.shape.rank,
+        "lora_alpha": adapter.shape.alpha,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+    staging = folder.with_name(folder.name + STAGING)
+    shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+    staging.mkdir(parents=True)
+    (staging / CONFIG).write_text(json.dumps(settings, indent=2), "utf-8")
+    save_file(adapter.tensors(), staging / WEIGHTS, metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    staging.rename(folder)
