@@ -89,7 +89,9 @@ Rounds = list[tuple[float, float]]  # CPU-seconds of a query or of a chunk at bo
 
 
 async def cost(gateway: GatewayProcess, api: Format, load: Load, count: int) -> float:
-    """Return the CPU-seconds of a query, or of a chunk where answers are streamed."""
+    """Return the CPU-seconds of a query, or of a chunk of the upstream where answers are streamed: the gateway
+    may join two for a client.
+    """
     tally, numbers = Tally(), iter(range(count))
 
     async def client() -> None:
@@ -109,7 +111,7 @@ async def cost(gateway: GatewayProcess, api: Format, load: Load, count: int) -> 
     wrong = tally.wrong + [text for pieces in answers if (text := "".join(pieces)) != right]
     if wrong or len(answers) != count:
         raise SystemExit(f"{len(answers)} of {count} answers, {len(wrong)} of them wrong: {wrong[:3]}")
-    return cpu_s / sum(map(len, answers))
+    return cpu_s / (count * load.tokens if load.stream else count)
 
 
 def request(path: str, key: str, body: dict[str, Any]) -> bytes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 
 from gateway.domain import Outcome
+from gateway.telemetry.families import Histogram, Histograms
 
 PROVIDER: Final = "mico"
 AttributeValue = str | int | float | tuple[str, ...]
@@ -58,23 +59,21 @@ class GenAiMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        def seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histograms:
             labelled = (*_OF_ALL, *labels)
-            return Histogram(
-                f"gen_ai_server_{name}_seconds", text, labelled, buckets=buckets, registry=registry
-            )
+            return Histograms(f"gen_ai_server_{name}_seconds", text, labelled, registry, buckets=buckets)
 
         self._duration = seconds("request_duration", "From arrival to the end", _DURATION_S, "error_type")
         self._first = seconds("time_to_first_token", "From arrival to the first token", _FIRST_S)
         self._per_token = seconds(
             "time_per_output_token", "Mean time of a token after the first", _PER_TOKEN_S
         )
-        self._usage = Histogram(
+        self._usage = Histograms(
             "gen_ai_client_token_usage",
             "Tokens of prompts and of answers",
             (*_OF_ALL, "gen_ai_token_type"),
+            registry,
             buckets=_TOKENS,
-            registry=registry,
         )
         self._labelled: dict[tuple[str, ...], _Labelled] = {}
 
@@ -99,10 +98,10 @@ class GenAiMetrics:
         """Return the metrics with these labels, and keep them: to look them up takes longer than to count."""
         of_all = operation, PROVIDER, asked_model, model
         found = self._labelled[operation, asked_model, model, error_type] = _Labelled(
-            self._duration.labels(*of_all, error_type),
-            self._first.labels(*of_all),
-            self._per_token.labels(*of_all),
-            self._usage.labels(*of_all, "input"),
-            self._usage.labels(*of_all, "output"),
+            self._duration.of(*of_all, error_type),
+            self._first.of(*of_all),
+            self._per_token.of(*of_all),
+            self._usage.of(*of_all, "input"),
+            self._usage.of(*of_all, "output"),
         )
         return found

@@ -7,14 +7,14 @@ sites serve, everything else by enums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Site, SiteState, Status
 from gateway.federation.directory import Directory
+from gateway.telemetry.families import Counters, Histograms
 from gateway.telemetry.gen_ai import GenAiMetrics
 from gateway.telemetry.recent import is_failure
 
@@ -33,36 +33,33 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._directory = directory
         self._live = live
-        self._requests = Counter(
+        self._requests = Counters(
             "mico_requests",
             "Queries that ended: failed by us, refused for what the client asked or its quota",
             ["site", "outcome"],
-            registry=registry,
+            registry,
         )
-        self._tokens = Counter(
-            "mico_tokens", "Tokens served", ["site", "cloud", "model", "type"], registry=registry
-        )
-        self._cached = Counter(
+        self._tokens = Counters("mico_tokens", "Tokens served", ["site", "cloud", "model", "type"], registry)
+        self._cached = Counters(
             "mico_cached_prompt_tokens",
             "Prompt tokens that sites had in their caches",
             ["site", "cloud", "model"],
-            registry=registry,
+            registry,
         )
-        self._decisions = Counter("mico_decisions", "Decisions by kind", ["reason"], registry=registry)
-        self._offloads = Counter(
-            "mico_offloads", "Queries moved while pending", ["from", "to", "result"], registry=registry
+        self._decisions = Counters("mico_decisions", "Decisions by kind", ["reason"], registry)
+        self._offloads = Counters(
+            "mico_offloads", "Queries moved while pending", ["from", "to", "result"], registry
         )
         self._ttft = _seconds("mico_ttft", "From arrival to first token", registry)
         self._itl = _seconds("mico_itl", "Mean time between tokens of an answer", registry)
         self._queue = _seconds("mico_queue", "From arrival to the first assignment", registry)
-        self._error = Histogram(
+        self._error = Histograms(
             "mico_forecast_abs_error_tokens",
             "Forecast against actual response length",
             ["model"],
+            registry,
             buckets=_TOKENS,
-            registry=registry,
         )
-        self._labelled: dict[tuple[object, ...], Any] = {}  # children by family and labels
         self._seen: set[str] = set()  # sites that have counts
         self._gen_ai = GenAiMetrics(registry)
         self._by_site = (self._requests, self._tokens, self._cached, self._ttft, self._itl, self._queue)
@@ -81,14 +78,14 @@ class Metrics:
         """Count a query that ended."""
         self._seen.update(attempt.decision.site for attempt in outcome.attempts)
         status = Status.FAILED if is_failure(outcome) else outcome.status
-        self._child(self._requests, outcome.site or "none", status.value).inc()
+        self._requests.add(1, outcome.site or "none", status.value)
         self._count_tokens(outcome)
         self._count_decisions(outcome)
         self._time(outcome)
         self._gen_ai.observe(outcome)
         if outcome.status is Status.ANSWERED and outcome.forecast is not None:
             error = abs(outcome.forecast.expected() - outcome.completion_tokens)
-            self._child(self._error, outcome.model).observe(error)
+            self._error.of(outcome.model).observe(error)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges, read at the moment of the scrape."""
@@ -122,30 +119,21 @@ class Metrics:
             unknown.add_metric([site.name, "site"], site.load.unknown_messages)
         yield unknown
 
-    def _child(self, family: Any, *labels: str) -> Any:
-        """Return `family.labels(*labels)`, cached: the lookup takes longer than the count."""
-        child = self._labelled.get((family, *labels))
-        if child is None:
-            child = self._labelled[family, *labels] = family.labels(*labels)
-        return child
-
     def _forget(self, sites: set[str]) -> None:
-        if sites:
-            self._labelled.clear()
         for site in sites:
             for family in self._by_site:
-                family.remove_by_labels({"site": site})
+                family.forget("site", site)
             for end in ("from", "to"):
-                self._offloads.remove_by_labels({end: site})
+                self._offloads.forget(end, site)
         self._seen -= sites
 
     def _count_tokens(self, outcome: Outcome) -> None:
         if outcome.attempts:
             site = outcome.site
             cloud = self._directory.cloud_of(site) or "unknown"
-            self._child(self._tokens, site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
-            self._child(self._tokens, site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
-            self._child(self._cached, site, cloud, outcome.model).inc(outcome.ending.cached_tokens)
+            self._tokens.add(outcome.prompt_tokens, site, cloud, outcome.model, "prompt")
+            self._tokens.add(outcome.completion_tokens, site, cloud, outcome.model, "response")
+            self._cached.add(outcome.ending.cached_tokens, site, cloud, outcome.model)
 
     def _count_decisions(self, outcome: Outcome) -> None:
         before = None
@@ -155,21 +143,21 @@ class Metrics:
             elif before.ended == "released":
                 kind = "offload"
                 result = "answered" if outcome.status is Status.ANSWERED else outcome.status.value
-                self._child(self._offloads, before.decision.site, attempt.decision.site, result).inc()
+                self._offloads.add(1, before.decision.site, attempt.decision.site, result)
             else:
                 kind = "failover"
-            self._child(self._decisions, kind).inc()
+            self._decisions.add(1, kind)
             before = attempt
 
     def _time(self, outcome: Outcome) -> None:
         if outcome.queue_s is not None:
-            self._child(self._queue, outcome.site).observe(outcome.queue_s)
+            self._queue.of(outcome.site).observe(outcome.queue_s)
         if outcome.first_token_s is None:
             return
-        self._child(self._ttft, outcome.site).observe(outcome.first_token_s)
+        self._ttft.of(outcome.site).observe(outcome.first_token_s)
         if outcome.completion_tokens > 1:
             decode_s = outcome.total_s - outcome.first_token_s
-            self._child(self._itl, outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
+            self._itl.of(outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
 
 
 def sites_by_model(sites: Sequence[Site]) -> dict[str, int]:
@@ -209,5 +197,5 @@ _GAUGES: tuple[tuple[str, str, Callable[[Site], float]], ...] = (
 )
 
 
-def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(f"{name}_seconds", text, ["site"], buckets=_SECONDS, registry=registry)
+def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histograms:
+    return Histograms(f"{name}_seconds", text, ["site"], registry, buckets=_SECONDS)
