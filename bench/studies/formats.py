@@ -89,8 +89,9 @@ Rounds = list[tuple[float, float]]  # CPU-seconds of a query or of a chunk at bo
 
 
 async def cost(gateway: GatewayProcess, api: Format, load: Load, count: int) -> float:
-    """Return the CPU-seconds of a query, or of a chunk of the upstream where answers are streamed: the gateway
-    may join two for a client.
+    """Return the CPU-seconds of a query, or of a chunk of the upstream where answers are streamed.
+
+    The gateway may join chunks for the client.
     """
     tally, numbers = Tally(), iter(range(count))
 
