@@ -176,6 +176,14 @@ class SiteState(StrEnum):
     DOWN = "down"
 
 
+class ModelState(StrEnum):
+    """A model that sleeps has no memory of its own at its site; a query for it wakes it."""
+
+    READY = "ready"
+    WAKING = "waking"
+    SLEEPING = "sleeping"
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     id: str
@@ -187,6 +195,8 @@ class Model:
     max_prompt_chars: int = 0  # a longer text does not fit the context; 0: unknown
     parent: str = ""  # the model of which this is a variant, served or not
     own_bytes: int = 0  # that it needs beside its parent; 0: unknown
+    state: ModelState = ModelState.READY
+    wake_s: float = 0.0  # that waking takes; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from site_engine.engine_client import Facts, Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
-from site_engine.group import Group
+from site_engine.group import Group, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
@@ -85,7 +85,7 @@ class Served(NamedTuple):
     engine: NativeEngine
     facts: Facts
     on_broken: Callable[[str], None]
-    wanted: dict[str, Variant]
+    wanted: dict[str, Wanted]
 
 
 async def _serve_process(
@@ -165,8 +165,8 @@ async def _first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def configured_variants(config: SiteConfig) -> dict[str, Variant]:
-    return {each.id: Variant(*each) for each in config.variants}
+def configured_variants(config: SiteConfig) -> dict[str, Wanted]:
+    return {each.id: Wanted(Variant(*each)) for each in config.variants}
 
 
 def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:

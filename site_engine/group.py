@@ -1,36 +1,55 @@
-"""The models of a native site: a base and its variants, which come and go by configuration and by orders.
+"""The models of a native site: a base and its variants, which come and go by configuration and by orders,
+and sleep until they are asked for.
 
 Lives on the event loop. Does not load: the engine does, one variant at a time, beside what runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from site_engine.config import MAX_NAME_CHARS, SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.errors import VariantRefused
 from site_engine.federation.site import Site
-from site_engine.messages import Model, ModelOrder
+from site_engine.messages import Model, ModelOrder, ModelState
 from site_engine.native import NativeEngine
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS = 64
+MAX_MODELS = 8_192
+"""Of this group, awake or asleep; gateways take 10,000 of a site."""
+CHANGING = "another order for {} is being carried out; try again later"
+
+Reply: TypeAlias = Callable[[str], None]
+"""Takes why nothing has changed, or nothing."""
+
+
+class Wanted(NamedTuple):
+    """A variant that the site is to serve. `asleep`: as it is announced while it sleeps, else None."""
+
+    variant: Variant
+    asleep: Model | None = None
 
 
 class Group:
     """`wanted` are the variants that the site is to serve, by id. Orders change it, so that what they have
     changed outlives an engine that is lost.
+
+    To the engine a variant that sleeps is removed, and one that wakes is added: the same contents, by their
+    hash, as before.
     """
 
     def __init__(
-        self, config: SiteConfig, engine: NativeEngine, site: Site, wanted: dict[str, Variant]
+        self, config: SiteConfig, engine: NativeEngine, site: Site, wanted: dict[str, Wanted]
     ) -> None:
         self._engine = engine
         self._site = site
@@ -39,43 +58,130 @@ class Group:
         (self._base,) = site.hello().models
         self._models: dict[str, Model] = {}
         self._waiting = 0  # orders that the engine carries out
+        self._leaving: set[str] = set()  # variants that the engine is removing
+        self._waking: dict[str, list[Reply]] = {}  # by variant: orders that wait for it to be awake
         site.on_order = self.carry_out
+        site.held.wake = self.wake
 
     def load_wanted(self) -> None:
         """Load what is wanted, one after the other; each is served as soon as it is certified."""
-        for variant in list(self._wanted.values()):
+        for variant, asleep in list(self._wanted.values()):
             if variant.id == self._base.id:
                 log.error("%s is not served as a variant: it is the base", variant.id)
+            elif asleep is not None:
+                self._models[variant.id] = asleep
             else:
-                self._engine.add_variant(variant, partial(self._added, variant, lambda _: None))
+                self.add(variant._replace(fingerprint=""), lambda _: None)
+        if self._models:
+            self._announce()
 
-    def carry_out(self, order: ModelOrder, reply: Callable[[str], None]) -> None:
-        """Add or remove a variant; reply with why nothing has changed, or with nothing."""
+    def carry_out(self, order: ModelOrder, reply: Reply) -> None:
+        """Add or remove a variant, put it to sleep or wake it; reply with why nothing has changed."""
         try:
             self._carry_out(order, reply)
         except VariantRefused as refused:
             reply(str(refused))
 
-    def _carry_out(self, order: ModelOrder, reply: Callable[[str], None]) -> None:
+    def _carry_out(self, order: ModelOrder, reply: Reply) -> None:
         if self._waiting >= MAX_WAITING_ORDERS:
             raise VariantRefused(f"{self._waiting} orders wait here already; try again later")
         if order.model == self._base.id:
             raise VariantRefused(f"{order.model} is the base of this group, which is no variant")
+        acts: dict[str, Callable[[Reply], None]] = {
+            "remove": partial(self.remove, order.model),
+            "sleep": partial(self.sleep, order.model),
+            "wake": partial(self.wake, order.model),
+        }
+        if order.kind == "add":
+            variant = self._checked(order)
+            acts["add"] = partial(self.add, variant)
+        elif order.kind not in acts:
+            raise VariantRefused(f"this site knows no order {order.kind!r}; upgrade it")
+        elif order.model not in self._models:
+            raise VariantRefused(f"{order.model} is not served here")
 
         def end(error: str) -> None:
             self._waiting -= 1
             log.info("order to %s %s: %s", order.kind, order.model, error or "done")
             reply(error)
 
-        if order.kind == "add":
-            variant = self._checked(order)
-            self._waiting += 1
-            self._engine.add_variant(variant, partial(self._added, variant, end))
-        elif order.kind == "remove":
-            self._waiting += 1
-            self._engine.remove_variant(order.model, partial(self._removed, order.model, end))
+        self._waiting += 1
+        acts[order.kind](end)
+
+    def add(self, variant: Variant, reply: Reply) -> None:
+        """Load a variant and serve it."""
+        self._engine.add_variant(variant, partial(self._added, variant, _clock(), reply))
+
+    def remove(self, variant_id: str, reply: Reply) -> None:
+        """Serve a variant no more; what it has begun goes on."""
+        if variant_id in self._leaving or variant_id in self._waking:
+            reply(CHANGING.format(variant_id))
+        elif self._models[variant_id].state is ModelState.SLEEPING:
+            self._removed(variant_id, reply, None)
         else:
-            raise VariantRefused(f"this site knows no order {order.kind!r}; upgrade it")
+            self._leaving.add(variant_id)
+            self._engine.remove_variant(variant_id, partial(self._removed, variant_id, reply))
+
+    def sleep(self, variant_id: str, reply: Reply) -> None:
+        """Free the memory of a variant; what it has begun goes on, and keeps the memory until it ends."""
+        model = self._models[variant_id]
+        if variant_id in self._leaving or variant_id in self._waking:
+            reply(CHANGING.format(variant_id))
+        elif model.state is ModelState.SLEEPING:
+            reply("")
+        else:
+            self._leaving.add(variant_id)
+            self._set(replace(model, state=ModelState.SLEEPING))  # so that the engine gets no more of it
+            self._engine.remove_variant(variant_id, partial(self._slept, model, reply))
+
+    def _slept(self, model: Model, end: Reply, answer: VariantRefused | None) -> None:
+        self._leaving.remove(model.id)
+        if answer is not None:
+            self._set(model)
+            for reply in (end, *self._waking.pop(model.id, ())):
+                reply(str(answer))
+            return
+        variant, _ = self._wanted[model.id]
+        self._wanted[model.id] = Wanted(variant, self._models[model.id])
+        end("")
+        if model.id in self._waking:
+            self._load(model.id)
+
+    def wake(self, variant_id: str, reply: Reply | None = None) -> None:
+        """Load a variant that sleeps; reply when it is awake, or why it is not."""
+        if self._models[variant_id].state is ModelState.READY:
+            if reply is not None:
+                reply("")
+            return
+        is_loading = variant_id in self._waking
+        waiting = self._waking.setdefault(variant_id, [])
+        if reply is not None:
+            waiting.append(reply)
+        if not (is_loading or variant_id in self._leaving):
+            self._load(variant_id)
+
+    def _load(self, variant_id: str) -> None:
+        self._set(replace(self._models[variant_id], state=ModelState.WAKING))
+        variant = self._wanted[variant_id].variant
+        self._engine.add_variant(variant, partial(self._woken, variant, _clock()))
+
+    def _woken(self, variant: Variant, began_s: float, answer: Chain | VariantRefused) -> None:
+        waiting, model = self._waking.pop(variant.id), self._models[variant.id]
+        error = ""
+        if isinstance(answer, VariantRefused):
+            error = str(answer)
+            log.error("%s cannot be woken: %s", variant.id, error)
+            self._set(replace(model, state=ModelState.SLEEPING))
+            self._site.held.refuse(variant.id, error)
+        else:
+            self._wanted[variant.id] = Wanted(variant)
+            self._set(replace(model, state=ModelState.READY, wake_s=_clock() - began_s))
+        for reply in waiting:
+            reply(error)
+
+    def _set(self, model: Model) -> None:
+        self._models[model.id] = model
+        self._announce()
 
     def _checked(self, order: ModelOrder) -> Variant:
         """Return the variant that an order names. Raises VariantRefused."""
@@ -83,6 +189,8 @@ class Group:
             raise VariantRefused(f"an id has 1 to {MAX_NAME_CHARS} printable characters")
         if order.model in self._models:
             raise VariantRefused(f"{order.model} is served here already; remove it first")
+        if len(self._models) >= MAX_MODELS:
+            raise VariantRefused(f"{MAX_MODELS:,} variants are here, which is the limit; remove one first")
         if bool(order.adapter) == bool(order.folder):
             raise VariantRefused("an order names one folder: of an adapter or of a model")
         try:
@@ -99,24 +207,27 @@ class Group:
         given = str(path)
         return Variant(order.model, given if order.adapter else "", given if order.folder else "")
 
-    def _added(self, variant: Variant, end: Callable[[str], None], answer: Chain | VariantRefused) -> None:
+    def _added(self, variant: Variant, began_s: float, end: Reply, answer: Chain | VariantRefused) -> None:
         if isinstance(answer, VariantRefused):
             log.error("%s is not served: %s", variant.id, answer)
             end(str(answer))
             return
-        self._wanted[variant.id] = variant
-        self._models[variant.id] = replace(
-            self._base,
-            id=variant.id,
-            revision=f"{self._base.revision}+{answer.fingerprint}",  # which names what is its own alone
-            created_s=int(time.time()),
-            parent=self._base.id,
-            own_bytes=answer.own_bytes,
+        self._wanted[variant.id] = Wanted(variant._replace(fingerprint=answer.fingerprint))
+        self._set(
+            replace(
+                self._base,
+                id=variant.id,
+                revision=f"{self._base.revision}+{answer.fingerprint}",  # which names what is its own alone
+                created_s=int(time.time()),
+                parent=self._base.id,
+                own_bytes=answer.own_bytes,
+                wake_s=_clock() - began_s,
+            )
         )
-        self._announce()
         end("")
 
-    def _removed(self, variant_id: str, end: Callable[[str], None], answer: VariantRefused | None) -> None:
+    def _removed(self, variant_id: str, end: Reply, answer: VariantRefused | None) -> None:
+        self._leaving.discard(variant_id)
         if answer is not None:
             end(str(answer))
             return
@@ -127,3 +238,8 @@ class Group:
 
     def _announce(self) -> None:
         self._site.set_models((self._base, *self._models.values()))
+
+
+def _clock() -> float:
+    """Return seconds of the event loop's clock, for durations."""
+    return asyncio.get_running_loop().time()

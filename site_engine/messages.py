@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.core.load import LoadFigures
@@ -39,6 +39,7 @@ class Welcome:
     reads_prefixes: bool = False
     reads_models: bool = False
     worker_ports: tuple[int, ...] = ()
+    reads_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """`kind` is "add" or "remove"; to add, `adapter` or `folder` is a folder of this machine."""
+    """`kind` is "add", "remove", "sleep" or "wake"; to add, `adapter` or `folder` is a folder here."""
 
     order_id: str
     kind: str
@@ -225,6 +226,14 @@ class Ping:
 # ---- from the site
 
 
+class ModelState(IntEnum):
+    """Numbers as on the wire. A sleeping model has no memory of its own; an attempt for it wakes it."""
+
+    READY = 0
+    SLEEPING = 1
+    WAKING = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     id: str
@@ -235,6 +244,8 @@ class Model:
     max_token_chars: int = 0  # 0: unknown
     parent: str = ""  # the model of which this is a variant
     own_bytes: int = 0  # that it needs beside its parent
+    state: ModelState = ModelState.READY
+    wake_s: float = 0.0  # that waking takes, 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +281,13 @@ class Ordered:
 
     order_id: str
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The attempt waits for its model to wake."""
+
+    attempt_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +395,7 @@ FromSite: TypeAlias = (
     Hello
     | Models
     | Ordered
+    | Held
     | Load
     | Accepted
     | Rejected

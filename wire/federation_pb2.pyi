@@ -20,7 +20,7 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class SiteMessage(_message.Message):
-    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models", "ordered", "training")
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models", "ordered", "held", "training")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class SiteMessage(_message.Message):
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ORDERED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
@@ -52,8 +53,9 @@ class SiteMessage(_message.Message):
     prefixes: Prefixes
     models: Models
     ordered: Ordered
+    held: Held
     training: Training
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ..., training: _Optional[_Union[Training, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., training: _Optional[_Union[Training, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
     __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order", "train", "stop_training")
@@ -140,7 +142,15 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., trains: _Optional[_Union[Trains, _Mapping]] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "tenant")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "state", "wake_s", "tenant")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        READY: _ClassVar[Model.State]
+        SLEEPING: _ClassVar[Model.State]
+        WAKING: _ClassVar[Model.State]
+    READY: Model.State
+    SLEEPING: Model.State
+    WAKING: Model.State
     ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +160,8 @@ class Model(_message.Message):
     MAX_TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WAKE_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
@@ -160,8 +172,10 @@ class Model(_message.Message):
     max_token_chars: int
     parent: str
     own_bytes: int
+    state: Model.State
+    wake_s: float
     tenant: str
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ..., state: _Optional[_Union[Model.State, str]] = ..., wake_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Models(_message.Message):
     __slots__ = ("models",)
@@ -188,6 +202,12 @@ class ModelOrder(_message.Message):
     tenant: str
     parent: str
     def __init__(self, order_id: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., folder: _Optional[str] = ..., content: _Optional[_Union[Content, _Mapping]] = ..., tenant: _Optional[str] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("attempt_id",)
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    def __init__(self, attempt_id: _Optional[str] = ...) -> None: ...
 
 class Ordered(_message.Message):
     __slots__ = ("order_id", "error")
@@ -799,7 +819,7 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models", "tunes", "worker_ports")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models", "tunes", "worker_ports", "reads_held")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -812,6 +832,7 @@ class Welcome(_message.Message):
     READS_MODELS_FIELD_NUMBER: _ClassVar[int]
     TUNES_FIELD_NUMBER: _ClassVar[int]
     WORKER_PORTS_FIELD_NUMBER: _ClassVar[int]
+    READS_HELD_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
@@ -824,7 +845,8 @@ class Welcome(_message.Message):
     reads_models: bool
     tunes: bool
     worker_ports: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ..., tunes: _Optional[bool] = ..., worker_ports: _Optional[_Iterable[int]] = ...) -> None: ...
+    reads_held: bool
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ..., tunes: _Optional[bool] = ..., worker_ports: _Optional[_Iterable[int]] = ..., reads_held: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -1,4 +1,4 @@
-"""Serve `/admin/api/models`: the models of a site, and orders to load a variant there or to drop one."""
+"""Serve `/admin/api/models`: the models of a site, and orders to add, remove, put to sleep or wake one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from gateway.store.orders import OrderTable
 ADD_WITHIN_S = 600.0
 """A site reads the folder, compares the variant with transformers and then serves it."""
 REMOVE_WITHIN_S = 30.0
+AFTER = {"remove": "removed", "sleep": "asleep", "wake": "awake"}
+"""What the audit says of a model after orders that name no folder."""
 
 
 class Addition(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,7 +38,9 @@ class Addition(msgspec.Struct, forbid_unknown_fields=True):
     reason: str = ""
 
 
-class Removal(msgspec.Struct, forbid_unknown_fields=True):
+class Change(msgspec.Struct, forbid_unknown_fields=True):
+    """To remove a variant, put it to sleep or wake it."""
+
     site: str
     model: str
     reason: str = ""
@@ -73,10 +77,10 @@ class SiteModels:
         elif order.model not in identity.models:
             raise NotFound(f"{site} does not serve {order.model!r}")
         action = f"{order.kind} model {order.model}"
-        after = order.adapter or order.folder or "removed"
+        after = order.adapter or order.folder or AFTER[order.kind]
         async with translated_errors():
             await self.table.record(site, operator, action=action, after=after, now=time.time())
-        within_s = ADD_WITHIN_S if order.kind == "add" else REMOVE_WITHIN_S
+        within_s = ADD_WITHIN_S if order.kind in ("add", "wake") else REMOVE_WITHIN_S
         try:
             await link.orders.carry_out(order, within_s)
         except MicoError as exc:
@@ -116,14 +120,17 @@ def site_model_routes(access: Access, models: SiteModels) -> list[HTTPRouteHandl
         await models.order(body.site, order, act(who, body.reason))
         return {"done": True}
 
-    @post("/admin/api/models/remove", status_code=200)
-    async def remove(request: AnyRequest) -> dict[str, Any]:
-        who = (await access.acting_operator(request)).who
-        body = await body_of(request, Removal)
-        await models.order(body.site, ModelOrder("remove", body.model), act(who, body.reason))
-        return {"done": True}
+    def changing(kind: str) -> HTTPRouteHandler:
+        @post(f"/admin/api/models/{kind}", status_code=200, operation_id=f"{kind}_model")
+        async def change(request: AnyRequest) -> dict[str, Any]:
+            who = (await access.acting_operator(request)).who
+            body = await body_of(request, Change)
+            await models.order(body.site, ModelOrder(kind, body.model), act(who, body.reason))
+            return {"done": True}
 
-    return [list_models, add, remove]
+        return change
+
+    return [list_models, add, *map(changing, AFTER)]
 
 
 def _describe(model: Model) -> dict[str, Any]:
@@ -132,6 +139,8 @@ def _describe(model: Model) -> dict[str, Any]:
         "parent": model.parent or None,
         "revision": model.revision,
         "own_bytes": model.own_bytes,
+        "state": model.state.value,
+        "wake_s": model.wake_s,
         "context_tokens": model.context_tokens,
         "created": model.created_s,
     }

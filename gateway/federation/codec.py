@@ -14,6 +14,7 @@ from gateway.domain import (
     IterationCost,
     LoadReport,
     Model,
+    ModelState,
     Query,
     Sampling,
     SiteIdentity,
@@ -277,7 +278,12 @@ def _model(message: pb.Model) -> Model:
         max_prompt_chars=message.context_tokens * message.max_token_chars,
         parent=_name(message.parent),
         own_bytes=max(0, message.own_bytes),
+        state=_STATES.get(message.state, ModelState.READY),
+        wake_s=_amount(message.wake_s, "wake_s"),
     )
+
+
+_STATES = {pb.Model.SLEEPING: ModelState.SLEEPING, pb.Model.WAKING: ModelState.WAKING}
 
 
 def _logprobs(messages: Sequence[pb.TokenLogprob], alternatives: int) -> tuple[TokenLogprob, ...]:

@@ -99,6 +99,7 @@ class Link:
             "rejected": self._rejected,
             "counted": self.counts.counted,
             "ordered": self.orders.ordered,
+            "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
             "step": self._step,
             "models": self._change_models,
             "load": self._report,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gateway.domain import Model
+from gateway.domain import Model, ModelState
 
 NO_MODELS: Mapping[str, Model] = MappingProxyType({})
 
@@ -23,10 +23,13 @@ class Abilities(NamedTuple):
     context_tokens: int
     max_prompt_chars: int
     parent: str
+    state: ModelState
 
     @staticmethod
     def of(model: Model) -> Abilities:
-        return Abilities(model.features, model.context_tokens, model.max_prompt_chars, model.parent)
+        return Abilities(
+            model.features, model.context_tokens, model.max_prompt_chars, model.parent, model.state
+        )
 
 
 class ModelIndex:
@@ -73,6 +76,7 @@ class ModelIndex:
             max(each.context_tokens for each in several),
             max(bounds) if all(bounds) else 0,
             next(iter(several)).parent,
+            next(state for state in ModelState if any(each.state is state for each in several)),
         )
         if merged != Abilities.of(self._models[id_]):
             self._models[id_] = replace(self._models[id_], **merged._asdict())

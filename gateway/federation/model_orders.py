@@ -1,4 +1,4 @@
-"""Orders of operators to one site: to load a variant, or to serve it no more."""
+"""Orders of operators to one site: to load a variant, to serve it no more, to let it sleep or to wake it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wire import federation_pb2 as pb
 
 
 class ModelOrder(NamedTuple):
-    """`kind` is "add" or "remove". To add, `adapter` or `folder` is a folder at the site."""
+    """`kind` is "add", "remove", "sleep" or "wake". To add, `adapter` or `folder` is a folder at the site."""
 
     kind: str
     model: str

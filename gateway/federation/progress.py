@@ -89,6 +89,11 @@ class Progress:
                 self._moved_s = now_s  # there was nothing to do until now
             self._accepted.add(attempt_id)
 
+    def held(self, attempt_id: str, now_s: float) -> None:
+        """Note that an attempt waits for its model to wake: the site is silent about it, and not at fault."""
+        self._answered_s = now_s
+        self._unanswered.pop(attempt_id, None)
+
     def forget(self, attempt_id: str) -> None:
         self._unanswered.pop(attempt_id, None)
         self._accepted.discard(attempt_id)

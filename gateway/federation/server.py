@@ -156,6 +156,7 @@ class Federation(rpc.FederationServicer):
             reads_bunches=True,
             reads_prefixes=True,
             reads_models=True,
+            reads_held=True,
             protocol=codec.LOWEST_PROTOCOL,
             highest_protocol=codec.HIGHEST_PROTOCOL,
         )

@@ -48,6 +48,7 @@ def _model_card(model: Model) -> dict[str, object]:
         "owned_by": model.owned_by,
         "root": model.id,
         "parent": model.parent or None,
+        "state": model.state.value,
         "max_model_len": model.context_tokens,
         "features": sorted(model.features),
     }

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.decision import Estimate
-from gateway.domain import Lane, Site
+from gateway.domain import Lane, ModelState, Site
 from gateway.prices import MAX_NANO_USD, NANO_USD
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimates, estimates_at, price_usd, sizes
+from gateway.routing.estimate import Estimates, estimates, estimates_at, price_usd, sizes
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Figures, Fleet
 from gateway.routing.policies import REPORTS_EVERY_S
@@ -23,6 +23,7 @@ MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
 NOT_HEARD = "has missed a report, and a try elsewhere failed"
+ASLEEP = "the model sleeps there, and is awake or waking elsewhere"
 NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -61,7 +62,7 @@ def decide(
         sites=fleet.sites,
         may=_heard_lately(allowed, at, now_s) if tried else allowed,
         at=at,
-        estimates=estimates(sizes(demand, fleet), at, fleet.remaining),
+        estimates=_with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet),
         now_s=now_s,
     )
     reasons = _exclusion_reasons(demand, candidates, now_s, tried, excluded)
@@ -109,6 +110,20 @@ def _heard_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDAr
     return lately if np.count_nonzero(lately) else allowed
 
 
+def _with_waking(found: Estimates, model: str, fleet: Fleet) -> Estimates:
+    """Add the seconds that the model needs to wake, where it sleeps or wakes."""
+    if not (asleep := fleet.asleep(model)):
+        return found
+    wake_s = np.zeros(len(fleet.sites))
+    for name, there in asleep.items():
+        wake_s[fleet.place(name)] = there.wake_s
+    return found._replace(
+        wait_s=found.wait_s + wake_s,
+        first_token_s=found.first_token_s + wake_s,
+        finish_s=found.finish_s + wake_s,
+    )
+
+
 def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: int) -> int:
     """Return the cost of so long an answer at the dearest site that can serve the demand now."""
     at = fleet.figures
@@ -137,5 +152,8 @@ def _exclusion_reasons(
         return {}
     out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MAX_EXCLUSIONS]]
     return {
-        site.name: excluded.get(site.name) or why_not(demand, site, now_s, tried) or NOT_HEARD for site in out
+        site.name: excluded.get(site.name)
+        or why_not(demand, site, now_s, tried)
+        or (NOT_HEARD if site.identity.models[demand.model].state is ModelState.READY else ASLEEP)
+        for site in out
     }

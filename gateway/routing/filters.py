@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Site, SiteState
+from gateway.domain import ModelState, Site, SiteState
 from gateway.prices import NANO_USD, prices_of
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Figures, Fleet
@@ -19,7 +19,10 @@ STALE_AFTER_S = 3.0
 def may(
     demand: Demand, fleet: Fleet, at: Figures, now_s: float, tried: Collection[str] = ()
 ) -> NDArray[np.bool_]:
-    """Return a mask `[sites]` of the sites for which `why_not` returns None."""
+    """Return a mask `[sites]` of the sites for which `why_not` returns None.
+
+    Of these, sites where the model sleeps are left out while it is awake or waking at another.
+    """
     fresh: NDArray[np.bool_] = at.heard_s >= now_s - STALE_AFTER_S
     found = fresh & fleet.serving(demand.model, demand.needs, demand.regions)
     for name in tried:
@@ -29,7 +32,19 @@ def may(
     if demand.limits is not None:
         for place in np.flatnonzero(found).tolist():
             found[place] = beyond_limits(demand, fleet.sites[place]) is None
+    if asleep := fleet.asleep(demand.model):
+        _leave_asleep(found, {fleet.place(name): model.state for name, model in asleep.items()})
     return found
+
+
+def _leave_asleep(found: NDArray[np.bool_], asleep: Mapping[int | None, ModelState]) -> None:
+    """Clear the places where the model sleeps if it is awake or waking at one that is left, and those where
+    it wakes if it is awake at one.
+    """
+    states = {place: asleep.get(place, ModelState.READY) for place in np.flatnonzero(found).tolist()}
+    best = next((state for state in ModelState if state in states.values()), None)
+    for place, state in states.items():
+        found[place] = state is best
 
 
 def why_not(demand: Demand, site: Site, now_s: float, tried: Collection[str] = ()) -> str | None:

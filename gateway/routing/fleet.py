@@ -4,14 +4,15 @@ dozen vector operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf, sqrt
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Credit, Site, SiteState
+from gateway.domain import Credit, Model, ModelState, Site, SiteState
 from gateway.prices import MTOK, prices_of
 
 Numbers = NDArray[np.float64]
@@ -25,6 +26,7 @@ PROMPT_TOKEN_WORK = 0.02
 ALL_AHEAD = 1e9
 """For `per_pending_size`: any demand is large beside the pending ones, so that all of them start before it.
 """
+NO_MODELS: Mapping[str, Model] = MappingProxyType({})
 MAX_CACHED = 1_000
 """Kinds of demands whose mask of serving sites is cached: each costs a pass over every site."""
 
@@ -135,6 +137,7 @@ class Fleet:
         self._outdated: set[int] = set()  # columns of sites that changed since they were computed
         self._figures: Figures | None = None  # views of `_values`; made anew when a site joins or leaves
         self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
+        self._asleep: dict[str, dict[str, Model]] = {}  # by model: where it sleeps or wakes
 
     @staticmethod
     def of(sites: Iterable[Site]) -> Fleet:
@@ -171,12 +174,14 @@ class Fleet:
                 self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
                 self._remaining = np.concatenate([self._remaining, np.zeros_like(self._remaining)])
             _write_remaining(self._remaining[place], site)
+            self._note_asleep(site.name, {}, site.identity.models)
         else:
             before, self.sites[place] = self.sites[place], site
             if site.load is not before.load:
                 _write_remaining(self._remaining[place], site)
             if site.identity is not before.identity or site.pinned_off != before.pinned_off:
                 self._update_serving(place)
+                self._note_asleep(site.name, before.identity.models, site.identity.models)
         self._outdated.add(place)
 
     def _update_serving(self, place: int) -> None:
@@ -185,8 +190,25 @@ class Fleet:
         for (model, needs, regions), mask in self._serving.items():
             mask[place] = _serves(site, model, needs, regions)
 
+    def asleep(self, model: str) -> Mapping[str, Model]:
+        """Return a model as it is at the sites where it sleeps or wakes, by their names."""
+        return self._asleep.get(model, NO_MODELS)
+
+    def _note_asleep(self, name: str, before: Mapping[str, Model], now: Mapping[str, Model]) -> None:
+        if before is now:
+            return
+        for model in before.values():
+            if model.state is not ModelState.READY and (where := self._asleep.get(model.id)) is not None:
+                where.pop(name, None)
+                if not where:
+                    del self._asleep[model.id]
+        for model in now.values():
+            if model.state is not ModelState.READY:
+                self._asleep.setdefault(model.id, {})[name] = model
+
     def remove(self, name: str) -> None:
         """Remove a site; the last one takes its column."""
+        self._note_asleep(name, self.sites[self._places[name]].identity.models, {})
         place, last = self._places.pop(name), self.sites.pop()
         if last.name != name:
             self.sites[place] = last

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gateway.domain import Credit, Lane, Site
+from gateway.domain import Credit, Lane, ModelState, Site
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MAX_MOVES
@@ -123,7 +123,9 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
 def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
     if each.site == bidder.name or each.moves >= MAX_MOVES or fleet.place(each.site) is None:
         return False
-    return why_not(each.demand, bidder, now_s) is None
+    if why_not(each.demand, bidder, now_s) is not None:
+        return False
+    return bidder.identity.models[each.demand.model].state is ModelState.READY
 
 
 def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:

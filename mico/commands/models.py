@@ -45,10 +45,11 @@ def served(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = F
             ", ".join(model.get("features", ())) or "-",
             model["owned_by"],
             model.get("parent") or "-",
+            model.get("state", "ready"),
         ]
         for model in found
     ]
-    session.terminal.table(["model", "context tokens", "features", "owned by", "variant of"], rows)
+    session.terminal.table(["model", "context tokens", "features", "owned by", "variant of", "state"], rows)
 
 
 @app.command("list")
@@ -102,13 +103,14 @@ def show_site(
         [
             each["id"],
             each["parent"] or "-",
+            each.get("state", "ready"),
             f"{each['own_bytes'] / 1e6:,.1f} MB" if each["own_bytes"] else "-",
             each["context_tokens"],
             each["revision"][:20],
         ]
         for each in found
     ]
-    session.terminal.table(["model", "variant of", "own memory", "context tokens", "revision"], rows)
+    session.terminal.table(["model", "variant of", "state", "own memory", "context tokens", "revision"], rows)
 
 
 @app.command()
@@ -151,6 +153,40 @@ def remove(
     body = {"site": name, "model": model, "reason": needed(reason)}
     said = f"{name} serves {model} no more"
     send_change(session_of(context), gateway, "remove", body, said, as_json=as_json)
+
+
+@app.command()
+@with_option_groups
+def sleep(
+    context: typer.Context,
+    name: SiteName,
+    model: ModelId,
+    *,
+    reason: Reason = "",
+    gateway: GatewayOptions,
+    as_json: Json = False,
+) -> None:
+    """Free a variant's memory at a site until a query, or `mico models wake`, loads it again."""
+    body = {"site": name, "model": model, "reason": needed(reason)}
+    said = f"{model} sleeps at {name}"
+    send_change(session_of(context), gateway, "sleep", body, said, as_json=as_json)
+
+
+@app.command()
+@with_option_groups
+def wake(
+    context: typer.Context,
+    name: SiteName,
+    model: ModelId,
+    *,
+    reason: Reason = "",
+    gateway: GatewayOptions,
+    as_json: Json = False,
+) -> None:
+    """Load a variant that sleeps at a site, before a query asks for it."""
+    body = {"site": name, "model": model, "reason": needed(reason)}
+    said = f"{model} is awake at {name}"
+    send_change(session_of(context), gateway, "wake", body, said, as_json=as_json)
 
 
 def send_change(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 from site_engine.core.request import Request, ServedVariant
 
@@ -31,6 +32,7 @@ class AdapterSlots:
         self._slots: dict[ServedVariant, int] = {}
         self._held: dict[ServedVariant, int] = {}  # running requests
         self._idle: dict[int, OrderedDict[ServedVariant, None]] = {size: OrderedDict() for size in classes}
+        self._forgotten: WeakSet[ServedVariant] = WeakSet()
 
     def _class(self, variant: ServedVariant) -> int:
         """Return the least class that has room for the rank. Raises ValueError beyond the last."""
@@ -77,9 +79,12 @@ class AdapterSlots:
         if not self._held[variant]:
             del self._held[variant]
             self._idle[self._class(variant)][variant] = None
+            if variant in self._forgotten:
+                self.forget(variant)
 
     def forget(self, variant: ServedVariant) -> None:
-        """Free the slot of a removed variant of which nothing runs; without one nothing happens."""
+        """Free the slot of a removed variant, of which nothing more starts, once nothing of it runs."""
+        self._forgotten.add(variant)
         if variant in self._slots and variant not in self._held:
             size = self._class(variant)
             del self._idle[size][variant]

@@ -364,7 +364,7 @@ class SiteEngine:
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
             if output.finish is not None:
-                self._forget(request)
+                self._end(request)
         return discarded
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
@@ -407,7 +407,11 @@ class SiteEngine:
 
     def _finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
         self._outputs.append(processor.end(finish, self._clock(), error))
-        self._forget(processor.request)
+        self._end(processor.request)
+
+    def _end(self, request: Request) -> None:
+        self._forget(request)
+        request.variant = None  # which is in memory as long as something refers to it
 
     def _forget(self, request: Request) -> None:
         self._needs_host.discard(request.id)

@@ -159,6 +159,20 @@ class Attempts:
             self._routes[choice.request_id] = Route(self, attempt_id, index)
         return [engine_request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
+    def assign_of(self, attempt_id: str) -> Assign | None:
+        """Return what an attempt was assigned with, None if it is gone."""
+        attempt = self._attempts.get(attempt_id)
+        return None if attempt is None else attempt.assign
+
+    def prepare_again(self, attempt_id: str) -> None:
+        """Take back an attempt that the engine has not admitted: its prompt is to be prepared again."""
+        attempt = self._attempts[attempt_id]
+        attempt.phase, attempt.count_offset = Phase.PREPARING, 0
+        for choice in attempt.choices:
+            self._routes.pop(choice.request_id, None)
+            choice.parser = None
+        self._preparing.add(attempt_id)
+
     def refused(self, attempt_id: str, refusal: NotServed) -> None:
         """End an attempt with a Rejected."""
         attempt = self._attempts.get(attempt_id)

@@ -82,6 +82,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         body.reads_prefixes,
         body.reads_models,
         tuple(body.worker_ports),
+        body.reads_held,
     )
 
 
@@ -433,17 +434,22 @@ def _as(kind: type[Any]) -> Callable[[Any], Any]:
 
 
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    each: (each.__name__.lower(), _as(getattr(pb, each.__name__)))
+    for each in (
+        m.Ordered,
+        m.Held,
+        m.Accepted,
+        m.Counted,
+        m.Bid,
+        m.Released,
+        m.Pong,
+        m.Draining,
+        m.Bye,
+        m.Prefixes,
+    )
+} | {
     m.Hello: ("hello", encode_hello),
     m.Models: ("models", lambda value: pb.Models(models=encode_models(value.models))),
-    m.Ordered: ("ordered", _as(pb.Ordered)),
     m.Load: ("load", encode_load),
-    m.Accepted: ("accepted", _as(pb.Accepted)),
     m.Rejected: ("rejected", encode_rejected),
-    m.Counted: ("counted", _as(pb.Counted)),
-    m.Bid: ("bid", _as(pb.Bid)),
-    m.Released: ("released", _as(pb.Released)),
-    m.Pong: ("pong", _as(pb.Pong)),
-    m.Draining: ("draining", _as(pb.Draining)),
-    m.Bye: ("bye", _as(pb.Bye)),
-    m.Prefixes: ("prefixes", _as(pb.Prefixes)),
 }

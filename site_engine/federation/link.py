@@ -18,7 +18,8 @@ import grpc
 
 from site_engine.errors import LinkLost, WrongMessage
 from site_engine.federation import codec
-from site_engine.federation.site import Connection, Site
+from site_engine.federation.connection import Connection
+from site_engine.federation.site import Site
 from site_engine.messages import Bye, FromSite, Hello, Welcome
 from wire import federation_pb2_grpc
 

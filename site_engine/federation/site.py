@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from site_engine import messages as m
@@ -18,6 +18,8 @@ from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
+from site_engine.federation.connection import Connection
+from site_engine.federation.held import HeldCall, HeldCalls
 from site_engine.federation.outbox import STREAM_INTERVAL_S
 from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace
 
@@ -37,38 +39,6 @@ READS_STALLS = 2
 """The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
 PINGS_RARELY = 3
 """The protocol from which on a gateway may ping a site more rarely than it wants to hear of it."""
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """A gateway replica as this site sees it, over several streams if one breaks."""
-
-    gateway: str
-    attempts: Attempts
-    wake: Callable[[], None]
-    counting: set[str] = field(default_factory=set)  # counts that its gateway waits for
-    linked: bool = True
-    displaced: bool = False  # another stream to this replica has taken its place
-    lost_s: float = 0.0
-    grace_s: float = 0.0
-    draining: bool = False  # at the request of this gateway
-    protocol: int = 1
-    reads_prefixes: bool = False
-    reads_models: bool = False
-    hello_is_old: bool = (
-        False  # it names other models than are served now, and the gateway knows Hello's only
-    )
-    has_bid: bool = False
-    bid_s: float = float("-inf")
-
-    def withdraw_bid(self) -> None:
-        self.has_bid = False
-        self.attempts.outbox.bid(None)
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether the gateway waits for nothing, neither for an attempt nor for a count."""
-        return not self.counting and not self.attempts.attempt_ids()
 
 
 class Site:
@@ -96,6 +66,7 @@ class Site:
         self._max_preparing = max_preparing
         self._stream_interval_s = stream_interval_s
         self._models = {model.id for model in hello.models}
+        self.held = HeldCalls(max_preparing)
         self._connections: dict[str, Connection] = {}
         self._routes: Routes = {}
         self._connected = 0
@@ -147,7 +118,7 @@ class Site:
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         known.draining = known.has_bid = known.hello_is_old = False
         known.protocol, known.reads_prefixes = welcome.protocol, welcome.reads_prefixes
-        known.reads_models = welcome.reads_models
+        known.reads_models, known.reads_held = welcome.reads_models, welcome.reads_held
         if hello.models != self._hello.models:  # they changed while the stream was opened
             self._announce_models(known)
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
@@ -242,9 +213,25 @@ class Site:
         if refusal is not None:
             connection.attempts.outbox.put(refusal)
         elif connection.attempts.assign(assign, self._clock()):
-            attempt_id, attempts = assign.attempt_id, connection.attempts
-            reply = partial(self._prepared, connection, attempt_id)
-            self._engine.prepare(assign, reply, partial(attempts.is_preparing, attempt_id))
+            self._prepare(connection, assign)
+
+    def _prepare(self, connection: Connection, assign: m.Assign) -> None:
+        """Have the prompt prepared, once the model is awake. A gateway that would take the wait for a fault
+        is to ask again.
+        """
+        attempt_id, attempts = assign.attempt_id, connection.attempts
+        is_wanted = partial(attempts.is_preparing, attempt_id)
+        if not self.held.is_asleep(assign.model):
+            self._engine.prepare(assign, partial(self._prepared, connection, attempt_id), is_wanted)
+            return
+        begin = partial(self._prepare, connection, assign)
+        refuse = partial(self._admitted, connection, attempt_id)
+        if connection.reads_held:
+            attempts.outbox.put(m.Held(attempt_id))
+            self.held.hold(HeldCall(assign.model, assign.tenant, is_wanted, begin, refuse))
+        else:
+            self.held.wake(assign.model)
+            refuse(NotServed(Reason.FULL, f"{assign.model} sleeps here, and wakes now"))
 
     def _count(self, connection: Connection, assign: m.Assign) -> None:
         count_id, counting = assign.attempt_id, connection.counting
@@ -264,7 +251,12 @@ class Site:
             connection.attempts.outbox.put(refusal)
         elif count_id not in counting:
             counting.add(count_id)
-            self._engine.count(assign, reply, partial(counting.__contains__, count_id))
+            is_wanted = partial(counting.__contains__, count_id)
+            count = partial(self._engine.count, assign, reply, is_wanted)
+            if self.held.is_asleep(assign.model):
+                self.held.hold(HeldCall(assign.model, assign.tenant, is_wanted, count, reply))
+            else:
+                count()
 
     def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
@@ -291,7 +283,12 @@ class Site:
 
     def _admitted(self, connection: Connection, attempt_id: str, answer: Admission | NotServed) -> None:
         if isinstance(answer, NotServed):
-            connection.attempts.refused(attempt_id, answer)
+            assign = connection.attempts.assign_of(attempt_id)
+            if answer.reason is Reason.MODEL_UNKNOWN and assign and self.held.is_asleep(assign.model):
+                connection.attempts.prepare_again(attempt_id)  # it was put to sleep meanwhile
+                self._prepare(connection, assign)
+            else:
+                connection.attempts.refused(attempt_id, answer)
         else:
             self._pace.admitted()
             connection.attempts.admitted(attempt_id, answer)
@@ -319,6 +316,7 @@ class Site:
             if connection.linked:
                 self._announce_models(connection)
                 connection.wake()
+        self.held.set_models(models)
 
     def _order(self, connection: Connection, order: m.ModelOrder) -> None:
         def reply(error: str) -> None:

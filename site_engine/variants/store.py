@@ -56,6 +56,7 @@ class VariantStore:
         self._served: dict[str, LoadedVariant] = {}
         self._versions: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of modules, by content
         self._loading = threading.Lock()
+        self._certified: dict[str, None] = {}  # fingerprints, the newest last: they are not certified again
 
     @property
     def served(self) -> Mapping[str, LoadedVariant]:
@@ -70,11 +71,17 @@ class VariantStore:
         with self._loading:
             self._check_name(variant.id)
             loaded = self._load(variant)
+            if variant.fingerprint not in ("", loaded.fingerprint):
+                raise VariantRefused(f"the files of {variant.id} have changed; remove it and add it anew")
             self._prepare(loaded)
             modules = dict(self._model.model.named_modules())
             for name in loaded.changes:
                 group_module(name, modules[name])
-            certify_variant(self._model, loaded)
+            if loaded.fingerprint not in self._certified:
+                certify_variant(self._model, loaded)
+                self._certified[loaded.fingerprint] = None
+                if len(self._certified) > MAX_VARIANTS:
+                    del self._certified[next(iter(self._certified))]
 
         def publish() -> Chain:
             self._check_name(variant.id)

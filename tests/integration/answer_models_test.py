@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.domain import Credit, LoadReport, Model, SiteIdentity
+from gateway.domain import Credit, LoadReport, Model, ModelState, SiteIdentity, SiteState
 from gateway.errors import ModelNotFound
 from gateway.federation.directory import Directory
 from tests.support.answers import collect, run, text_of
@@ -101,6 +101,26 @@ def test_an_answer_of_a_variant_does_not_go_on_with_other_weights() -> None:
         await same.finish(resumed, "lo", 5)
         assert text_of(await task) == "Hello"
         assert other.inbox.empty()
+
+    run(scenario)
+
+
+def test_a_query_waits_at_its_site_for_the_model_to_wake_and_the_site_is_not_at_fault() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        await serve(here, site, model("m"), model("v", "m", state=pb.Model.SLEEPING, wake_s=60.0))
+        assert here.gateway.directory.models["v"].state is ModelState.SLEEPING
+        task = asyncio.create_task(collect(here, here.query(model="v")))
+        assign = (await site.next()).assign
+        await site.send(held=pb.Held(attempt_id=assign.attempt_id))
+        await site.report()
+        await until(lambda: here.gateway.directory.load_of("a").seq == site.reports, "it has heard of that")
+        here.let_pass(60.0)
+        assert here.gateway.directory.sites[0].state is SiteState.READY
+        await site.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=7))
+        await site.finish(assign, "done", 1)
+        assert text_of(await task) == "done"
+        await until(here.nothing_is_left)
 
     run(scenario)
 

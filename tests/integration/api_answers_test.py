@@ -307,6 +307,7 @@ def test_models_are_listed_with_their_context_length() -> None:
             "parent": None,
             "max_model_len": 1024,
             "features": ["chat", "guided", "logprobs", "tools"],
+            "state": "ready",
         }
         assert [model.id async for model in edge.sdk.models.list()] == [MODEL, NESTED]
 

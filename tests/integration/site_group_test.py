@@ -17,9 +17,14 @@ from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from wire import federation_pb2 as pb
 
 
-def run(scenario: Callable[[Session], Awaitable[None]], **settings: Any) -> None:
+def run(
+    scenario: Callable[[Session], Awaitable[None]],
+    engine: FakeEngine | None = None,
+    reads_held: bool = True,
+    **settings: Any,
+) -> None:
     def load(_: SiteConfig) -> Loaded:
-        return Loaded(FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+        return Loaded(engine or FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
 
     async def whole() -> None:
         async with serving(Gateway()) as gateway:
@@ -33,7 +38,7 @@ def run(scenario: Callable[[Session], Awaitable[None]], **settings: Any) -> None
             )
             site = asyncio.create_task(serve(config, load))
             session = await gateway.joined()
-            assert (await session.welcome(reads_models=True)).takes_orders
+            assert (await session.welcome(reads_models=True, reads_held=reads_held)).takes_orders
             await scenario(session)
             site.cancel()
             await asyncio.gather(site, return_exceptions=True)
@@ -120,7 +125,10 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
         assert await order(session, "remove", "v") == "v is not served here"
         assert "one folder" in await order(session, "add", "v", adapter="/a", folder="/b")
         assert "printable" in await order(session, "add", "v\n", adapter=str(allowed / "broken"))
-        assert "knows no order 'sleep'" in await order(session, "sleep", "v")
+        assert "knows no order 'move'" in await order(session, "move", "v")
+        for kind in ("sleep", "wake"):
+            assert await order(session, kind, "v") == "v is not served here"
+            assert "is the base" in await order(session, kind, "letters")
         await session.served_models("letters")
         assert not session.received("models")
 
@@ -133,3 +141,125 @@ def test_without_models_from_no_order_loads_anything(tmp_path: Path) -> None:
         assert error.endswith("is not below models_from of this site, which is nothing")
 
     run(scenario)
+
+
+VARIANTS = (VariantConfig("one", adapter="/srv/one"), VariantConfig("two", adapter="/srv/two"))
+
+
+async def states(session: Session, **wanted: int) -> None:
+    """Wait until the site has said that these models are in these states."""
+
+    def said() -> dict[str, int]:
+        latest = session.received("models") or session.received("hello")
+        return {each.id: each.state for each in latest[-1].models} if latest else {}
+
+    await session.until(lambda: wanted.items() <= said().items())
+
+
+async def start(session: Session, attempt_id: str, model: str) -> None:
+    body = assign(attempt_id, "abc", max_tokens=5)
+    body["assign"].model = model
+    await session.send(**body)
+
+
+def test_a_variant_sleeps_and_wakes_by_order() -> None:
+    engine = FakeEngine()
+
+    async def scenario(session: Session) -> None:
+        await states(session, letters=pb.Model.READY, one=pb.Model.READY, two=pb.Model.READY)
+        for _ in range(2):  # a second order changes nothing
+            assert not await order(session, "sleep", "one")
+            await states(session, one=pb.Model.SLEEPING, two=pb.Model.READY)
+            assert set(engine.variants) == {"two"}
+        assert await ask(session, "a", "two") == "abcab"
+        for _ in range(2):
+            assert not await order(session, "wake", "one")
+            await states(session, one=pb.Model.READY)
+            assert set(engine.variants) == {"one", "two"}
+        assert not await order(session, "sleep", "one")
+        assert not await order(session, "remove", "one")
+        await session.served_models("letters", "two")
+
+    run(scenario, engine, variants=VARIANTS)
+
+
+def test_queries_for_a_variant_that_sleeps_wake_it_and_wait() -> None:
+    engine = FakeEngine()
+
+    async def scenario(session: Session) -> None:
+        await session.served_models("letters", "one", "two")
+        assert not await order(session, "sleep", "one")
+        engine.may_load.clear()
+        for attempt_id in "abc":
+            await start(session, attempt_id, "one")
+        assert {each.attempt_id for each in await session.wait_for("held", 3)} == set("abc")
+        await states(session, one=pb.Model.WAKING)
+        assert await ask(session, "other", "two") == "abcab"
+        await session.send(cancel=pb.Cancel(attempt_id="b"))
+        assert await session.finished("b") == pb.Delta.CANCELLED
+        for kind in ("sleep", "remove"):
+            assert "another order for one" in await order(session, kind, "one")
+        engine.may_load.set()
+        for attempt_id in "ac":
+            assert await session.finished(attempt_id) == pb.Delta.LENGTH
+            assert session.text(attempt_id) == "abcab"
+        await states(session, one=pb.Model.READY)
+        assert not session.received("rejected")
+        assert {each.attempt_id for each in session.received("accepted")} == {"other", "a", "c"}
+
+    run(scenario, engine, variants=VARIANTS)
+
+
+def test_a_query_that_meets_its_variant_going_to_sleep_is_not_lost() -> None:
+    """Orders and queries as they come: each query is answered, whatever state its variant is in."""
+
+    async def scenario(session: Session) -> None:
+        await session.served_models("letters", "one", "two")
+        for number in range(60):
+            kind = "sleep" if number % 2 else "wake"
+            await start(session, f"before-{number}", "one")
+            sent = pb.ModelOrder(order_id=str(number), kind=kind, model="one")
+            await session.send(order=sent)
+            await start(session, f"after-{number}", "one")
+            if number % 7 == 0:
+                await session.finished(f"after-{number}")
+        for number in range(60):
+            for name in (f"before-{number}", f"after-{number}"):
+                assert await session.finished(name) == pb.Delta.LENGTH
+                assert session.text(name) == "abcab"
+        assert not session.received("rejected")
+
+    run(scenario, FakeEngine(max_pending=1000), variants=VARIANTS)
+
+
+def test_queries_for_a_variant_that_cannot_wake_are_refused_with_the_reason_and_it_sleeps_on() -> None:
+    engine = FakeEngine()
+
+    async def scenario(session: Session) -> None:
+        await session.served_models("letters", "one", "two")
+        assert not await order(session, "sleep", "one")
+        engine.no_memory = True
+        await start(session, "a", "one")
+        (refusal,) = await session.wait_for("rejected")
+        assert refusal.reason == pb.Rejected.FULL
+        assert refusal.message == "one sleeps here and cannot be woken: one does not fit the memory"
+        assert await order(session, "wake", "one") == "one does not fit the memory"
+        await states(session, one=pb.Model.SLEEPING)
+        engine.no_memory = False
+        assert await ask(session, "b", "one") == "abcab"
+
+    run(scenario, engine, variants=VARIANTS)
+
+
+def test_an_older_gateway_is_refused_at_once_while_the_variant_wakes() -> None:
+    async def scenario(session: Session) -> None:
+        await session.served_models("letters", "one", "two")
+        assert not await order(session, "sleep", "one")
+        await start(session, "a", "one")
+        (refusal,) = await session.wait_for("rejected")
+        assert (refusal.reason, refusal.message) == (pb.Rejected.FULL, "one sleeps here, and wakes now")
+        await states(session, one=pb.Model.READY)
+        assert await ask(session, "b", "one") == "abcab"
+        assert not session.received("held")
+
+    run(scenario, reads_held=False, variants=VARIANTS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import random
+import shutil
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from site_engine.core.request import (
     RequestRejected,
 )
 from site_engine.errors import VariantRefused
-from site_engine.variants.changes import LowRank
+from site_engine.variants.changes import LoadedVariant, LowRank
 from tests.support.engine_models import (
     SHAPES,
     TOO_SHORT,
@@ -106,6 +108,84 @@ def test_adding_and_removing_changes_nobodys_tokens(tmp_path: Path) -> None:
     for at, (made, prompt, tokens) in enumerate(cases):
         assert collected[str(at)].token_ids == answer_of(made, plain, prompt, tokens), at
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(("seed", "slots"), [(1, None), (2, 1), (3, 2)])
+def test_sleeping_and_waking_changes_nobodys_tokens_and_frees_what_sleeps(
+    seed: int, slots: int | None, tmp_path: Path
+) -> None:
+    """To an engine, to sleep is to be removed and to wake is to be added with the same contents.
+
+    What is in memory, once nothing runs, is the union of the blocks of those that are awake.
+    """
+    model, plain = served("qwen2")
+    variants = zoo(tmp_path / "zoo", plain)
+    cases = random_cases([None, *variants], seed=seed, count=90)
+    engine = engine_for(model, slots=6, token_budget=32, kv_tokens=256, adapter_slots=slots)
+    draw, collected = random.Random(seed), dict[str, Collected]()
+    contents = {each.variant.id: engine.add_variant(each.variant).fingerprint for each in variants}
+    loaded = weakref.WeakSet(engine._variants.served.values())
+    assert len(loaded) == len(variants)
+    for at, (made, prompt, tokens) in enumerate(cases):
+        for _ in range(draw.randrange(3)):
+            name = draw.choice(list(contents))
+            if name in engine.variants:
+                engine.remove_variant(name)
+        if made is not None and made.variant.id not in engine.variants:
+            awake = made.variant._replace(fingerprint=contents[made.variant.id])
+            engine.add_variant(awake)
+            loaded.add(engine._variants.served[made.variant.id])
+        engine.submit(request(str(at), made, prompt, tokens))
+        gather(engine.step(), collected)
+    drain(engine, collected)
+    for at, (made, prompt, tokens) in enumerate(cases):
+        assert collected[str(at)].token_ids == answer_of(made, plain, prompt, tokens), at
+    assert_idle(engine)
+    gc.collect()
+    assert set(loaded) == set(engine._variants.served.values()), "what sleeps is freed"
+    blocks = {block for chain in engine.variants.values() for block in chain.blocks}
+    assert own_bytes(loaded, model.model) == sum(block.bytes for block in blocks)
+
+
+def own_bytes(loaded: Iterable[LoadedVariant], base: torch.nn.Module) -> int:
+    """Return the bytes of the different tensors of variants, without those of the base.
+
+    A difference of biases is as large as the bias.
+    """
+    shared = {each.data_ptr() for each in base.parameters()}
+    found: dict[int, int] = {}
+    for change in (change for each in loaded for change in each.changes.values()):
+        tensors = [] if change.own is None else list(change.own.parameters())
+        tensors += [] if change.bias is None else [change.bias]
+        tensors += [] if change.low_rank is None else [change.low_rank.down, change.low_rank.up]
+        found |= {each.data_ptr(): each.nbytes for each in tensors if each.data_ptr() not in shared}
+    return sum(found.values())
+
+
+def test_a_variant_whose_files_have_changed_does_not_wake(tmp_path: Path) -> None:
+    model, plain = served()
+    engine = engine_for(model)
+    made = lora(tmp_path / "shop", plain, rank=4, seed=1)
+    fingerprint = engine.add_variant(made.variant).fingerprint
+    engine.remove_variant("shop")
+    shutil.rmtree(tmp_path / "shop")
+    lora(tmp_path / "shop", plain, rank=4, seed=2)
+    with pytest.raises(VariantRefused, match="the files of shop have changed"):
+        engine.add_variant(made.variant._replace(fingerprint=fingerprint))
+    assert not engine.variants
+    engine.add_variant(made.variant)
+
+
+def test_the_same_contents_are_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = served()
+    engine = engine_for(model)
+    made = lora(tmp_path / "shop", plain, rank=4, seed=1)
+    engine.add_variant(made.variant)
+    engine.remove_variant("shop")
+    monkeypatch.setattr("site_engine.variants.store.certify_variant", lambda *_: pytest.fail("again"))
+    engine.add_variant(made.variant)
+    engine.submit(request("r", made, [3, 1, 4], 8))
+    assert drain(engine)["r"].token_ids == made.answer([3, 1, 4], 8)
 
 
 def test_a_name_given_to_other_contents_finds_nothing_stale(tmp_path: Path) -> None:

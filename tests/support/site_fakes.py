@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,11 @@ class FakeEngine:
     cancelled: list[Output] = field(default_factory=list)
     tokens_total: int = 0
     variants: dict[str, Chain] = field(default_factory=dict)
+    may_load: threading.Event = field(default_factory=threading.Event)
+    no_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.may_load.set()
 
     @property
     def has_work(self) -> bool:
@@ -78,8 +84,11 @@ class FakeEngine:
         return [each for each in request_ids if self.pending.pop(each, None) is not None]
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Take any folder; one named `broken` is refused."""
+        """Take any folder; one named `broken` is refused. Waits for `may_load`."""
         folder = variant.adapter or variant.model
+        assert self.may_load.wait(60.0), "a test lets variants load again"
+        if variant.fingerprint not in ("", folder) or self.no_memory:
+            raise VariantRefused(f"{variant.id} does not fit the memory")
         if folder.endswith("broken"):
             raise VariantRefused(f"{variant.id}: {folder} holds NaN")
         adapter = Block("hash of " + folder, BlockKind.ADAPTER, 0, 2, 1_000)

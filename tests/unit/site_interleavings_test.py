@@ -18,7 +18,8 @@ from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed
-from site_engine.federation.site import Connection, Site
+from site_engine.federation.connection import Connection
+from site_engine.federation.site import Site
 from site_engine.native import NativeEngine
 from site_engine.text.tokenize import PromptTokenizer
 from tests.support.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer

@@ -64,6 +64,30 @@ def test_a_variant_is_added_shown_and_removed(url: str) -> None:
     play(url, scenario)
 
 
+def test_a_variant_sleeps_and_wakes_by_orders_with_a_reason(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a", takes_orders=True)
+        awake, asleep = pb.Model(id="v", parent="m"), pb.Model(id="v", parent="m", state=1, wake_s=2.5)
+        await serve(o, site, pb.Model(id="m"), awake)
+        for kind, now in (("sleep", asleep), ("wake", awake)):
+            ordering = post(o, kind, site="a", model="v")
+            assert (await answer(site)).kind == kind
+            assert (await ordering).raise_for_status().json() == {"done": True}
+            await site.send(models=pb.Models(models=[pb.Model(id="m"), now]))
+            state = {0: "ready", 1: "sleeping"}[now.state]
+            await until(lambda state=state: o.here.gateway.directory.models["v"].state == state, state)
+            shown = (await o.http.get(f"{PATH}?site=a", headers=BEARER)).json()["models"][1]
+            assert (shown["state"], shown["wake_s"]) == (state, now.wake_s)
+        assert (await post(o, "sleep", site="a", model="absent")).status_code == 404
+        assert (await post(o, "sleep", site="a", model="v", reason=" ")).status_code == 400
+        assert await audited(o) == [
+            ("a", "sleep model v", "a test", "asleep"),
+            ("a", "wake model v", "a test", "awake"),
+        ]
+
+    play(url, scenario)
+
+
 def test_what_a_site_refuses_is_a_400_with_its_reason_and_in_the_audit(url: str) -> None:
     async def scenario(o: Replica) -> None:
         site = await o.here.site("a", takes_orders=True)
