@@ -16,7 +16,7 @@ from mico.session import Session, session_of
 PATH = "/admin/api/models"
 
 app = typer.Typer(
-    help="List the models that are served now; fetch models to this machine; add variants to sites."
+    help="List the models that are served now; fetch models to this machine; change the variants of sites."
 )
 ModelId = Annotated[str, typer.Argument(metavar="ID", help="The variant's id, by which clients ask for it.")]
 
@@ -30,7 +30,7 @@ def complete_model(incomplete: str) -> list[str]:
 @app.callback(invoke_without_command=True)
 @with_option_groups
 def served(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """List the models that are served now; fetch models to this machine; add variants to sites."""
+    """List the models that are served now; fetch models to this machine; change the variants of sites."""
     if context.invoked_subcommand:
         return
     session = session_of(context)

@@ -433,23 +433,11 @@ def _as(kind: type[Any]) -> Callable[[Any], Any]:
     return lambda value: kind(**_fields(value))
 
 
+_PLAIN = "Ordered Held Accepted Counted Bid Released Pong Draining Bye Prefixes"
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    each: (each.__name__.lower(), _as(getattr(pb, each.__name__)))
-    for each in (
-        m.Ordered,
-        m.Held,
-        m.Accepted,
-        m.Counted,
-        m.Bid,
-        m.Released,
-        m.Pong,
-        m.Draining,
-        m.Bye,
-        m.Prefixes,
-    )
-} | {
     m.Hello: ("hello", encode_hello),
     m.Models: ("models", lambda value: pb.Models(models=encode_models(value.models))),
     m.Load: ("load", encode_load),
     m.Rejected: ("rejected", encode_rejected),
+    **{getattr(m, name): (name.lower(), _as(getattr(pb, name))) for name in _PLAIN.split()},
 }

@@ -41,7 +41,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "gpus": "bytes devices name",
     },
     ("models", "list"): {"[]": "about bytes folder name state"},
-    ("models", "show", "SITE"): {"[]": "context_tokens created id own_bytes parent revision"},
+    ("models", "show", "SITE"): {"[]": "context_tokens created id own_bytes parent revision state wake_s"},
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
     ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},
