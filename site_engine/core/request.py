@@ -9,8 +9,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
+from functools import lru_cache
 from itertools import pairwise
-from math import inf
+from math import exp, expm1, inf, log
 from typing import Any, NamedTuple, Protocol
 
 
@@ -175,6 +176,39 @@ class RemainingCurve:
             return edge, edge, 0.0
         low, high = points[after - 1], points[after]
         return low, high, (generated - low.generated) / (high.generated - low.generated)
+
+
+LIKELY = 8
+"""Lengths by which the distribution of a length is known to the reservation of memory."""
+
+
+@lru_cache(maxsize=4096)
+def likely_lengths(curve: RemainingCurve) -> tuple[float, ...]:
+    """Return equally likely lengths of the whole response, ascending: the middles of its LIKELY quantiles.
+
+    The mean m of what remains tells the share S of the lengths that are longer than t (Hall and Wellner,
+    1981): S(t) = m(0) / m(t) x exp(-integral of 1 / m until t). Between points, where m is linear,
+    S x m ^ (1 + 1 / slope) is constant.
+    """
+    longer = [1 - (at + 0.5) / LIKELY for at in range(LIKELY)]
+    lengths, left = list[float](), 1.0
+    for low, high in pairwise(curve.points):
+        mean, beyond = max(1.0, low.expected), max(1.0, high.expected)
+        tokens = high.generated - low.generated
+        slope = (beyond - mean) / tokens
+        if slope <= -1.0:
+            continue  # no answer ends here
+        still = left * exp(-tokens / mean if slope == 0.0 else (1 + 1 / slope) * log(mean / beyond))
+        for share in longer[len(lengths) :]:
+            if share <= still:
+                break
+            gone = log(left / share)
+            more = gone if slope == 0.0 else expm1(gone * slope / (1 + slope)) / slope
+            lengths.append(low.generated + mean * more)
+        left = still
+    last = curve.points[-1]
+    rest = max(1.0, last.expected) - 1.0
+    return (*lengths, *(last.generated + 1.0 + rest * log(left / share) for share in longer[len(lengths) :]))
 
 
 MIN_RANDOM = 1e-6

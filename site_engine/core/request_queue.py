@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import exp, inf, log
 from operator import itemgetter
 
-from site_engine.core.request import Lane, Request
+from site_engine.core.request import Lane, Request, likely_lengths
 from site_engine.core.reserve import Remaining
 
 Score = Callable[[Request, float], float]
@@ -108,14 +108,16 @@ def shortest_prompt(request: Request, _aged: float) -> float:
     return float(request.prompt_len)
 
 
-def forecast(request: Request) -> Remaining:
-    return Remaining(request.expected_remaining(), request.p90_remaining())
+def forecast(request: Request) -> list[float]:
+    """Return the likely numbers of remaining tokens: of the likely lengths those that are not reached yet."""
+    generated, limit = request.generated, request.max_tokens
+    left = [min(each, limit) - generated for each in likely_lengths(request.remaining) if each > generated]
+    return left or [request.expected_remaining()]
 
 
-def whole_limit(request: Request) -> Remaining:
+def whole_limit(request: Request) -> list[float]:
     """Return the tokens left up to the request's limit: the worst case."""
-    left = max(1, request.max_tokens - request.generated)
-    return Remaining(left, left)
+    return [max(1, request.max_tokens - request.generated)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Policy:
     """The order of the queue, the length expected of a response, and whether batches start together."""
 
     score: Score = least_work
-    remaining: Callable[[Request], Remaining] = forecast
+    remaining: Remaining = forecast
     static: bool = False  # a batch starts when the whole batch before it has ended
 
 
