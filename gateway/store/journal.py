@@ -18,6 +18,7 @@ from typing import Final
 
 from gateway.store import reserve
 from gateway.store.errors import JournalTaken
+from gateway.store.quick_write import write
 from gateway.store.reserve import Reserve
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Journal:
         """Write a whole line at the end of the current segment. Raises OSError."""
         if segment.size_bytes + len(line) > self._reserve.file_bytes and segment.path in self._reserve:
             raise OSError("the line does not fit in this file of the reserve")
-        written = os.write(segment.file, line)
+        written = write(segment.file, line)
         segment.size_bytes += written
         self.size_bytes += written
         if written != len(line):

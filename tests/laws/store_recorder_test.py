@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -65,7 +64,7 @@ class Recording(RuleBasedStateMachine):
         """Let no file grow any more: the reserve takes what is recorded."""
         self.disk.undo()
         if full:
-            self.disk.setattr(os, "write", write_without_room)
+            self.disk.setattr("gateway.store.journal.write", write_without_room)
 
     @rule(torn=st.binary(max_size=20).filter(lambda tail: b"\n" not in tail))
     def crash(self, torn: bytes) -> None:

@@ -94,7 +94,7 @@ def test_a_disk_that_takes_half_a_line_tears_only_the_end_of_a_segment(
     journal.append(b"one\n")
     real_write = os.write
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(os, "write", lambda file, line: real_write(file, line[:2]))
+        full_disk.setattr("gateway.store.journal.write", lambda file, line: real_write(file, line[:2]))
         with pytest.raises(OSError, match="only a part"):
             journal.append(b"two\n")
     journal.append(b"three\n")
@@ -114,7 +114,7 @@ def test_a_full_disk_costs_no_line_while_the_reserve_has_room(
     journal = Journal(tmp_path, segment_bytes=FILE_BYTES)
     if begun:
         journal.append(b"before\n")
-    monkeypatch.setattr(os, "write", write_without_room)
+    monkeypatch.setattr("gateway.store.journal.write", write_without_room)
     for line in LINES:
         journal.append(line + b"\n")
     assert journal.reserve_files_used == reserve.FILES
@@ -133,7 +133,7 @@ def test_the_reserve_is_used_again_once_its_lines_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, segment_bytes=FILE_BYTES)
-    monkeypatch.setattr(os, "write", write_without_room)
+    monkeypatch.setattr("gateway.store.journal.write", write_without_room)
     for number in range(3 * reserve.FILES):
         journal.append(b"a longer line %02d\n" % number)
         journal.append(b"short %02d\n" % number)
@@ -152,7 +152,7 @@ def test_a_disk_with_room_again_is_used_before_the_reserve(
 ) -> None:
     journal = Journal(tmp_path, segment_bytes=FILE_BYTES)
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(os, "write", write_without_room)
+        full_disk.setattr("gateway.store.journal.write", write_without_room)
         journal.append(b"one\n")
     journal.seal()
     journal.append(b"two\n")
@@ -164,10 +164,12 @@ def test_a_disk_with_room_again_is_used_before_the_reserve(
 
 def test_a_line_torn_in_the_reserve_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path, segment_bytes=FILE_BYTES)
-    monkeypatch.setattr(os, "write", write_without_room)
+    monkeypatch.setattr("gateway.store.journal.write", write_without_room)
     journal.append(b"one\n")
     with monkeypatch.context() as failing_disk:
-        failing_disk.setattr(os, "write", lambda file, line: write_without_room(file, line[:2]))
+        failing_disk.setattr(
+            "gateway.store.journal.write", lambda file, line: write_without_room(file, line[:2])
+        )
         with pytest.raises(OSError, match="only a part"):
             journal.append(b"two\n")
     journal.append(b"three\n")

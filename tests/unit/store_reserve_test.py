@@ -21,7 +21,7 @@ def test_records_of_a_full_disk_survive_a_kill(tmp_path: Path, monkeypatch: pyte
 
     async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
         writer.down = True
-        monkeypatch.setattr(os, "write", write_without_room)
+        monkeypatch.setattr("gateway.store.journal.write", write_without_room)
         while recorder.has_room:
             recorded.append(f"q{len(recorded)}")
             recorder.record(outcome(recorded[-1], attempts=2))
@@ -49,7 +49,7 @@ def test_a_full_disk_refuses_nobody_while_the_database_takes_what_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
-        monkeypatch.setattr(os, "write", write_without_room)
+        monkeypatch.setattr("gateway.store.journal.write", write_without_room)
         for number in range(1_000):
             recorder.record(outcome(f"q{number}"))
             assert recorder.has_room
@@ -71,7 +71,7 @@ def test_what_memory_alone_holds_stops_new_queries_while_the_database_is_away(
 
     async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
         with monkeypatch.context() as read_only:
-            read_only.setattr(os, "write", refuse)
+            read_only.setattr("gateway.store.journal.write", refuse)
             recorder.record(outcome("a"))
             assert recorder.has_room
             writer.down = True
