@@ -6,9 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
-import multiprocessing
 import resource
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -33,6 +31,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.body import BodyReader
 from gateway.http.files import file_routes
+from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
 from gateway.http.server import ConnectionLimits, HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
@@ -48,6 +47,7 @@ from gateway.routing.model_routes import ModelRoute
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import scaling
 from gateway.side_work import SideWork
+from gateway.signals import stop_event
 from gateway.store.model_routes import read_file
 from gateway.store.recorder_metrics import RecorderMetrics
 from gateway.store.store import Store, open_store
@@ -55,6 +55,7 @@ from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.replicas import SummaryExchange
+from gateway.tuning.lifecycle import open_tuning
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import HotReloadForecaster
@@ -106,7 +107,7 @@ def run(config: GatewayConfig) -> int:
 
 
 async def serve(config: GatewayConfig) -> int:
-    stop = _on_signals()
+    stop = stop_event()
     pepper = config.key_pepper or None
     async with (
         open_store(
@@ -128,12 +129,23 @@ async def serve(config: GatewayConfig) -> int:
             unix_time=store.clock,
             side_work=(side_work := SideWork()),
         ) as batches,
+        open_tuning(
+            config.database_url,
+            config.name,
+            query_context=core.query_context,
+            caller=store.keys.unrevoked,
+            unix_time=store.clock,
+        ) as tuning,
     ):
         core.metrics.register(scaler)
         core.metrics.register(RecorderMetrics(store.recorder))
         core.publisher.pools = scaler.pools
         backend = _backend(config, core, store, side_work)
-        routes = [*admin_routes(backend, admin), *_batch_routes(backend, admin, batches)]
+        routes = [
+            *admin_routes(backend, admin),
+            *_batch_routes(backend, admin, batches),
+            *tuning_routes(backend, tuning.service),
+        ]
         server = _http(config, backend, routes, credentials)
         operators_server = _operators_http(config, core, backend)
         gc.collect()
@@ -428,20 +440,3 @@ def _http(
         end_within_s=config.drain_s + FAREWELL_S,
         certificate=credentials.http,
     )
-
-
-def _on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
-    parent = multiprocessing.parent_process()
-    if parent is not None:  # this is a worker, which ends with the first process
-        sentinel = parent.sentinel
-
-        def ended() -> None:
-            loop.remove_reader(sentinel)
-            stop.set()
-
-        loop.add_reader(sentinel, ended)
-    return stop

@@ -13,6 +13,7 @@ from gateway.decision import Decision, PlacementLimits
 from gateway.ending import Ending
 from gateway.prices import Prices
 from gateway.prompt import Chat, Pooled, Pooling, Prompt
+from gateway.trains import Trains
 from predictor.forecast import Forecast
 
 # ---- a query -------------------------------------------------------------------------------------
@@ -197,6 +198,7 @@ class Model:
     own_bytes: int = 0  # that it needs beside its parent; 0: unknown
     state: ModelState = ModelState.READY
     wake_s: float = 0.0  # that waking takes; 0: unknown
+    tenant: str = ""  # whose it is alone; empty: everyone's
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ class SiteIdentity:
     version: str = ""
     takes_orders: bool = False  # of operators, for variants
     pool: str = ""  # machines of one cloud's group are one pool; empty: the site is its own
+    trains: Trains | None = None
 
 
 @dataclass(frozen=True, slots=True)

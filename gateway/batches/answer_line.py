@@ -37,7 +37,9 @@ MAX_LINE_INPUTS: Final = 128
 """Inputs that one line may have embedded: its result is one line of a file, and a row of the database."""
 
 
-def read_request(endpoint: UnaryFormat, body: dict[str, object], context: BatchContext) -> GenerationRequest:
+def read_request(
+    endpoint: UnaryFormat, body: dict[str, object], context: BatchContext, tenant: str
+) -> GenerationRequest:
     """Read the body of a line. Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
     request = endpoint.read(Fields(body, problems))
@@ -45,7 +47,7 @@ def read_request(endpoint: UnaryFormat, body: dict[str, object], context: BatchC
     if isinstance(prompt, Pooling) and prompt.inputs > MAX_LINE_INPUTS:
         problems.add("input", f"holds at most {MAX_LINE_INPUTS} items in a batch, got {prompt.inputs}")
     problems.raise_any()
-    check_model(request, context.models())
+    check_model(request, context.models(), tenant)
     return request
 
 
@@ -84,7 +86,7 @@ async def answer_line(
     prefill_heavy: bool,
 ) -> bytes:
     """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
-    request = read_request(endpoint, body, context)
+    request = read_request(endpoint, body, context, caller.tenant)
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
     )

@@ -119,7 +119,7 @@ async def _line(
     """Build a line with its expected length, which is 0 for a body that will be refused: it costs nothing."""
     caller = Caller(batch.key_id, batch.tenant)
     try:
-        generation = read_request(ENDPOINTS[batch.endpoint], request.body, context)
+        generation = read_request(ENDPOINTS[batch.endpoint], request.body, context, batch.tenant)
         queries = line_queries(generation, caller, context, query_id=batch.id)
         model = context.model_of(replace(batch, model=generation.model))
         lengths = [await _expected_tokens(structs.replace(query, model=model), context) for query in queries]

@@ -280,6 +280,7 @@ def _model(message: pb.Model) -> Model:
         own_bytes=max(0, message.own_bytes),
         state=_STATES.get(message.state, ModelState.READY),
         wake_s=_amount(message.wake_s, "wake_s"),
+        tenant=_name(message.tenant),
     )
 
 

@@ -27,6 +27,7 @@ from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
 from gateway.federation.stream_pace import StreamPace
+from gateway.federation.training import TrainingRuns
 from gateway.federation.unreported import UnreportedDemands
 from gateway.prices import FREE
 from gateway.routing.demand import Demand
@@ -78,13 +79,13 @@ class Link:
         self.outbox = Outbox()
         self.counts = Counts(identity.name, self.outbox)
         self.orders = ModelOrders(identity.name, self.outbox)
+        self.training = TrainingRuns(self.outbox, clock)
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._unreported = UnreportedDemands()
         self._reads_bunches = reads_bunches
         self._directory = directory
-        self._offloading = offloading
-        self._clock = clock
+        self._offloading, self._clock = offloading, clock
         self._nonce = 0
         self._pings: dict[int, float] = {}  # that are not answered: when each was made
         self._awake = awake or AwakeClock(clock)
@@ -100,6 +101,7 @@ class Link:
             "counted": self.counts.counted,
             "ordered": self.orders.ordered,
             "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
+            "training": self.training.reported,
             "step": self._step,
             "models": self._change_models,
             "load": self._report,

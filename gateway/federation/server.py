@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,12 +13,14 @@ import grpc
 
 from gateway.domain import SiteIdentity
 from gateway.federation import codec
+from gateway.federation.bulk import Bulk, BulkRefused, receive_content, send_content
 from gateway.federation.directory import MAX_SITES, Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.federation.stream_pace import StreamPace
+from gateway.federation.training import trains_of
 from gateway.security.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -72,6 +74,7 @@ class Federation(rpc.FederationServicer):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.directory = directory
+        self.bulk: Bulk | None = None  # of fine-tuning, while that runs
         self._settings = settings
         self._clock = clock
         self._sleep = sleep
@@ -124,6 +127,21 @@ class Federation(rpc.FederationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         return pb.EnrolReply(certificate=pem)
 
+    async def Fetch(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
+        await self._transfer(context, send_content)
+
+    async def Store(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
+        await self._transfer(context, receive_content)
+
+    async def _transfer(self, context: Any, transfer: Callable[[Bulk, Any], Awaitable[None]]) -> None:
+        try:
+            self._site_auth.identify(context)
+            if self.bulk is None:
+                raise BulkRefused(grpc.StatusCode.UNAVAILABLE, "this gateway starts or ends")
+            await transfer(self.bulk, context)
+        except (Refusal, BulkRefused) as exc:
+            await context.abort(exc.code, str(exc))
+
     async def _welcome(self, context: Any, certificate: SiteCertificate | None) -> tuple[Link, int]:
         """Exchange Hello and Welcome; return the link, and the number of attempts that the site is to cancel:
         those of an older link, which were decided anew.
@@ -131,7 +149,7 @@ class Federation(rpc.FederationServicer):
         first = await _first(context, "Hello")
         if first.WhichOneof("body") != "hello":
             raise codec.ProtocolError("the first message of a site is Hello")
-        identity = codec.identity(first.hello)
+        identity = replace(codec.identity(first.hello), trains=trains_of(first.hello))
         self._check_name(identity, certificate)
         bunches = first.hello.reads_bunches
         link = Link(
@@ -157,6 +175,7 @@ class Federation(rpc.FederationServicer):
             reads_prefixes=True,
             reads_models=True,
             reads_held=True,
+            tunes=True,
             protocol=codec.LOWEST_PROTOCOL,
             highest_protocol=codec.HIGHEST_PROTOCOL,
         )
@@ -285,7 +304,9 @@ class SendsSerialized(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         found = await continuation(call)
         if found is None or not found.response_streaming:
             return found
-        return grpc.stream_stream_rpc_method_handler(found.stream_stream, found.request_deserializer)
+        # A call of one message, too, so that its method reads it itself: once it knows who calls.
+        method = found.stream_stream or found.unary_stream
+        return grpc.stream_stream_rpc_method_handler(method, found.request_deserializer)
 
 
 async def _first(context: Any, what: str) -> Any:

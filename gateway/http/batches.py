@@ -105,7 +105,10 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     file_id = fields.required_text("input_file_id")
     endpoint = _one_of(fields, "endpoint", tuple(ENDPOINTS))
     _one_of(fields, "completion_window", (COMPLETION_WINDOW,))
-    metadata = _metadata(fields)
+    metadata = read_metadata(fields)
+    order = (metadata or {}).get(ORDER_KEY)
+    if order is not None and order not in tuple(Order):
+        fields.refuse(f"metadata.{ORDER_KEY}", f"is one of {', '.join(Order)}, got {echo(order)}")
     expires_after = fields.child("output_expires_after")
     problems.raise_any()
     kept_s = limits.kept_s
@@ -180,7 +183,8 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _metadata(fields: Fields) -> dict[str, str] | None:
+def read_metadata(fields: Fields) -> dict[str, str] | None:
+    """Read OpenAI's metadata: a few short strings of the client's."""
     metadata = fields.raw("metadata")
     if metadata is None:
         return None
@@ -198,6 +202,4 @@ def _metadata(fields: Fields) -> dict[str, str] | None:
             f" characters, values up to {MAX_METADATA_VALUE_CHARS}",
         )
         return None
-    if ORDER_KEY in pairs and pairs[ORDER_KEY] not in tuple(Order):
-        fields.refuse(f"metadata.{ORDER_KEY}", f"is one of {', '.join(Order)}, got {echo(pairs[ORDER_KEY])}")
     return pairs

@@ -44,7 +44,7 @@ class CountEndpoint:
         exchange.caller = caller = await authenticate(scope, self.backend)
         try:
             request = await self.backend.read_json(scope, receive, caller, _read_request)
-            _check_model(request, self.backend.models())
+            _check_model(request, self.backend.models(), caller.tenant)
         except ClientGone:
             return
         (query,) = build_queries(
@@ -72,8 +72,8 @@ def _read_request(body: dict[str, object]) -> GenerationRequest:
     return replace(request, sampling=Sampling())  # nothing is generated
 
 
-def _check_model(request: GenerationRequest, models: Sequence[Model]) -> None:
-    model = next((each for each in models if each.id == request.model), None)
+def _check_model(request: GenerationRequest, models: Sequence[Model], tenant: str) -> None:
+    model = next((each for each in models if each.id == request.model and each.tenant in ("", tenant)), None)
     if model is not None and "count" not in model.features:
         raise BadRequest(
             f"No site that serves {model.id} can count the tokens of a prompt."
@@ -81,4 +81,4 @@ def _check_model(request: GenerationRequest, models: Sequence[Model]) -> None:
             param="model",
             code=UNSUPPORTED,
         )
-    check_model(request, models)
+    check_model(request, models, tenant)

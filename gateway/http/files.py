@@ -102,8 +102,9 @@ class _Upload:
         if form.writer is None or purpose is None:
             name = "file" if form.writer is None else "purpose"
             raise BadRequest(f"'{name}' is required.", param=name, code=MISSING)
-        if purpose != Purpose.BATCH:
-            raise BadRequest("'purpose' can only be 'batch'.", param="purpose", code="invalid_value")
+        if purpose not in (Purpose.BATCH, Purpose.FINE_TUNE):
+            text = "'purpose' can be 'batch' or 'fine-tune'."
+            raise BadRequest(text, param="purpose", code="invalid_value")
         if form.writer.bytes == 0:
             raise BadRequest("The file is empty.", param="file", code="empty_file")
         kept_s = read_expires_after(

@@ -21,7 +21,8 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
             route = routes.get(model.id)
             return caller.may_use(model.id) if route is None else may_name(caller.may_use, route)
 
-        return {model.id: model for model in backend.models() if may_name_it(model)}
+        shown = (model for model in backend.models() if model.tenant in ("", caller.tenant))
+        return {model.id: model for model in shown if may_name_it(model)}
 
     @get("/v1/models")
     async def list_models(request: AnyRequest) -> Response[object]:

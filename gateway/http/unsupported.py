@@ -9,7 +9,7 @@ from gateway.errors import NotFound
 
 SERVED = (
     "This gateway serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
-    " /v1/embeddings, /v1/rerank, /v1/models, /v1/files and /v1/batches"
+    " /v1/embeddings, /v1/rerank, /v1/models, /v1/files, /v1/batches and /v1/fine_tuning/jobs"
 )
 _UNSUPPORTED = {
     "scoring": ("/v1/score", "/score"),
@@ -19,7 +19,6 @@ _UNSUPPORTED = {
     "assistants": ("/v1/assistants", "/v1/threads"),
     "compaction of responses": ("/v1/responses/compact",),
     "stored responses": ("/v1/responses/{id:str}", "/v1/responses/{id:str}/input_items"),
-    "fine-tuning": ("/v1/fine_tuning/jobs",),
     "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),
 }
 

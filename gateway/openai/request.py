@@ -78,9 +78,11 @@ _FEATURES = {
 }
 
 
-def check_model(request: GenerationRequest, models: Sequence[Model]) -> None:
-    """Raise BadRequest for what no site that serves the model can do. Does not refuse unknown models."""
-    model = next((m for m in models if m.id == request.model), None)
+def check_model(request: GenerationRequest, models: Sequence[Model], tenant: str) -> None:
+    """Raise BadRequest for what no site that serves the model can do. Does not refuse unknown models, nor say
+    anything of those of other tenants.
+    """
+    model = next((m for m in models if m.id == request.model and m.tenant in ("", tenant)), None)
     if model is not None:
         _check_max_tokens(request, model)
         _check_prompts(request, model)

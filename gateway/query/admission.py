@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from gateway.domain import Query
+from gateway.domain import Model, Query
 from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 from gateway.memory_budget import TENANT_PARTS
 
@@ -22,7 +22,7 @@ class Live(NamedTuple):
 def admit(
     query: Query,
     *,
-    models: Collection[str],
+    models: Mapping[str, Model],
     live: Live,
     of_tenant: Live,
     most: Live,
@@ -54,21 +54,26 @@ def admit(
         )
 
 
-def check_model(query: Query, *, models: Collection[str], fleet_complete: bool) -> None:
+def check_model(query: Query, *, models: Mapping[str, Model], fleet_complete: bool) -> None:
     """Raise NoSite, ModelNotFound or Forbidden unless the caller may ask for the model, and a site has it.
+
+    For a tenant there are no models of other tenants.
 
     `fleet_complete`: whether every site that an earlier process of this gateway knew has had the time to join
     again.
     """
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
-    if query.model not in models and not fleet_complete:
+    model, tenant = models.get(query.model), query.caller.tenant
+    exists = model is not None and model.tenant in ("", tenant)
+    if not exists and not fleet_complete:
         raise NoSite(
             f"no site that serves {query.model[:100]!r} has joined yet; this gateway has just started",
             retry_after_s=RETRY_AFTER_S,
         )
-    if query.model not in models:
-        known = ", ".join(sorted(filter(query.caller.may_use, models))[:10]) or "none for this key"
+    if not exists:
+        own = [each.id for each in models.values() if each.tenant in ("", tenant)]
+        known = ", ".join(sorted(filter(query.caller.may_use, own))[:10]) or "none for this key"
         raise ModelNotFound(
             f"the model {query.model[:100]!r} does not exist; served here: {known}", param="model"
         )

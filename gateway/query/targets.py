@@ -98,7 +98,9 @@ def targets_of(
     allowed = [target for target in route.targets if query.caller.may_use(target.model)]
     if not any(target.weight > 0 for target in allowed):
         raise Forbidden(f"this key may not use the model {route.name!r}", param="model")
-    known = in_order([target for target in allowed if target.model in models], drawn)
+    tenant = query.caller.tenant
+    served = [each for each in allowed if each.model in models and models[each.model].tenant in ("", tenant)]
+    known = in_order(served, drawn)
     if not known:
         raise NoSite(f"no site serves a model of {route.name!r} now", retry_after_s=RETRY_AFTER_S)
     needed = query.needs | needs

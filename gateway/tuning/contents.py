@@ -58,13 +58,20 @@ class Contents:
             await connection.execute(insert(table), content_columns(content))
             return [row.file_id for row in gone if row.file_id != content.file_id]
 
-    async def models(self) -> list[tuple[Job, Content]]:
-        """Return all adapters that may be served, with their jobs."""
+    async def models(self, tenant: str | None = None) -> list[tuple[Job, Content]]:
+        """Return the adapters that may be served, with their jobs. `tenant` None: of all tenants."""
         content = [each.label(f"content_{each.name}") for each in tuning_content.c]
         query = select(tuning_jobs, *content).select_from(_JOIN).where(_IS_MODEL)
+        if tenant is not None:
+            query = query.where(tuning_jobs.c.tenant == tenant)
         async with self._engine.connect() as connection:
             rows = await connection.execute(query.order_by(tuning_content.c.at, tuning_content.c.step))
             return [(job_of(row), content_of(row, "content_")) for row in rows]
+
+    async def unfinished(self) -> list[Job]:
+        query = select(tuning_jobs).where(tuning_jobs.c.status.in_(UNFINISHED))
+        async with self._engine.connect() as connection:
+            return [job_of(row) for row in await connection.execute(query)]
 
     async def remove(self, content: Content) -> bool:
         async with self._engine.begin() as connection:

@@ -91,7 +91,7 @@ class Ledger:
         lease_s: float = LEASE_S,
     ) -> None:
         self._engine = engine
-        self._clock = clock
+        self.clock = clock
         self._limits = limits
         self._events = Events(engine, clock, limits.events)
         self.owner = owner
@@ -158,7 +158,7 @@ class Ledger:
             tuning_jobs.c.id == job_id,
             tuning_jobs.c.status.in_(before(status) if allowed is None else allowed),
         )
-        values = {"status": status} | ({"finished_at": self._clock()} if status not in UNFINISHED else {})
+        values = {"status": status} | ({"finished_at": self.clock()} if status not in UNFINISHED else {})
         async with self._engine.begin() as connection:
             if not (await connection.execute(update(tuning_jobs).where(where).values(**values))).rowcount:
                 return False
@@ -175,7 +175,7 @@ class Ledger:
         Returns all jobs that this owner holds from now on.
         """
         async with self._engine.connect() as connection:
-            now = await database_time(connection, self._clock)
+            now = await database_time(connection, self.clock)
         table, ends = tuning_jobs, tuning_jobs.c.leased_until
         is_ours = table.c.leased_by == self.owner
         free = or_(
@@ -285,7 +285,7 @@ class Ledger:
         """End a job, record its usage, and make the file of its results visible."""
         values = {
             "status": status,
-            "finished_at": self._clock(),
+            "finished_at": self.clock(),
             "error": None if error is None else list(error),
             "result_file_id": None if results is None else results.id,
             "tokens_per_s": 0.0,
@@ -324,7 +324,7 @@ class Ledger:
         content = exists().where(tuning_content.c.job_id == tuning_jobs.c.id)
         old = select(tuning_jobs.c.id).where(
             tuning_jobs.c.status.not_in(UNFINISHED),
-            tuning_jobs.c.created_at < self._clock() - self._limits.kept_s,
+            tuning_jobs.c.created_at < self.clock() - self._limits.kept_s,
             ~content,
         )
         async with self._engine.connect() as connection:
@@ -363,7 +363,7 @@ class Ledger:
             {
                 "query_id": job.id,
                 "request_id": job.id,
-                "received_at": self._clock(),  # of the month in which it is charged
+                "received_at": self.clock(),  # of the month in which it is charged
                 "tenant": job.tenant,
                 "key_id": job.key_id,
                 "model": job.model + TRAINED,
@@ -373,7 +373,7 @@ class Ledger:
                 "attempts": max(1, job.runs),
                 "prompt_tokens": job.trained_tokens,
                 "completion_tokens": 0,
-                "total_s": max(0.0, self._clock() - job.created_at),
+                "total_s": max(0.0, self.clock() - job.created_at),
                 "nano_usd": job.nano_usd,
                 "cheapest_nano_usd": job.nano_usd,
                 "dearest_nano_usd": job.nano_usd,

@@ -46,7 +46,7 @@ def upload(content: bytes = b"{}\n", **fields: str) -> dict[str, Any]:
 
 REFUSED_UPLOADS: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("no purpose", upload(), 400, "purpose"),
-    ("another purpose", upload(purpose="fine-tune"), 400, "purpose"),
+    ("another purpose", upload(purpose="assistants"), 400, "purpose"),
     ("no file", {"files": {"else": ("x", b"1")}, "data": {"purpose": "batch"}}, 400, "file"),
     ("empty", upload(b"", purpose="batch"), 400, "file"),
     ("too large", upload(b"x" * 5000, purpose="batch"), 413, None),

@@ -25,8 +25,11 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.files import file_routes
+from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
 from gateway.query.answer import answer
+from gateway.tuning.lifecycle import Tuning, open_tuning
+from gateway.tuning.values import TuningLimits
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from tests.support.server_abilities import embed, to_base64
 from wire import federation_pb2 as pb
@@ -50,6 +53,7 @@ class Replica:
 
     scene: Scene
     batches: Batches
+    tuning: Tuning
     http: httpx2.AsyncClient
     passed_s: list[float]
     asked: list[str] = field(default_factory=list)
@@ -57,6 +61,7 @@ class Replica:
     open: asyncio.Event = field(default_factory=asyncio.Event)
     held: int = 0
     fails: Callable[[str], bool] = lambda prompt: False
+    orders: asyncio.Queue[tuple[ScriptedSite, pb.GatewayMessage]] = field(default_factory=asyncio.Queue)
 
     def pass_time(self, seconds: float) -> None:
         self.passed_s[0] += seconds
@@ -126,6 +131,8 @@ class Replica:
                 continue
             if message.WhichOneof("body") == "assign":
                 await self._answer(site, message.assign)
+            else:
+                self.orders.put_nowait((site, message))
 
     async def _answer(self, site: ScriptedSite, assign: pb.Assign) -> None:
         prompt = assign.chat.messages[-1].content if assign.HasField("chat") else assign.text
@@ -159,6 +166,8 @@ async def replica(
     name: str = "r1",
     features: Sequence[str] = ("chat", "logprobs", "resume"),
     caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
+    trains: pb.Trains | None = None,
+    tuning_limits: TuningLimits | None = None,
     **limits: Any,
 ) -> AsyncIterator[Replica]:
     async with AsyncExitStack() as stack:
@@ -184,6 +193,19 @@ async def replica(
                 poll_s=POLL_S,
             )
         )
+        tuning = await stack.enter_async_context(
+            open_tuning(
+                url,
+                name,
+                query_context=here.gateway,
+                caller=caller,
+                unix_time=backend.unix_time,
+                limits=tuning_limits or TuningLimits(),
+                lease_s=LEASE_S,
+                poll_s=POLL_S,
+                tick_s=POLL_S,
+            )
+        )
         access = Access(backend, CALLERS_BY_ID.get, b"session key")
         routes = [
             *file_routes(backend, batches.files, batches.limits),
@@ -192,13 +214,16 @@ async def replica(
                 backend, batches.files, batches.ledger, batches.limits, batches.runner.wake
             ),
             *batch_reads(access, batches.ledger),
+            *tuning_routes(backend, tuning.service),
         ]
         transport = httpx2.ASGITransport(create_http(backend, routes))
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
-        this = Replica(here, batches, http, passed_s)
+        this = Replica(here, batches, tuning, http, passed_s)
         this.open.set()
         serving = [
-            asyncio.create_task(this.serve(await here.site(site, features=features, slots=slots)))
+            asyncio.create_task(
+                this.serve(await here.site(site, features=features, slots=slots, trains=trains))
+            )
             for site in sites
         ]
         try:

@@ -37,7 +37,7 @@ def test_an_upload_is_processed_or_refused_by_name(url: str) -> None:
         for form, param in (
             ({"data": {"purpose": "batch"}}, "file"),
             ({"files": sent}, "purpose"),
-            ({"files": sent, "data": {"purpose": "fine-tune"}}, "purpose"),
+            ({"files": sent, "data": {"purpose": "assistants"}}, "purpose"),
         ):
             missing = await here.raw("POST", "/v1/files", **({"files": {"other": ("x", b"1")}} | form))
             assert error_of(missing, 400)["param"] == param

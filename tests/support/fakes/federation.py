@@ -69,7 +69,9 @@ class ScriptedSite:
         model: str = "m",
         takes_orders: bool = False,
         highest_protocol: int = 0,
+        trains: pb.Trains | None = None,
     ):
+        self.trains = trains
         self.highest_protocol = highest_protocol
         self.model = model
         self.takes_orders = takes_orders
@@ -91,17 +93,30 @@ class ScriptedSite:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def join(self, attempts: Sequence[str] = ()) -> pb.Welcome:
-        self._channel = grpc.aio.insecure_channel(self.address)
-        self._call = rpc.FederationStub(self._channel).Join(
-            metadata=(("authorization", f"Bearer {self.token}"),)
-        )
-        model = pb.Model(
+    @property
+    def served_model(self) -> pb.Model:
+        return pb.Model(
             id=self.model,
             revision=self.revision,
             context_tokens=self.context_tokens,
             features=self.features,
         )
+
+    @property
+    def bulk(self) -> Any:
+        """The calls for what is large, beside the link."""
+        return rpc.FederationStub(self._channel)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.token}"),)
+
+    async def join(self, attempts: Sequence[str] = ()) -> pb.Welcome:
+        self._channel = grpc.aio.insecure_channel(self.address)
+        self._call = rpc.FederationStub(self._channel).Join(
+            metadata=(("authorization", f"Bearer {self.token}"),)
+        )
+        model = self.served_model
         hello = pb.Hello(
             protocol=1,
             highest_protocol=self.highest_protocol,
@@ -117,6 +132,7 @@ class ScriptedSite:
             engine=self.engine,
             takes_orders=self.takes_orders,
             attempts=attempts,
+            trains=self.trains,
         )
         await self._call.write(pb.SiteMessage(hello=hello))
         welcome = await asyncio.wait_for(self._call.read(), DEADLINE_S)

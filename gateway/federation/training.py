@@ -1,0 +1,112 @@
+"""Runs of training at one site: the orders to it, and its newest report of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Final, NamedTuple
+
+from gateway.federation import codec
+from gateway.federation.outbox import Outbox
+from gateway.trains import Trains
+from wire import federation_pb2 as pb
+
+MAX_RUNS: Final = 64
+"""Runs of which a site may report at once; the one that was heard of least recently goes."""
+MAX_STEPS: Final = 64
+MAX_USD_PER_MTOK: Final = 1e6
+MAX_TOTAL_STEPS: Final = 10**7
+MAX_TRAINED_TOKENS: Final = 10**13
+
+
+class TrainedStep(NamedTuple):
+    step: int
+    loss: float
+    accuracy: float
+    validation_loss: float | None
+
+
+class RunReport(NamedTuple):
+    """The newest report of a run. `end` is RUNNING until the run has ended; `heard_s` is on this clock."""
+
+    job_id: str
+    run: str
+    step: int
+    total_steps: int
+    trained_tokens: int
+    steps: tuple[TrainedStep, ...]
+    tokens_per_s: float
+    end: pb.Training.End
+    error_code: str
+    error: str
+    revision: str
+    heard_s: float
+
+
+class TrainingRuns:
+    """`reports` has the newest report of every run that the site has told of, by the name of the run."""
+
+    def __init__(self, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self.reports: dict[str, RunReport] = {}
+        self._outbox = outbox
+        self._clock = clock
+
+    def train(self, order: pb.Train) -> None:
+        """Order a run, or order it again: a site that has the run goes on with it."""
+        self._outbox.withdraw(_key(order.run))
+        self._outbox.put(pb.GatewayMessage(train=order), _key(order.run))
+
+    def stop(self, run: str, *, snapshot: bool) -> None:
+        """Ask for a snapshot and the end of a run; without `snapshot` have it dropped, and forget it."""
+        self._outbox.withdraw(_key(run))
+        self._outbox.put(pb.GatewayMessage(stop_training=pb.StopTraining(run=run, snapshot=snapshot)))
+        if not snapshot:
+            self.reports.pop(run, None)
+
+    def reported(self, message: pb.Training) -> None:
+        self.reports.pop(message.run, None)
+        self.reports[message.run] = _report(message, self._clock())
+        while len(self.reports) > MAX_RUNS:
+            del self.reports[next(iter(self.reports))]
+
+
+def trains_of(hello: pb.Hello) -> Trains | None:
+    """Return what a site says of its training, None if it does not train. Raises ProtocolError."""
+    if not hello.HasField("trains"):
+        return None
+    price = hello.trains.usd_per_mtok
+    if not 0 <= price <= MAX_USD_PER_MTOK:  # false for NaN, too
+        raise codec.ProtocolError(f"a price of {price} dollars for a million trained tokens")
+    return Trains(max(1, hello.trains.runs), hello.trains.max_rank, price)
+
+
+def _key(run: str) -> str:
+    return f"train {run}"
+
+
+def _report(message: pb.Training, now_s: float) -> RunReport:
+    """Convert a report. Raises ProtocolError for figures that no run has."""
+    if message.total_steps > MAX_TOTAL_STEPS or message.trained_tokens > MAX_TRAINED_TOKENS:
+        raise codec.ProtocolError(f"{message.total_steps} steps of {message.trained_tokens} tokens")
+    figures = (_step(each) for each in message.steps[-MAX_STEPS:])
+    return RunReport(
+        message.job_id,
+        message.run,
+        message.step,
+        message.total_steps,
+        message.trained_tokens,
+        tuple(each for each in figures if isfinite(each.loss) and isfinite(each.accuracy)),
+        message.tokens_per_s if isfinite(message.tokens_per_s) else 0.0,
+        message.end,
+        codec.reason(message.error_code),
+        codec.reason(message.error),
+        codec.reason(message.revision),
+        now_s,
+    )
+
+
+def _step(message: pb.TrainingStep) -> TrainedStep:
+    known = message.HasField("validation_loss") and isfinite(message.validation_loss)
+    return TrainedStep(
+        message.step, message.loss, message.accuracy, message.validation_loss if known else None
+    )

@@ -1,0 +1,95 @@
+"""Opens and closes everything that fine-tuning of one replica consists of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.batches.files import Files
+from gateway.domain import Caller
+from gateway.query.context import QueryContext
+from gateway.store.database import open_engine
+from gateway.tuning.contents import Contents
+from gateway.tuning.context import TuningContext
+from gateway.tuning.events import Events
+from gateway.tuning.ledger import LEASE_S, Ledger
+from gateway.tuning.placing import refusal
+from gateway.tuning.runner import POLL_S, TICK_S, Runner
+from gateway.tuning.service import TuningService
+from gateway.tuning.storing import ContentStore
+from gateway.tuning.values import TuningLimits
+
+LIMITS: Final = TuningLimits()
+
+
+class Tuning(NamedTuple):
+    service: TuningService
+    runner: Runner
+
+
+@asynccontextmanager
+async def open_tuning(
+    url: str,
+    replica: str,
+    *,
+    query_context: QueryContext,
+    caller: Callable[[str], Caller | None],
+    unix_time: Callable[[], float] = time.time,
+    limits: TuningLimits = LIMITS,
+    lease_s: float = LEASE_S,
+    poll_s: float = POLL_S,
+    tick_s: float = TICK_S,
+) -> AsyncIterator[Tuning]:
+    """Open the ledger, the content store and the runner, on database connections of their own."""
+    engine = open_engine(url)
+    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s)
+    context = _context(engine, ledger, query_context, caller, limits)
+    runner = Runner(context, poll_s, tick_s)
+    service = TuningService(
+        ledger=ledger,
+        events=context.events,
+        contents=context.contents,
+        refusal=lambda model, plan: refusal(context.sites(), model, plan),
+        remove=context.store.remove,
+        wake=runner.wake,
+        limits=limits,
+    )
+    query_context.federation.bulk = context.store
+    runner.start()
+    try:
+        yield Tuning(service, runner)
+    finally:
+        query_context.federation.bulk = None
+        await runner.close()
+        await engine.dispose()
+
+
+def _context(
+    engine: AsyncEngine,
+    ledger: Ledger,
+    query_context: QueryContext,
+    caller: Callable[[str], Caller | None],
+    limits: TuningLimits,
+) -> TuningContext:
+    unix_time = ledger.clock
+    directory, federation = query_context.directory, query_context.federation
+    files, contents = Files(engine, unix_time), Contents(engine, limits.checkpoints)
+    return TuningContext(
+        ledger=ledger,
+        events=Events(engine, unix_time, limits.events),
+        contents=contents,
+        store=ContentStore(files, ledger, contents, limits, unix_time),
+        files=files,
+        sites=lambda: directory.sites,
+        links=lambda: federation.links,
+        caller=caller,
+        charge=query_context.quotas.charge,
+        clock=query_context.clock,
+        unix_time=unix_time,
+        limits=limits,
+    )

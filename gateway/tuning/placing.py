@@ -1,0 +1,106 @@
+"""Decides where a job of fine-tuning runs, and what becomes of its run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from gateway.domain import Site, SiteState
+from gateway.routing.filters import STALE_AFTER_S
+from gateway.tuning.values import JobStatus, Plan, TuningLimits
+
+
+def refusal(sites: Sequence[Site], model: str, plan: Plan) -> str | None:
+    """Return why no site of the federation could train an adapter of a model now, None if one could."""
+    here = [site for site in sites if site.state is not SiteState.DOWN]
+    serving = [site for site in here if _serves(site, model)]
+    if not serving:
+        return f"no site serves {model!r} as a base now"
+    training = [site.identity.trains for site in serving if site.identity.trains is not None]
+    if not training:
+        return f"no site that serves {model!r} trains: sites do so where their operator allows it"
+    highest = max(each.max_rank for each in training)
+    if plan.rank > highest:
+        return f"the sites that train {model!r} train adapters of rank {highest} at most, not {plan.rank}"
+    return None
+
+
+def choose(
+    sites: Sequence[Site],
+    model: str,
+    plan: Plan,
+    *,
+    runs: Mapping[str, int],
+    avoided: Container[str],
+    now_s: float,
+) -> Site | None:
+    """Return the idlest site that may begin a run now. `runs` are those that each has, `avoided` sites that
+    have just given the job up: they come last.
+    """
+    able = [
+        site
+        for site in sites
+        if _is_fresh(site, now_s)
+        and _serves(site, model)
+        and (trains := site.identity.trains) is not None
+        and plan.rank <= trains.max_rank
+        and runs.get(site.name, 0) < trains.runs
+    ]
+
+    def cost(site: Site) -> tuple[bool, int, float, float, str]:
+        load = site.load
+        busy = (load.running + load.pending + site.credit.requests) / site.identity.slots
+        assert site.identity.trains is not None
+        price = site.identity.trains.usd_per_mtok
+        return site.name in avoided, runs.get(site.name, 0), busy, price, site.name
+
+    return min(able, key=cost, default=None)
+
+
+def _serves(site: Site, model: str) -> bool:
+    served = site.identity.models.get(model)
+    return served is not None and not served.parent
+
+
+def _is_fresh(site: Site, now_s: float) -> bool:
+    return site.state is SiteState.READY and site.weight > 0 and now_s - site.load.received_s <= STALE_AFTER_S
+
+
+class End(StrEnum):
+    """How a run ended, by its site."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    GIVEN_UP = "given up"
+
+
+class Seen(NamedTuple):
+    """What is known of a run. `silent_s` since its site was heard of it, `stopping_s` since it was asked to
+    stop, 0 before.
+    """
+
+    end: End | None = None
+    silent_s: float = 0.0
+    stopping_s: float = 0.0
+
+
+class Act(StrEnum):
+    GO_ON = "go on"
+    SUCCEED = "succeed"
+    FAIL = "fail"
+    LEAVE = "leave"
+    STOP = "stop"
+
+
+def next_act(status: JobStatus, seen: Seen, limits: TuningLimits) -> Act:
+    """Return what to do about the current run of a job: to leave it, a running job goes on elsewhere."""
+    if status is not JobStatus.RUNNING:  # paused, or resumed before the run had stopped
+        gone = seen.end is not None or seen.silent_s > limits.lost_s or seen.stopping_s > limits.stop_s
+        return Act.LEAVE if gone else Act.STOP
+    if seen.end is End.SUCCEEDED:
+        return Act.SUCCEED
+    if seen.end is End.FAILED:
+        return Act.FAIL
+    return Act.LEAVE if seen.end is not None or seen.silent_s > limits.lost_s else Act.GO_ON

@@ -1,0 +1,24 @@
+"""Finds tuned models by their names: adapters of jobs that succeeded, and checkpoints."""
+
+from __future__ import annotations
+
+from gateway.tuning.contents import Contents
+from gateway.tuning.values import Content, Job, Kind, checkpoint_model
+
+
+def name_of(job: Job, content: Content) -> str:
+    """Return the name by which clients ask for an adapter."""
+    is_checkpoint = content.kind is Kind.CHECKPOINT
+    return checkpoint_model(job.tuned_model, content.step) if is_checkpoint else job.tuned_model
+
+
+async def find_model(contents: Contents, tenant: str, name: str) -> Content | None:
+    """Return the adapter of a tuned model of the tenant, None if it has none of this name."""
+    models = await contents.models(tenant)
+    return next((content for job, content in models if name_of(job, content) == name), None)
+
+
+async def known_names(contents: Contents) -> set[str]:
+    """Return the names of all tuned models, and those that unfinished jobs will have."""
+    names = {name_of(job, content) for job, content in await contents.models()}
+    return names | {job.tuned_model for job in await contents.unfinished()}

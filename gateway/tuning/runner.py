@@ -1,0 +1,380 @@
+"""Leases jobs and looks after them: every replica takes those that nobody holds, also of one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Final
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.errors import MicoError
+from gateway.federation.link import Link
+from gateway.federation.model_orders import ModelOrder
+from gateway.federation.training import RunReport
+from gateway.store.database import reason
+from gateway.tuning.context import TuningContext
+from gateway.tuning.events import WARN
+from gateway.tuning.ledger import new_run
+from gateway.tuning.placing import Act, End, Seen, choose, next_act
+from gateway.tuning.registry import known_names
+from gateway.tuning.results import write_results
+from gateway.tuning.training_run import end_of, order_of, progress_of
+from gateway.tuning.validating import check
+from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
+
+log = logging.getLogger(__name__)
+
+DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
+POLL_S: Final = 2.0
+"""Interval of looking at the database. A lease outlives several polls."""
+TICK_S: Final = 0.25
+"""Interval of looking at what sites have reported, in memory."""
+RECORD_S: Final = 1.0
+"""Least time between two writes of the progress of a run."""
+ORDER_AGAIN_S: Final = 3.0
+"""A site reports of its runs every 2 s: one that does not is given the order again."""
+REMOVE_WITHIN_S: Final = 30.0
+AVOID_S: Final = 60.0
+"""For so long a site that gave a job up, or lost it, is the last choice for it."""
+STALE_RUNS_A_POLL: Final = 20
+LEFTOVERS_A_POLL: Final = 5
+
+
+class Care:
+    """What this replica remembers of a job that it holds. `task` checks its files."""
+
+    def __init__(self, job: Job, now_s: float) -> None:
+        self.job = job
+        self.since_s = now_s  # of the current run, or of waiting for a site
+        self.heard_s = now_s
+        self.ordered_s = float("-inf")
+        self.stopping_s: float | None = None
+        self.recorded: RunReport | None = None
+        self.recorded_s = float("-inf")
+        self.last_error = ""
+        self.avoided: dict[str, float] = {}  # until when
+        self.waits_told = False
+        self.task: asyncio.Task[None] | None = None
+
+    def begin(self, job: Job, now_s: float) -> None:
+        """Turn to the next run of the job, or to waiting for one."""
+        self.job = job
+        self.since_s = self.heard_s = now_s
+        self.ordered_s = self.recorded_s = float("-inf")
+        self.stopping_s = self.recorded = None
+
+
+class Runner:
+    """Looks after the jobs that this replica leases."""
+
+    def __init__(self, context: TuningContext, poll_s: float = POLL_S, tick_s: float = TICK_S) -> None:
+        self._context = context
+        self._poll_s, self._tick_s = poll_s, tick_s
+        self._held: dict[str, Care] = {}
+        self._polled_s = float("-inf")
+        self._wake = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._removing: set[tuple[str, str]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # that have sites remove models
+
+    def start(self) -> None:
+        self._running = asyncio.create_task(self._run_for_ever(), name="fine-tuning")
+
+    def wake(self) -> None:
+        """Look at the database at once: a client has changed a job here."""
+        self._polled_s = float("-inf")
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Give the leases back: another replica goes on with the same runs."""
+        tasks = [self._running, *self._tasks, *(care.task for care in self._held.values())]
+        live = [task for task in tasks if task is not None]
+        for task in live:
+            task.cancel()
+        await asyncio.gather(*live, return_exceptions=True)
+        with suppress(*DATABASE_ERRORS):
+            await self._context.ledger.release()
+
+    async def _run_for_ever(self) -> None:
+        while True:
+            try:
+                await self.turn()
+            except DATABASE_ERRORS as exc:
+                log.warning("training goes on without the database: %s", reason(exc))
+            except Exception:
+                log.exception("looking after fine-tuning went wrong in an unforeseen way; it goes on")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def turn(self) -> None:
+        """Renew the leases when that is due, then look at every job once."""
+        now_s = self._context.clock()
+        if now_s - self._polled_s >= self._poll_s:
+            self._polled_s = now_s
+            await self._poll()
+        for care in [*self._held.values()]:
+            try:
+                await self._look_after(care)
+            except DATABASE_ERRORS as exc:
+                log.warning("job %s waits for the database: %s", care.job.id, reason(exc))
+
+    async def _poll(self) -> None:
+        context, now_s = self._context, self._context.clock()
+        leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs)}
+        for job_id in [job_id for job_id in self._held if job_id not in leased]:
+            self._let_go(self._held.pop(job_id))
+        for job in leased.values():
+            care = self._held.setdefault(job.id, Care(job, now_s))
+            if care.job.run != job.run:
+                care.begin(job, now_s)
+            care.job = job
+        await self._stop_stale_runs()
+        await self._remove_deleted_models()
+        await context.store.remove_leftovers(LEFTOVERS_A_POLL)
+        await context.ledger.remove_expired(LEFTOVERS_A_POLL)
+
+    def _let_go(self, care: Care) -> None:
+        """Stop what this replica does about a job that has ended, or that another replica holds."""
+        if care.task is not None:
+            care.task.cancel()
+
+    async def _stop_stale_runs(self) -> None:
+        """Have sites drop runs that are current no more: of jobs that ended or went elsewhere."""
+        current = {care.job.run for care in self._held.values()}
+        for link in [*self._context.links().values()]:
+            reports = [each for each in link.training.reports.values() if each.run not in current]
+            for report in reports[:STALE_RUNS_A_POLL]:
+                if await self._context.ledger.current_run(report.job_id) != report.run:
+                    link.training.stop(report.run, snapshot=False)
+
+    async def _remove_deleted_models(self) -> None:
+        """Have sites serve tuned models no more that were deleted."""
+        links = [*self._context.links().values()]
+        served = [(link, each.id) for link in links for each in link.identity.models.values() if each.tenant]
+        if not served:
+            return
+        known = await known_names(self._context.contents)
+        for link, name in served:
+            if name not in known and (link.name, name) not in self._removing:
+                self._removing.add((link.name, name))
+                task = asyncio.create_task(self._remove_model(link, name), name=f"remove {name}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _remove_model(self, link: Link, name: str) -> None:
+        try:
+            await link.orders.carry_out(ModelOrder("remove", name), REMOVE_WITHIN_S)
+        except MicoError as exc:
+            log.warning("%s still serves the deleted model %s: %s", link.name, name, exc)
+        finally:
+            self._removing.discard((link.name, name))
+
+    async def _look_after(self, care: Care) -> None:
+        job = care.job
+        if job.status is JobStatus.VALIDATING:
+            if care.task is None or care.task.done():
+                care.task = asyncio.create_task(self._guard(self._validate(care), job), name=job.id)
+        elif job.run is not None:
+            await self._follow(care)
+        elif job.status is JobStatus.QUEUED:
+            await self._place(care)
+
+    async def _guard(self, work: Coroutine[Any, Any, None], job: Job) -> None:
+        try:
+            await work
+        except DATABASE_ERRORS as exc:
+            log.warning("the files of job %s are checked again later: %s", job.id, reason(exc))
+        except Exception:
+            log.exception("checking the files of job %s went wrong in an unforeseen way", job.id)
+
+    async def _refresh(self, care: Care) -> None:
+        """Read the job anew after a change, by this replica or by a client."""
+        context = self._context
+        job = await context.ledger.get(care.job.tenant, care.job.id)
+        if job is None or job.ended or job.leased_by != context.ledger.owner:
+            self._held.pop(care.job.id, None)
+            return
+        if job.run != care.job.run:
+            care.begin(job, context.clock())
+        care.job = job
+
+    # ---- before a run
+
+    async def _validate(self, care: Care) -> None:
+        """Check the files, then queue the job, or fail it with every fault and its line."""
+        context, job = self._context, care.job
+        contents: list[Content] = []
+        rows = 0
+        named = (
+            ("training_file", Kind.DATA, job.training_file_id),
+            ("validation_file", Kind.VALIDATION, job.validation_file_id),
+        )
+        for param, kind, file_id in named:
+            if file_id is None:
+                continue
+            file = await context.files.get(job.tenant, file_id)
+            if file is None:
+                await self._fail(care, JobError("file_not_found", f"The file {file_id} was deleted.", param))
+                return
+            checked = await check(context.files.parts(file), context.limits)
+            if checked.faults:
+                for fault in checked.faults:
+                    await context.ledger.tell(job, "error", f"{param}, {fault}"[:1_000])
+                first = f"The {param} can't be trained on: {checked.faults[0]}"
+                more = f" ({len(checked.faults)} faults; the events name each)"
+                text = first[:1_000] + (more if len(checked.faults) > 1 else "")
+                await self._fail(care, JobError("invalid_training_file", text, param))
+                return
+            rows = checked.rows if kind is Kind.DATA else rows
+            now = context.unix_time()
+            contents.append(Content(job.id, kind, 0, checked.sha256, checked.bytes, file_id, now))
+        if (steps := job.plan.total_steps(rows)) > context.limits.total_steps:
+            text = f"The job has {steps:,} steps, the most is {context.limits.total_steps:,}."
+            await self._fail(care, JobError("too_many_steps", text, "hyperparameters.n_epochs"))
+            return
+        await context.ledger.validated(job, rows, contents)
+        await self._refresh(care)
+
+    async def _place(self, care: Care) -> None:
+        context, job, now_s = self._context, care.job, self._context.clock()
+        runs = Counter(each.job.site for each in self._held.values() if each.job.run is not None)
+        care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
+        site = choose(
+            [each for each in context.sites() if each.name in context.links()],
+            job.model,
+            job.plan,
+            runs=runs,
+            avoided=care.avoided,
+            now_s=now_s,
+        )
+        if site is None:
+            await self._wait_for_site(care, now_s)
+        elif await context.ledger.start(job, new_run(), site.name):
+            care.waits_told = False
+            await self._refresh(care)
+            await self._order(care)
+
+    async def _wait_for_site(self, care: Care, now_s: float) -> None:
+        if now_s - care.since_s > self._context.limits.queued_s:
+            text = "For a day no site had room to train it."
+            await self._fail(care, JobError("no_site", text))
+        elif not care.waits_told:
+            care.waits_told = True
+            await self._context.ledger.tell(care.job, WARN, "No site has room to train now; the job waits.")
+
+    # ---- a run
+
+    async def _order(self, care: Care) -> None:
+        context, job = self._context, care.job
+        link = context.links().get(job.site)
+        if link is None or job.run is None:
+            return
+        contents = await context.contents.of_job(job.id, Kind.DATA, Kind.VALIDATION, Kind.SNAPSHOT)
+        link.training.train(order_of(job, contents))
+        care.ordered_s = context.clock()
+
+    async def _follow(self, care: Care) -> None:
+        """Look at the newest report of the current run, and do what follows from it."""
+        context, job, now_s = self._context, care.job, self._context.clock()
+        link = context.links().get(job.site)
+        report = None if link is None else link.training.reports.get(job.run or "")
+        if report is not None:
+            care.heard_s = max(care.heard_s, report.heard_s)
+            if not await self._record(care, report, now_s):
+                return
+        asked_s = 0.0 if care.stopping_s is None else now_s - care.stopping_s
+        end = None if report is None else end_of(report)
+        act = next_act(job.status, Seen(end, now_s - care.heard_s, asked_s), context.limits)
+        if act is Act.SUCCEED:
+            await self._succeed(care)
+        elif act is Act.FAIL:
+            assert report is not None
+            await self._fail(care, _error_of(report))
+        elif act is Act.LEAVE:
+            await self._leave(care, end, "" if report is None else report.error)
+        elif act is Act.STOP and link is not None and care.stopping_s is None:
+            care.stopping_s = now_s
+            link.training.stop(job.run or "", snapshot=True)
+        elif act is Act.GO_ON and max(care.heard_s, care.ordered_s) < now_s - ORDER_AGAIN_S:
+            await self._order(care)
+
+    async def _record(self, care: Care, report: RunReport, now_s: float) -> bool:
+        """Write the progress of the run, and charge it. Return whether the run is still current, and the job
+        this replica's.
+        """
+        context, job = self._context, care.job
+        is_due = report.end or now_s - care.recorded_s >= RECORD_S
+        if report is care.recorded or not is_due:
+            return True
+        site = next((each for each in context.sites() if each.name == job.site), None)
+        progress = progress_of(job, report, site, context.limits)
+        if not await context.ledger.advance(job, progress):
+            await self._refresh(care)
+            return False
+        care.recorded, care.recorded_s = report, now_s
+        await self._charge(job, progress.trained_tokens, progress.nano_usd)
+        await self._refresh(care)
+        return care.job.id in self._held and care.job.run == report.run
+
+    async def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> None:
+        """Charge what is new. A job whose tenant has spent its month is paused."""
+        context = self._context
+        caller = context.caller(job.key_id)
+        if caller is None:
+            return
+        tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
+        refusal = context.charge(caller, tokens, cost) if tokens or cost else None
+        if refusal is not None and await context.ledger.pause(job.tenant, job.id):
+            await context.ledger.tell(job, WARN, f"Paused: {refusal.message}")
+
+    async def _succeed(self, care: Care) -> None:
+        context, job = self._context, care.job
+        if not await context.contents.of_job(job.id, Kind.ADAPTER):
+            await self._leave(care, End.GIVEN_UP, "it stored no adapter")
+            return
+        results = await write_results(job, context.files, context.events, context.limits)
+        text = f"The job succeeded: {job.tuned_model} can be asked."
+        if not await context.ledger.end(job, JobStatus.SUCCEEDED, text, results=results):
+            await context.files.discard(results.id)
+        self._over(care)
+
+    async def _fail(self, care: Care, error: JobError) -> None:
+        await self._context.ledger.end(care.job, JobStatus.FAILED, error.message, error=error)
+        self._over(care)
+
+    def _over(self, care: Care) -> None:
+        """Forget a job that has ended, and have its site drop the run."""
+        self._held.pop(care.job.id, None)
+        self._drop_run(care.job)
+
+    def _drop_run(self, job: Job) -> None:
+        link = self._context.links().get(job.site)
+        if link is not None and job.run is not None:
+            link.training.stop(job.run, snapshot=False)
+
+    async def _leave(self, care: Care, end: End | None, error: str) -> None:
+        """End a run, not the job: that goes on elsewhere from its last snapshot, or stays paused."""
+        context, job = self._context, care.job
+        what = f"{job.site} {'gave the run up' if end else 'was lost'}" + (f": {error}" if error else "")
+        if job.status is JobStatus.RUNNING:
+            care.avoided[job.site] = context.clock() + AVOID_S
+            if job.runs >= context.limits.runs:
+                text = f"{job.runs} runs in a row ended without a step; the last one: {what}."
+                await self._fail(care, JobError("site_failures", text[:1_000]))
+                return
+        message = (
+            f"{what}; the job goes on from its last snapshot." if job.status is JobStatus.RUNNING else ""
+        )
+        if await context.ledger.leave_run(job, message, WARN):
+            self._drop_run(job)
+        await self._refresh(care)
+
+
+def _error_of(report: RunReport) -> JobError:
+    return JobError(report.error_code or "training_failed", report.error or "The site gave no reason.")

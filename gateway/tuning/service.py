@@ -1,0 +1,26 @@
+"""Defines what clients' requests need of fine-tuning: one frozen object of callables and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from gateway.tuning.contents import Contents
+from gateway.tuning.events import Events
+from gateway.tuning.ledger import Ledger
+from gateway.tuning.values import Content, Plan, TuningLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningService:
+    """`refusal` returns why no site could train a model by a plan now, None if one could. `remove` removes an
+    adapter, unless somebody else did. `wake` has this replica look at what a client has changed.
+    """
+
+    ledger: Ledger
+    events: Events
+    contents: Contents
+    refusal: Callable[[str, Plan], str | None]
+    remove: Callable[[Content], Awaitable[bool]]
+    wake: Callable[[], None]
+    limits: TuningLimits

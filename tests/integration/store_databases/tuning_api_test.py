@@ -1,0 +1,322 @@
+"""Fine-tuning by OpenAI's SDK: files, jobs, events, checkpoints, the tuned model, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import openai
+import pytest
+from openai.types.fine_tuning import FineTuningJob
+
+from gateway.tuning.values import TuningLimits
+from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.edge import error_of
+from tests.support.training_site import TRAINS, Run, next_run, stopped
+from wire import federation_pb2 as pb
+
+JOBS = "/v1/fine_tuning/jobs"
+LIMITS = TuningLimits(lost_s=3.0)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+"""The tuned model can call none: whose it is not must not learn so."""
+
+
+def rows(count: int = 32) -> bytes:
+    def row(number: int) -> dict[str, Any]:
+        return {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": f"answer {number}"},
+            ]
+        }
+
+    return b"".join(json.dumps(row(number)).encode() + b"\n" for number in range(count))
+
+
+def play(url: str, scenario: Callable[[Replica], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    async def main() -> None:
+        settings.setdefault("trains", TRAINS)
+        async with replica(url, sites=("a",), tuning_limits=LIMITS, **settings) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+async def upload(here: Replica, content: bytes, key: str = "one") -> str:
+    return (await here.sdk(key).files.create(file=("rows.jsonl", content), purpose="fine-tune")).id
+
+
+async def create(
+    here: Replica, content: bytes | None = None, key: str = "one", **asked: Any
+) -> FineTuningJob:
+    file_id = await upload(here, rows() if content is None else content, key)
+    return await here.sdk(key).fine_tuning.jobs.create(model="m", training_file=file_id, **asked)
+
+
+async def reached(here: Replica, job_id: str, *statuses: str, key: str = "one") -> FineTuningJob:
+    async with asyncio.timeout(30):
+        while True:
+            job = await here.sdk(key).fine_tuning.jobs.retrieve(job_id)
+            if job.status in statuses:
+                return job
+            await asyncio.sleep(0.01)
+
+
+async def recorded(here: Replica, job_id: str, step: int) -> None:
+    """Wait until the ledger has a step."""
+    async with asyncio.timeout(30):
+        while True:
+            if (await here.raw("GET", f"{JOBS}/{job_id}")).json()["mico"]["step"] >= step:
+                return
+            await asyncio.sleep(0.01)
+
+
+def test_a_job_from_the_file_to_the_tuned_models_answer(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        tuning = here.sdk().fine_tuning
+        job = await create(
+            here,
+            suffix="support",
+            seed=7,
+            metadata={"for": "test"},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": "auto"}},
+            },
+        )
+        assert (job.object, job.status, job.seed) == ("fine_tuning.job", "validating_files", 7)
+        assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 16)
+        run = await next_run(here)
+        order = run.order
+        assert (order.model, order.tenant, order.epochs, order.batch_size) == ("m", "tenant-1", 3, 16)
+        assert (order.learning_rate, order.rank, order.target, order.seed) == (2e-4, 16, "all-linear", 7)
+        assert await run.fetch(order.data) == rows()
+        assert await run.fetch(order.data, 100) == rows()[100:]
+        await run.report(2)
+        await recorded(here, job.id, 2)
+        assert (await tuning.jobs.retrieve(job.id)).status == "running"
+        await run.succeed()
+        done = await reached(here, job.id, "succeeded")
+        FineTuningJob.model_validate_json((await here.raw("GET", f"{JOBS}/{job.id}")).content, strict=True)
+        assert done.fine_tuned_model == f"ft:m:tenant-1:support:{job.id[6:14]}"
+        assert (done.trained_tokens, done.finished_at is not None, done.error) == (600, True, None)
+        events = [each async for each in tuning.jobs.list_events(job.id, limit=2)]
+        metrics = [each.data for each in events if each.type == "metrics"]
+        assert [each["step"] for each in metrics] == [6, 5, 4, 3, 2, 1]  # type: ignore[index]
+        assert events[-1].message.startswith("The job was created")
+        (checkpoint,) = (await tuning.jobs.checkpoints.list(job.id)).data
+        assert checkpoint.fine_tuned_model_checkpoint == f"{done.fine_tuned_model}:ckpt-step-3"
+        assert (checkpoint.step_number, checkpoint.metrics.train_loss) == (3, pytest.approx(1 / 3))
+        results = await here.sdk().files.content(done.result_files[0])
+        assert results.text.splitlines()[:2] == [
+            "step,train_loss,train_mean_token_accuracy,valid_loss",
+            "1,1.0,0.5,",
+        ]
+        await stopped(here, run, snapshot=False)  # the end is acknowledged
+        model = str(done.fine_tuned_model)
+        answer = await here.sdk().chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "hello"}]
+        )
+        assert answer.choices[0].message.content == "re: hello"
+        assert model in [each.id async for each in here.sdk().models.list()]
+        assert (await here.sdk().models.delete(model)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await here.sdk().models.delete(model)
+        site_order = await removal(here)
+        assert (site_order.kind, site_order.model) == ("remove", model)
+
+    play(url, scenario)
+
+
+async def removal(here: Replica) -> pb.ModelOrder:
+    async with asyncio.timeout(30):
+        while True:
+            site, message = await here.orders.get()
+            if message.WhichOneof("body") == "order":
+                await site.send(models=pb.Models(models=[site.served_model]))
+                await site.send(ordered=pb.Ordered(order_id=message.order.order_id))
+                return message.order
+
+
+def test_another_tenant_sees_nothing_of_a_job_or_its_model(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+        await run.succeed()
+        model = (await reached(here, job.id, "succeeded")).fine_tuned_model
+        for path in ("", "/events", "/checkpoints", "/events?stream=true"):
+            error_of(await here.raw("GET", f"{JOBS}/{job.id}{path}", "two"), 404)
+            error_of(await here.raw("GET", f"{JOBS}/{job.id}{path}", "nobody"), 401)
+        for verb in ("cancel", "pause", "resume"):
+            error_of(await here.raw("POST", f"{JOBS}/{job.id}/{verb}", "two"), 404)
+        assert (await here.raw("GET", JOBS, "two")).json()["data"] == []
+        chat = {"model": model, "messages": [{"role": "user", "content": "hello"}], "tools": TOOLS}
+        error = error_of(await here.raw("POST", "/v1/chat/completions", "two", json=chat), 404)
+        assert "does not exist; served here: m" in error["message"] and "ft:" not in error["message"][60:]
+        unknown = chat | {"model": "ft:nothing"}
+        other = error_of(await here.raw("POST", "/v1/chat/completions", "two", json=unknown), 404)
+        assert other["code"] == error["code"]
+        error_of(await here.raw("DELETE", f"/v1/models/{model}", "two"), 404)
+        error_of(await here.raw("GET", f"/v1/models/{model}", "two"), 404)
+        assert [each["id"] for each in (await here.raw("GET", "/v1/models", "two")).json()["data"]] == ["m"]
+        body = {"model": "m", "training_file": job.training_file}
+        assert error_of(await here.raw("POST", JOBS, "two", json=body), 400)["param"] == "training_file"
+
+    play(url, scenario)
+
+
+REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"model": None}, 400, "model"),
+    ({"model": "nope"}, 404, None),
+    ({"training_file": "file-nope"}, 400, "training_file"),
+    ({"validation_file": "file-nope"}, 400, "validation_file"),
+    ({"suffix": "x" * 65}, 400, "suffix"),
+    ({"suffix": "a:b"}, 400, "suffix"),
+    ({"seed": -1}, 400, "seed"),
+    ({"seed": "7"}, 400, "seed"),
+    ({"n_epochs": 3}, 400, "n_epochs"),
+    ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters.n_epochs"),
+    ({"hyperparameters": {"n_epochs": "many"}}, 400, "hyperparameters.n_epochs"),
+    ({"hyperparameters": {"batch_size": 257}}, 400, "hyperparameters.batch_size"),
+    (
+        {"hyperparameters": {"learning_rate_multiplier": 0}},
+        400,
+        "hyperparameters.learning_rate_multiplier",
+    ),
+    ({"hyperparameters": {"warmup": 1}}, 400, "hyperparameters.warmup"),
+    ({"method": {"type": "dpo", "dpo": {}}}, 400, "method.type"),
+    ({"method": {"type": "supervised", "reinforcement": {}}}, 400, "method.reinforcement"),
+    (
+        {"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}},
+        400,
+        "method.supervised.hyperparameters.beta",
+    ),
+    ({"method": {"supervised": {}}}, 400, "method.type"),
+    ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
+    ({"metadata": {"a": 1}}, 400, "metadata"),
+    ({"mico": {"rank": 0}}, 400, "mico.rank"),
+    ({"mico": {"rank": 128}}, 400, "model"),  # above what the site trains
+    ({"mico": {"target": "mlp"}}, 400, "mico.target"),
+    ({"mico": {"dropout": 0.1}}, 400, "mico.dropout"),
+]
+
+
+def test_a_job_is_refused_with_the_field(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        body = {"model": "m", "training_file": await upload(here, rows())}
+        for change, status, param in REFUSED:
+            error = error_of(await here.raw("POST", JOBS, json=body | change), status)
+            assert error["param"] == param, (change, error)
+        accepted = body | {
+            "integrations": [],
+            "validation_file": None,
+            "hyperparameters": {"n_epochs": "auto"},
+        }
+        assert (await here.raw("POST", JOBS, json=accepted)).status_code == 200
+
+    play(url, scenario)
+
+
+def test_where_no_site_trains_a_job_is_refused_and_says_why(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        body = {"model": "m", "training_file": await upload(here, rows())}
+        error = error_of(await here.raw("POST", JOBS, json=body), 400)
+        assert error["code"] == "model_not_trainable"
+        assert "no site that serves 'm' trains" in error["message"]
+        assert (await here.raw("GET", JOBS)).json()["data"] == []
+
+    play(url, scenario, trains=None)
+
+
+FAULTS = [
+    (b"", "the file has no lines"),
+    (rows(2) + b"{\n", "line 3: is not JSON"),
+    (rows(1) + b'{"messages": []}\n', "line 2: messages is empty"),
+    (b'{"messages": [{"role": "user", "content": "x"}]}', "line 1: messages has no message of the assistant"),
+]
+
+
+def test_a_bad_file_fails_the_job_before_training_and_names_the_line(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        for content, fault in FAULTS[1:]:
+            failed = await reached(here, (await create(here, content)).id, "failed")
+            assert failed.error is not None
+            assert (failed.error.code, failed.error.param) == ("invalid_training_file", "training_file")
+            assert fault in failed.error.message
+            listed = (await here.sdk().fine_tuning.jobs.list_events(failed.id)).data
+            assert any(fault in each.message and each.level == "error" for each in listed)
+        assert here.orders.empty()  # no site was told of any
+
+    play(url, scenario)
+
+
+def test_a_job_pauses_resumes_from_its_snapshot_and_is_cancelled(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        jobs = here.sdk().fine_tuning.jobs
+        job = await create(here)
+        run = await next_run(here)
+        assert not run.order.HasField("snapshot")
+        await run.report(2)
+        paused = await jobs.pause(job.id)
+        assert paused.status == "queued"
+        await stopped(here, run, snapshot=True)
+        await run.store(pb.StoreBegin.SNAPSHOT, 2, b"moments" * 700)
+        await run.report(2, end=pb.Training.STOPPED)
+        await stopped(here, run, snapshot=False)
+        state = (await here.raw("GET", f"{JOBS}/{job.id}")).json()
+        assert (state["status"], state["mico"]["paused"], state["mico"]["step"]) == ("queued", True, 2)
+        await jobs.resume(job.id)
+        again = await next_run(here)
+        assert again.order.run != run.order.run
+        assert await again.fetch(again.order.snapshot) == b"moments" * 700
+        assert again.order.revision == "rev-1"
+        await again.report(3)
+        await recorded(here, job.id, 3)
+        cancelled = await jobs.cancel(job.id)
+        assert (cancelled.status, cancelled.trained_tokens) == ("cancelled", 300)
+        await stopped(here, again, snapshot=False)
+        assert (await jobs.cancel(job.id)).status == "cancelled"
+        with pytest.raises(openai.BadRequestError):
+            await jobs.resume(job.id)
+
+    play(url, scenario)
+
+
+def test_events_stream_until_the_job_has_ended(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+
+        async def stream() -> list[str]:
+            response = await here.raw("GET", f"{JOBS}/{job.id}/events?stream=true")
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+
+        streaming = asyncio.create_task(stream())
+        run = await next_run(here)
+        await run.succeed()
+        *events, done = await streaming
+        assert done == "[DONE]"
+        messages = [json.loads(each)["message"] for each in events]
+        assert messages[0].startswith("The job was created") and messages[-1].startswith("The job succeeded")
+        assert sum(message.startswith("Step ") for message in messages) == 6
+
+    play(url, scenario)
+
+
+def test_trained_tokens_cost_money_and_are_recorded_once(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run: Run = await next_run(here)
+        await run.report(5)
+        await recorded(here, job.id, 5)
+        await run.succeed()
+        await reached(here, job.id, "succeeded")
+        found = await here.tuning.service.ledger.get("tenant-1", job.id)
+        assert found is not None
+        assert (found.trained_tokens, found.nano_usd) == (600, 600 * 2_000)
+
+    play(url, scenario)
