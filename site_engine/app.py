@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from uuid import uuid4
 
 from site_engine.config import SiteConfig
 from site_engine.core.chain import Variant
+from site_engine.engine.device_turns import SharedDevice
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_client import COMMAND
 from site_engine.engine_client import Facts, Listener
@@ -34,11 +36,14 @@ SETTLED_AFTER_S = 300.0
 """An engine that has served so long was not lost soon."""
 
 
-def run(config: SiteConfig) -> int:
-    """Serve until a signal; return the exit status of the process."""
-    logs.set_up(config.log_level, config.site)
+def run(configs: Sequence[SiteConfig]) -> int:
+    """Serve until a signal; return the exit status of the process. Several are groups of one process."""
+    config, *others = configs
+    logs.set_up(config.log_level, config.site.rpartition("/")[0] if others else config.site)
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            if others:
+                return runner.run(serve_groups(configs))
             if config.engine == "native":
                 return runner.run(serve(config))
             from site_engine.remote_site import serve as serve_remote  # needs no torch
@@ -53,16 +58,18 @@ async def serve(
     config: SiteConfig,
     load: Callable[[SiteConfig], Loaded] | None = None,
     command: Sequence[str] = COMMAND,
+    shutdown: Shutdown | None = None,
 ) -> int:
     """Load the model, link to the gateways, serve, drain. Raises ConfigError if that cannot begin.
 
     The first SIGTERM or SIGINT drains; the second ends without waiting. `load` makes the engine in this
     process; without it `config` says whether it runs in one of its own, which `command` starts.
     """
+    shutdown = shutdown or Shutdown()
     dialer = Dialer.from_config(config)
     if load is None and config.separates_engine:
         async with attempt_log(config.site, config.otlp_url) as on_finish:
-            return await _serve_process(config, dialer, on_finish, command)
+            return await _serve_process(config, dialer, on_finish, shutdown, command)
     loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
     engine = await asyncio.to_thread(
@@ -72,11 +79,39 @@ async def serve(
         config.iteration_floor_s,
         allow_special_tokens=config.allow_special_tokens,
     )
-    shutdown = Shutdown()
     async with attempt_log(config.site, config.otlp_url) as on_finish:
         with shutdown.handle_signals(loop):
             served = Served(engine, facts_of(loaded), shutdown.engine_broken, configured_variants(config))
             return await _serve(config, served, dialer, on_finish, shutdown)
+
+
+async def serve_groups(
+    configs: Sequence[SiteConfig], load: Callable[[SiteConfig], Loaded] = load_engine
+) -> int:
+    """Serve several groups, each a site of its own, until a signal or until one of them fails.
+
+    Engines in this process are loaded one after the other, and take turns on the device. Raises ConfigError
+    if one cannot begin.
+    """
+    shutdown, device, loading = Shutdown(), SharedDevice(time.monotonic), threading.Lock()
+
+    def load_shared(config: SiteConfig) -> Loaded:
+        with loading:
+            loaded = load(config)
+        return loaded._replace(engine=device.engine(loaded.engine))
+
+    async def serve_one(config: SiteConfig) -> None:
+        status = await serve(config, None if config.separates_engine else load_shared, shutdown=shutdown)
+        if not shutdown.requested.is_set():
+            shutdown.engine_broken(f"that of {config.site} ended with status {status}")
+
+    try:
+        async with asyncio.TaskGroup() as serving:
+            for config in configs:
+                serving.create_task(serve_one(config))
+    except* ConfigError as failed:
+        raise failed.exceptions[0] from failed
+    return shutdown.status
 
 
 class Served(NamedTuple):
@@ -89,14 +124,14 @@ class Served(NamedTuple):
 
 
 async def _serve_process(
-    config: SiteConfig, dialer: Dialer, on_finish: OnFinish, command: Sequence[str]
+    config: SiteConfig, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown, command: Sequence[str]
 ) -> int:
     """Serve with an engine in a process of its own; start it again when it is lost.
 
     Between two engines the site has no links: its gateways give the answers to other sites. Raises
     ConfigError if the model cannot be loaded.
     """
-    loop, shutdown = asyncio.get_running_loop(), Shutdown()
+    loop = asyncio.get_running_loop()
     lost_in_a_row, wanted = 0, configured_variants(config)
     with shutdown.handle_signals(loop):
         while lost_in_a_row < MAX_LOST_IN_A_ROW:

@@ -38,6 +38,8 @@ _AT_LEAST_ONE = (
     "tokens_per_min",
 )
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
+_OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
+"""Settings that a group may have of its own, before those of its site."""
 _AT_LEAST_ZERO = (
     "stream_interval_s",
     "iteration_floor_s",
@@ -202,8 +204,20 @@ class SiteConfig:
 
 
 def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> SiteConfig:
-    """Load a configuration: later sources win, an override of None is none. Raises ConfigError."""
+    """Load a configuration of one group at most; `load_groups` says how. Raises ConfigError."""
+    found = load_groups(path, environ, **overrides)
+    if len(found) > 1:
+        names = ", ".join(each.site for each in found)
+        raise ConfigError(f"this takes one [[group]], not {len(found)} ({names})")
+    return found[0]
+
+
+def load_groups(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> tuple[SiteConfig, ...]:
+    """Load a configuration: later sources win, an override of None is none. Each group of a file is a site of
+    its own. Raises ConfigError.
+    """
     settings: dict[str, Any] = {}
+    groups: tuple[dict[str, Any], ...] = ()
     in_environment = {
         name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
     }
@@ -212,18 +226,34 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
         ("the environment", in_environment),
         ("the command line", {name: value for name, value in overrides.items() if value is not None}),
     ):
-        groups = values.pop("group", None)
-        for name, value in values.items():
-            known = _known(name, origin)
-            try:
-                settings[known] = _PARSERS[known](value)
-            except (TypeError, ValueError) as exc:
-                shown = "" if known in {"token", "join_secret"} else f" {value!r}"
-                raise ConfigError(f"{known} cannot be{shown}: {exc}") from exc
-        if groups is not None:
-            settings |= _group_settings(groups, settings)
+        tables = values.pop("group", None)
+        parsed = _parsed(values, origin)
+        settings |= parsed
+        for group in groups:
+            group |= {name: value for name, value in parsed.items() if name in group}
+        if tables is not None:
+            groups = _groups(tables, settings)
     if "pool" in settings and "site" not in settings:
         settings["site"] = f"{settings['pool']}-{socket.gethostname().partition('.')[0]}"
+    if len(groups) > 1:
+        _check_shared(settings, groups)
+        settings["usd_per_hour"] = settings.get("usd_per_hour", 0.0) / len(groups)
+    return tuple(_site_config({**settings, **group}) for group in groups or ({},))
+
+
+def _parsed(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        known = _known(name, origin)
+        try:
+            settings[known] = _PARSERS[known](value)
+        except (TypeError, ValueError) as exc:
+            shown = "" if known in {"token", "join_secret"} else f" {value!r}"
+            raise ConfigError(f"{known} cannot be{shown}: {exc}") from exc
+    return settings
+
+
+def _site_config(settings: dict[str, Any]) -> SiteConfig:
     if group := settings.pop("group", ""):
         settings["site"] = f"{settings.get('site', '')}/{group}".lstrip("/")
     engine_of = "url" if settings.get("engine", "native") != "native" else "model"
@@ -234,22 +264,40 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
     return SiteConfig(**settings)
 
 
-def _group_settings(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the only [[group]] of a file makes. Raises ConfigError."""
-    groups = _tables(value, "group", ("name", "model", "served_model", "variant"))
-    if len(groups) != 1:
-        names = ", ".join(str(each.get("name")) for each in groups)
-        raise ConfigError(
-            f"a site process serves one [[group]], not {len(groups)} ({names}): run one for each"
-        )
-    (group,) = groups
+def _groups(value: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the settings that each [[group]] of a file makes. Raises ConfigError."""
+    groups = _tables(value, "group", ("name", "model", "variant", *_OF_GROUPS))
     for name in ("model", "served_model"):
         _require(name not in given, name, "is set beside [[group]], which has its own")
-    name, variants = str(group.get("name", "")), group.get("variant", [])
-    _require(bool(name) and name.isprintable() and "/" not in name, "group.name", "must be set, without /")
-    _require(bool(group.get("model")), "group.model", "must be set")
+    made: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        name = str(group.get("name", ""))
+        _require(
+            bool(name) and name.isprintable() and "/" not in name, "group.name", "must be set, without /"
+        )
+        _require(name not in made, "group.name", f"{name} is there twice")
+        _require(bool(group.get("model")), "group.model", "must be set")
+        own = {each: group[each] for each in _OF_GROUPS if each in group}
+        variants = _variants(group.get("variant", []))
+        made[name] = {"group": name, "model": str(group["model"]), "variants": variants}
+        made[name] |= _parsed(own, f"group {name}")
+    _require(bool(made), "group", "is empty")
+    return tuple(made.values())
+
+
+def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, Any]]) -> None:
+    """Check what several groups of one process need beyond each of them. Raises ConfigError."""
+    for name in ("identity", "tls_cert", "pool"):
+        whose = "is of one site" if name != "pool" else "counts machines by their sites"
+        _require(name not in settings, name, f"{whose}: run a process for each [[group]]")
+    for group in groups:
+        has_kv = bool(group.get("kv_tokens"))
+        _require(has_kv, f"group {group['group']}", "needs kv_tokens: groups of a process share one device")
+
+
+def _variants(value: Any) -> tuple[VariantConfig, ...]:
     found: dict[str, VariantConfig] = {}
-    for table in _tables(variants, "group.variant", VariantConfig._fields):
+    for table in _tables(value, "group.variant", VariantConfig._fields):
         variant = VariantConfig(**{key: parse_text(each) for key, each in {"id": "", **table}.items()})
         named = 0 < len(variant.id) <= MAX_NAME_CHARS and variant.id.isprintable()
         _require(named, "group.variant", f"has an id that is not 1 to {MAX_NAME_CHARS} printable characters")
@@ -257,8 +305,7 @@ def _group_settings(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         one = bool(variant.adapter) != bool(variant.model)
         _require(one, "group.variant", f"{variant.id} needs one of adapter and model")
         found[variant.id] = variant
-    made = {"group": name, "model": str(group["model"]), "variants": tuple(found.values())}
-    return made | {"served_model": str(group["served_model"])} if "served_model" in group else made
+    return tuple(found.values())
 
 
 def _tables(value: Any, name: str, known: Collection[str]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ class Shutdown:
         self.immediate = asyncio.Event()
         self.reason = ""
         self.status = EXIT_OK
+        self._handling = 0
 
     def engine_broken(self, reason: str) -> None:
         self.status = EXIT_FAILED
@@ -49,15 +50,20 @@ class Shutdown:
 
     @contextmanager
     def handle_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT. Install nothing outside the main thread, which alone gets signals."""
+        """Handle SIGTERM and SIGINT, until the last of those that do so at once no longer does.
+
+        Install nothing outside the main thread, which alone gets signals.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         handled = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+        self._handling += 1
         for number in handled:
             loop.add_signal_handler(number, self.on_signal, number)
         try:
             yield
         finally:
-            for number in handled:
+            self._handling -= 1
+            for number in handled if not self._handling else ():
                 loop.remove_signal_handler(number)
 
 

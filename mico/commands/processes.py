@@ -60,11 +60,13 @@ def site(
     if context.invoked_subcommand:
         return
     from site_engine.app import run
-    from site_engine.config import load
+    from site_engine.config import load_groups
     from site_engine.errors import ConfigError
 
     try:
-        loaded = load(config, os.environ, **{"engine": engine, "url": url, **parse_overrides(overrides)})
+        loaded = load_groups(
+            config, os.environ, **{"engine": engine, "url": url, **parse_overrides(overrides)}
+        )
     except ConfigError as error:
         raise CommandFailed(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from site_engine.config import SiteConfig, VariantConfig, load
+from site_engine.config import SiteConfig, VariantConfig, load, load_groups
 from site_engine.engine import process_messages as pm
 from site_engine.engine.loading import slots_on
 from site_engine.engine_process import settings_to_config
@@ -212,11 +212,6 @@ def test_a_group_is_a_base_with_variants_and_a_site_of_its_own(tmp_path: Path) -
         ('["/srv/models"]', '["models"]', "models_from has 'models', which is no full path"),
         ('site = "alpha"', 'site = "alpha"\nmodel = "m"', "model is set beside"),
         ('site = "alpha"', 'site = "alpha"\nengine = "openai"\nurl = "http://s"', "need the native engine"),
-        (
-            "[[group]]",
-            '[[group]]\nname = "b"\nmodel = "c"\n[[group]]',
-            r"one \[\[group\]\], not 2 \(b, llama\)",
-        ),
     ],
 )
 def test_a_group_that_makes_no_sense_is_refused_by_name(
@@ -227,3 +222,52 @@ def test_a_group_that_makes_no_sense_is_refused_by_name(
     file.write_text(GROUP.replace(old, new, 1))
     with pytest.raises(ConfigError, match=complaint):
         load(file, {})
+
+
+GROUPS = (
+    GROUP.replace("[[group]]\n", "[[group]]\nkv_tokens = 4096\nslots = 4\n", 1)
+    + """
+[[group]]
+name = "qwen"
+model = "/srv/models/qwen"
+kv_tokens = 2048
+output_usd_per_mtok = 0.5
+"""
+)
+
+
+def test_each_group_of_a_file_is_a_site_of_its_own_and_pays_its_part(tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text("usd_per_hour = 3.0\nslots = 8\n" + GROUPS.replace("output_usd_per_mtok = 0.5\n", ""))
+    llama, qwen = load_groups(file, {})
+    assert [each.site for each in (llama, qwen)] == ["alpha/llama", "alpha/qwen"]
+    assert [len(each.variants) for each in (llama, qwen)] == [2, 0]
+    assert [each.kv_tokens for each in (llama, qwen)] == [4096, 2048]
+    assert [each.slots for each in (llama, qwen)] == [4, 8]
+    assert llama.usd_per_hour == qwen.usd_per_hour == 1.5
+    assert [each.slots for each in load_groups(file, {"MICO_SITE_SLOTS": "2"})] == [2, 2]
+    with pytest.raises(ConfigError, match=r"one \[\[group\]\], not 2 \(alpha/llama, alpha/qwen\)"):
+        load(file, {})
+    file.write_text("input_usd_per_mtok = 0.1\n" + GROUPS)
+    assert [each.output_usd_per_mtok for each in load_groups(file, {})] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("kv_tokens = 2048", "", "group qwen needs kv_tokens: groups of a process share one device"),
+        ('name = "qwen"', 'name = "llama"', "group.name llama is there twice"),
+        ("kv_tokens = 2048", "kv_tokens = true", "kv_tokens cannot be True"),
+        ("kv_tokens = 2048", "token_budget = 1", "group.token_budget is unknown"),
+        ('site = "alpha"', 'site = "alpha"\npool = "eu"', "pool counts machines by their sites"),
+        ('site = "alpha"', 'site = "alpha"\ntls = true\nidentity = "/k"', "identity is of one site"),
+    ],
+)
+def test_groups_that_cannot_share_a_process_are_refused(
+    tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
+    file = tmp_path / "site.toml"
+    assert old in GROUPS
+    file.write_text(GROUPS.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=complaint):
+        load_groups(file, {})
