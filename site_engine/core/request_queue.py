@@ -204,6 +204,9 @@ class AdmissionQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waiting.values())
 
+    def has_lane(self, lane: Lane) -> bool:
+        return any(each == lane for each, _ in self._levels)
+
     def push(self, request: Request) -> None:
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1

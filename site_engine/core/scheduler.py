@@ -98,16 +98,21 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._rows)
 
-    def plan(self, now: float, max_new: int | None = None) -> SchedulePlan:
+    def plan(
+        self, now: float, max_new: int | None = None, max_prompt_tokens: int | None = None
+    ) -> SchedulePlan:
         """Plan the next iteration: grow pages and move requests between waiting, running and preempted.
 
-        At most `max_new` requests start, to bound the planning time while a device computes.
+        At most `max_new` requests start, to bound the planning time while a device computes, and at most
+        `max_prompt_tokens` of prompts are computed.
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
         self._preempt_for(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
+        if max_prompt_tokens is not None:
+            budget = min(budget, max_prompt_tokens)
         self._paced_tokens = prompt_tokens(len(plan.decodes))
         budget = self._plan_prefills(plan, budget)
         # prefills alone may hold every page; a request in State.LAST will return its own

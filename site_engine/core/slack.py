@@ -92,7 +92,7 @@ class Slack:
             return True
         if seen.chat_waits:
             return False
-        if self._debt_s >= following.seconds:
+        if 0.0 < self._debt_s >= following.seconds:
             return True
         if seen.chat_decodes:
             left_s = bounds.between_tokens_s - seen.iteration_s - seen.since_tokens_s

@@ -27,6 +27,7 @@ from site_engine.core.request_queue import AdmissionQueue, has_place
 from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
+from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import Poison
@@ -86,6 +87,7 @@ class SiteEngine:
             share_prefixes=settings.share_prefixes,
             adapters=None if variants is None else variants.slots,
         )
+        self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
@@ -96,10 +98,14 @@ class SiteEngine:
         self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = 0.0  # when the pending step was launched
-        self._published_s = 0.0  # when the step before it was read
+        self._published_s = 0.0  # when the newest tokens were read
 
     def step(self) -> list[Output]:
-        """Run one iteration and return its outputs; an idle engine returns none."""
+        """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
+        if self.training.jobs and not (self._outputs or self._cancelled):
+            self._measure_last(self._clock())
+            if self.training.run_slice(self._published_s):
+                return []
         if self._overlapped is None:
             return self._step_synchronous()
         if self._needs_host:
@@ -113,7 +119,7 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        plan = self._scheduler.plan(began)
+        plan = self._scheduler.plan(began, max_prompt_tokens=self.training.prompt_tokens)
         if plan:
             try:
                 self._rules.begin(plan)
@@ -252,7 +258,8 @@ class SiteEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._pending is not None or self._live or self._outputs or self._cancelled)
+        work = self._pending is not None or self._live or self._outputs or self._cancelled
+        return bool(work or self.training.jobs)
 
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""
@@ -314,7 +321,7 @@ class SiteEngine:
     # ---- after the model ran
 
     def _publish_sampled(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
-        now = self._clock()
+        self._published_s = now = self._clock()
         self._scheduler.advance(plan)
         for chunk, rows in logits.prompts:
             self._live[chunk.request.id].read_prompt(chunk.start, rows)
@@ -430,6 +437,7 @@ class SiteEngine:
             self._measure(plan, now - began)
 
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
+        self.training.served(plan, seconds)
         decodes, prefills = plan.decodes, plan.prefills
         read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(

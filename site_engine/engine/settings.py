@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from site_engine.core.request_queue import DEFAULT_POLICY, Policy
+from site_engine.core.slack import Bounds
 
 TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
 """Default tokens per iteration by device. 8,192 was measured on an H200 (bench/results/gpu.md); on a CPU
@@ -27,6 +28,7 @@ class EngineSettings:
     adapter_rank: int = 16  # of a slot on a GPU
     variant_bytes: int | None = None  # that variants may own; None: half of the free memory
     policy: Policy = DEFAULT_POLICY
+    training: Bounds = field(default_factory=Bounds)  # what it may cost those that are served
     debug_poison: bool = False  # fill freed pages with NaN
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
+from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.variants.peft_folder import CONFIG, MAX_RANK, PREFIX, WEIGHTS
 
 KINDS = {"Linear": (1, 0), "Conv1D": (0, 1)}
 """Modules that take a product, and the dimensions of their weight that are their inputs and outputs."""
 STAGING = ".new"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterShape:
-    """`target`: "all-linear", every projection of the layers, or "attention", those of attention alone."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    target: str = "all-linear"
 
 
 class Adapter:
@@ -106,16 +97,17 @@ def attach(name: str, module: Any, adapter: Adapter) -> None:
     module.register_forward_hook(added)
 
 
-def write_folder(folder: Path, adapter: Adapter, base: str) -> None:
-    """Write the adapter as peft does; the folder is there whole or not at all."""
-    parts = 1 if adapter.shape.target == "all-linear" else 2  # of gpt2's c_proj, that of attention alone
-    targets = sorted({".".join(name.split(".")[-parts:]) for name in adapter.factors})
+def write_folder(folder: Path, factors: Mapping[str, torch.Tensor], shape: AdapterShape, base: str) -> None:
+    """Write an adapter as peft does; the folder is there whole or not at all."""
+    names = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in factors}
+    parts = 1 if shape.target == "all-linear" else 2  # of gpt2's c_proj, that of attention alone
+    targets = sorted({".".join(name.split(".")[-parts:]) for name in names})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.shape.rank,
-        "lora_alpha": adapter.shape.alpha,
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
         "target_modules": targets,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -127,6 +119,6 @@ def write_folder(folder: Path, adapter: Adapter, base: str) -> None:
     shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
     staging.mkdir(parents=True)
     (staging / CONFIG).write_text(json.dumps(settings, indent=2), "utf-8")
-    save_file(adapter.tensors(), staging / WEIGHTS, metadata={"format": "pt"})
+    save_file(dict(factors), staging / WEIGHTS, metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)

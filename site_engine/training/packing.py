@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from site_engine.core.training import Recipe
 from site_engine.training.data import Example
 
 
@@ -39,14 +40,11 @@ def epoch_order(examples: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def batches_per_epoch(examples: int, batch_size: int) -> int:
-    return -(-examples // batch_size)
-
-
-def batch_at(step: int, examples: int, batch_size: int, seed: int) -> list[int]:
+def batch_at(step: int, examples: int, recipe: Recipe) -> list[int]:
     """Return the examples of an optimizer step: the position in the data is the step's number alone."""
-    epoch, place = divmod(step, batches_per_epoch(examples, batch_size))
-    return epoch_order(examples, seed, epoch)[place * batch_size : (place + 1) * batch_size]
+    epoch, place = divmod(step, recipe.steps_per_epoch(examples))
+    size = recipe.batch_size
+    return epoch_order(examples, recipe.seed, epoch)[place * size : (place + 1) * size]
 
 
 def micro_batches(lengths: Sequence[int], limit_tokens: int) -> list[list[int]]:

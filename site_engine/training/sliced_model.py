@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.model import attention_context, certify
 from site_engine.model.hf_attention import install_hook
-from site_engine.training.adapter import Adapter, AdapterShape, attach, target_modules
+from site_engine.training.adapter import Adapter, attach, target_modules
 from site_engine.training.context import PackedContext
 from site_engine.variants.certify import alone
 

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
 from site_engine.errors import TrainingRefused
+from site_engine.variants.peft_folder import PREFIX
 
 ABOUT = "mico"
 
@@ -28,30 +30,39 @@ class Snapshot(NamedTuple):
     about: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
+    @property
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """The factors of the adapter by their names in a file of peft, without the moments."""
+        return {name: each for name, each in self.tensors.items() if name.startswith(PREFIX)}
 
-def save(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot; a process that is killed meanwhile leaves the one before. Raises OSError."""
+
+def encode(snapshot: Snapshot) -> bytes:
+    note = json.dumps({"step": snapshot.step, "about": snapshot.about})
+    return bytes(save_tensors(dict(snapshot.tensors), metadata={ABOUT: note}))
+
+
+def decode(data: bytes) -> Snapshot:
+    """Read a snapshot. Raises TrainingRefused for data that is none."""
+    try:
+        tensors = load_tensors(data)
+        size = int.from_bytes(data[:8], "little")
+        note = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
+        return Snapshot(int(note["step"]), note["about"], tensors)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise TrainingRefused(f"the snapshot can't be read: {error}") from error
+
+
+def save(data: bytes, path: Path) -> None:
+    """Write a file whole: a process that is killed meanwhile leaves the one before. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".new")
-    note = json.dumps({"step": snapshot.step, "about": snapshot.about})
-    save_file(dict(snapshot.tensors), staging, metadata={ABOUT: note})
-    for place, replaced in ((staging, path), (path.parent, None)):
-        descriptor = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if replaced is not None:
-            place.replace(replaced)
-
-
-def load(path: Path) -> Snapshot:
-    """Read a snapshot. Raises TrainingRefused for a file that is none."""
+    with staging.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        with safe_open(str(path), framework="pt") as file:
-            names: Any = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-            note = json.loads(file.metadata()[ABOUT])
-        return Snapshot(int(note["step"]), note["about"], tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise TrainingRefused(f"{path} is no snapshot that can be read: {error}") from error
+        os.fsync(folder)
+    finally:
+        os.close(folder)

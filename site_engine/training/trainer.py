@@ -7,17 +7,17 @@ micro-batch is dropped and computed again, the adapter is the same, bit by bit o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
 from site_engine.core.slack import NextSlice, SliceCosts
+from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
 from site_engine.training.data import Dataset, Example
 from site_engine.training.micro_batch import MicroBatch, Slice, Slices, run_micro_batch
-from site_engine.training.packing import batch_at, batches_per_epoch, micro_batches, pack
-from site_engine.training.recipe import Recipe
+from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
 
@@ -27,25 +27,7 @@ MAX_SKIPPED = 3
 SNAPSHOT_INTERVAL_S = 300.0
 
 
-class StepDone(NamedTuple):
-    """One optimizer step: the mean loss of its learned tokens, and the share that the model predicts best.
-
-    `valid_loss`: of the validation file after the last step of an epoch.
-    """
-
-    step: int
-    total_steps: int
-    loss: float
-    accuracy: float
-    tokens: int
-    valid_loss: float | None = None
-
-
-class Failed(NamedTuple):
-    reason: str
-
-
-Event = StepDone | Snapshot | Failed
+Event: TypeAlias = StepDone | Snapshot | Failed
 
 
 class Trainer:
@@ -88,6 +70,8 @@ class Trainer:
         self._slices = self._run()
         self.ended = self.step == self.total_steps
         self._next: Slice = next(self._slices, Slice.UPDATE)
+        if self.ended:
+            self._events.append(self.snapshot())
 
     # ---- between slices
 
@@ -100,6 +84,8 @@ class Trainer:
 
     def run_slice(self) -> float:
         """Run the next slice and return its seconds. What it raises is the end of the job, as an event."""
+        if self.ended:
+            return 0.0
         began, kind, tokens = self._clock(), self._next, self._tokens
         try:
             self._next = next(self._slices)
@@ -162,7 +148,7 @@ class Trainer:
     def _run(self) -> Generator[Slice, None, None]:
         examples = self._data.examples
         while self.step < self.total_steps:
-            numbers = batch_at(self.step, len(examples), self.recipe.batch_size, self.recipe.seed)
+            numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
             count = sum(int(example.learned.sum()) for example in batch)
             total = yield from self._passes(batch, count, backward=True)
@@ -172,7 +158,7 @@ class Trainer:
                 loss = float("nan")
             self.step += 1
             self.trained_tokens += sum(len(example.ids) for example in batch)
-            epoch_ends = self.step % batches_per_epoch(len(examples), self.recipe.batch_size) == 0
+            epoch_ends = self.step % self.recipe.steps_per_epoch(len(examples)) == 0
             valid_loss = (yield from self._validate()) if epoch_ends else None
             done = StepDone(
                 self.step, self.total_steps, loss, total.correct / count, self.trained_tokens, valid_loss

@@ -12,12 +12,11 @@ import torch
 import transformers
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
-from site_engine.training.adapter import AdapterShape, new_adapter, write_folder
+from site_engine.core.training import WARMUP_SHARE, AdapterShape, Recipe, StepDone
+from site_engine.training.adapter import new_adapter, write_folder
 from site_engine.training.micro_batch import run_micro_batch
 from site_engine.training.packing import batch_at, pack
-from site_engine.training.recipe import WARMUP_SHARE, Recipe
 from site_engine.training.sliced_model import SlicedModel
-from site_engine.training.trainer import StepDone
 from tests.support.engine_models import FAMILIES
 from tests.support.model_families import random_model
 from tests.support.training import examples, run, trainer
@@ -81,7 +80,7 @@ def test_twenty_steps_have_the_losses_of_the_trainer_of_transformers(tmp_path: P
     job = trainer(data, recipe, plain, train_tokens=100)
     made, _ = adapted(plain, job.adapter, recipe.shape, "llama")
     ours = [event.loss for event in run(job) if isinstance(event, StepDone)]
-    order = chain.from_iterable(batch_at(step, 40, 8, 3) for step in range(20))
+    order = chain.from_iterable(batch_at(step, 40, recipe) for step in range(20))
     rows = [
         {
             "input_ids": torch.from_numpy(example.ids),
@@ -134,7 +133,7 @@ def test_a_written_folder_is_read_by_peft(tmp_path: Path) -> None:
     plain = random_model(FAMILIES["llama"]())
     job = trainer(examples(8), recipe, plain)
     run(job)
-    write_folder(tmp_path / "tuned", job.adapter, "base")
+    write_folder(tmp_path / "tuned", job.adapter.tensors(), job.adapter.shape, "base")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(plain), str(tmp_path / "tuned"))
     made, _ = adapted(plain, job.adapter, recipe.shape, "llama")
     ids = torch.arange(20)[None]

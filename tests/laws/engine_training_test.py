@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.chain import Variant
+from site_engine.core.training import AdapterShape, Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training import snapshot as snapshots
-from site_engine.training.adapter import Adapter, AdapterShape, new_adapter, write_folder
+from site_engine.training.adapter import Adapter, new_adapter, write_folder
 from site_engine.training.data import Dataset
 from site_engine.training.micro_batch import MicroBatch, run_micro_batch
-from site_engine.training.packing import batch_at, batches_per_epoch, micro_batches, pack
-from site_engine.training.recipe import Recipe
+from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
-from site_engine.training.trainer import Failed, StepDone
 from tests.support.engine_models import FAMILIES, drain, engine_for, greedy, greedy_answer
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, equal, examples, run, trainer
@@ -148,13 +147,13 @@ def test_a_job_resumed_from_any_snapshot_ends_with_the_same_adapter(tmp_path: Pa
     def take(job: Any, slices: int) -> None:
         if slices % 7 == 3:
             taken[job.step] = tmp_path / f"{job.step}.safetensors"
-            snapshots.save(job.snapshot(), taken[job.step])
+            snapshots.save(snapshots.encode(job.snapshot()), taken[job.step])
 
     expected = run(whole, take)
     assert 0 in taken
     assert len(taken) > 5
     for step, path in taken.items():
-        resumed = trainer(data, valid=examples(3, seed=9), resumed=snapshots.load(path))
+        resumed = trainer(data, valid=examples(3, seed=9), resumed=snapshots.decode(path.read_bytes()))
         events = run(resumed)
         assert equal(resumed.adapter.tensors(), whole.adapter.tensors())
         steps = [event for event in events if isinstance(event, StepDone)]
@@ -186,13 +185,13 @@ def test_a_snapshot_of_another_job_is_refused(change: dict[str, Any], named: str
 def test_a_snapshot_that_is_cut_is_refused_and_leaves_the_one_before(tmp_path: Path) -> None:
     job = trainer(examples(6))
     path = tmp_path / "state.safetensors"
-    snapshots.save(job.snapshot(), path)
+    snapshots.save(snapshots.encode(job.snapshot()), path)
     whole = path.read_bytes()
     path.with_suffix(".new").write_bytes(whole[:100])  # of a process that was killed while it wrote
-    assert snapshots.load(path).step == 0
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TrainingRefused, match="no snapshot"):
-        snapshots.load(path)
+    assert snapshots.decode(path.read_bytes()).step == 0
+    for cut in (b"", whole[:5], whole[: len(whole) // 2], b"{}" * 40):
+        with pytest.raises(TrainingRefused, match="can't be read"):
+            snapshots.decode(cut)
 
 
 def test_steps_without_finite_gradients_are_left_out_and_the_third_in_a_row_fails() -> None:
@@ -237,7 +236,7 @@ def test_a_written_adapter_is_served_as_it_was_trained(tmp_path: Path) -> None:
     model, plain = served()
     job = trainer(examples(8), Recipe(epochs=6, batch_size=4, learning_rate=0.05, shape=SHAPE), model.model)
     run(job)
-    write_folder(tmp_path / "tuned", job.adapter, "base")
+    write_folder(tmp_path / "tuned", job.adapter.tensors(), job.adapter.shape, "base")
     engine = engine_for(model)
     engine.add_variant(Variant("tuned", adapter=str(tmp_path / "tuned")))
     merged = copy.deepcopy(plain)
@@ -275,13 +274,10 @@ def test_micro_batches_hold_every_sequence_once_within_their_limit(lengths: list
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
 def test_every_epoch_has_every_example_once_in_an_order_of_its_own(count: int, size: int, seed: int) -> None:
-    per_epoch = batches_per_epoch(count, size)
+    recipe = Recipe(batch_size=size, seed=seed)
+    per_epoch = recipe.steps_per_epoch(count)
     epochs = [
-        [
-            number
-            for step in range(per_epoch)
-            for number in batch_at(epoch * per_epoch + step, count, size, seed)
-        ]
+        [number for step in range(per_epoch) for number in batch_at(epoch * per_epoch + step, count, recipe)]
         for epoch in range(2)
     ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(count))] * 2

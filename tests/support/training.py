@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from site_engine.training.adapter import AdapterShape
+from site_engine.core.training import AdapterShape, Recipe
 from site_engine.training.data import Dataset, Example
-from site_engine.training.recipe import Recipe
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import Event, Trainer
 from tests.support.engine_models import VOCAB, family

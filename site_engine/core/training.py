@@ -1,0 +1,92 @@
+"""What a job trains and how, and what is heard of it: plain values, shared by engine, site and link."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+WARMUP_SHARE = 0.03
+"""Of all steps: the learning rate rises from 0 during these, then falls to 0, as QLoRA's recipe does."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """`target`: "all-linear", every projection of the layers, or "attention", those of attention alone."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    target: str = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The hyperparameters of a job. Of the order of examples and the first factors, `seed` decides."""
+
+    epochs: int = 3
+    batch_size: int = 16  # examples of an optimizer step
+    learning_rate: float = 2e-4
+    seed: int = 0
+    shape: AdapterShape = field(default_factory=AdapterShape)
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0.0:
+            raise ValueError("epochs, batch_size and learning_rate must be positive")
+
+    def steps_per_epoch(self, examples: int) -> int:
+        return -(-examples // self.batch_size)
+
+    def total_steps(self, examples: int) -> int:
+        return self.epochs * self.steps_per_epoch(examples)
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """Return the learning rate of a step, counted from 0: linear up, then linear down."""
+        warmup = round(WARMUP_SHARE * total_steps)
+        if step < warmup:
+            return self.learning_rate * step / warmup
+        return self.learning_rate * (total_steps - step) / (total_steps - warmup)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOrder:
+    """A job for an engine: the whole files, and the snapshot to go on from, empty at the beginning."""
+
+    job_id: str
+    tenant: str
+    recipe: Recipe
+    data: bytes
+    valid: bytes = b""
+    snapshot: bytes = b""
+
+
+class StepDone(NamedTuple):
+    """One optimizer step: the mean loss of its learned tokens, and the share that the model predicts best.
+
+    `trained_tokens`: of the job so far. `valid_loss`: of the validation file, after each epoch's last step.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    accuracy: float
+    trained_tokens: int
+    valid_loss: float | None = None
+
+
+class Saved(NamedTuple):
+    """A snapshot, as the bytes of a file; `last`: it has the trained adapter."""
+
+    step: int
+    last: bool
+    data: bytes
+
+
+class Failed(NamedTuple):
+    """The end of a job that can't be trained, here or anywhere."""
+
+    reason: str
+
+
+TrainingEvent: TypeAlias = StepDone | Saved | Failed

@@ -1,0 +1,166 @@
+"""The training of one engine: which job has the device next, and whether it has it before what is served.
+
+Does not start threads and reads no files. While there are jobs its engine asks before each iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from site_engine.core.load import CostFit, IterationCost
+from site_engine.core.request import Lane, Request, State
+from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
+from site_engine.core.training import TrainingOrder
+from site_engine.errors import TrainingRefused
+from site_engine.model.loader import LoadedModel
+
+if TYPE_CHECKING:
+    from site_engine.training.snapshot import Snapshot
+    from site_engine.training.trainer import Event
+
+MAX_JOBS = 8
+"""Jobs that an engine trains by turns; each keeps its adapter and moments in memory."""
+
+
+class Job(Protocol):
+    """What the loop needs of a `Trainer`."""
+
+    @property
+    def following(self) -> NextSlice: ...
+    @property
+    def ended(self) -> bool: ...
+    def run_slice(self) -> float: ...
+    def take_events(self) -> list[Event]: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+class JobEvent(NamedTuple):
+    """What happened to a job. It ends with `Failed` or with the snapshot after its last step."""
+
+    job_id: str
+    event: Event
+
+
+class _Running(NamedTuple):
+    tenant: str
+    job: Job
+
+
+class TrainingLoop:
+    """Jobs by turns: the tenant with the least device time has the next micro-batch."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        fit: CostFit,
+        bounds: Bounds,
+        clock: Callable[[], float],
+    ) -> None:
+        self.jobs: dict[str, _Running] = {}
+        self.trained_s = 0.0  # device time of all jobs
+        self.prompt_tokens: int | None = None  # of the next iteration; None: as many as without training
+        self._model, self._scheduler, self._fit, self._clock = model, scheduler, fit, clock
+        self._slack = Slack(bounds)
+        self._events: list[JobEvent] = []
+        self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
+        self._current = ""
+        self._cost: IterationCost | None = None  # of what is served, until the next iteration
+
+    def load(self, order: TrainingOrder) -> Callable[[], None]:
+        """Read a job's data and build what trains it, on any thread; return the function that begins it,
+        between two steps.
+
+        Raises TrainingRefused, as the returned function does.
+        """
+        from site_engine.training.job import open_job  # imported where jobs are trained
+
+        if self._model.device.type != "cpu":
+            raise TrainingRefused("an engine on a GPU does not train yet")
+        return partial(self.begin, order.job_id, order.tenant, open_job(self._model, order, self._clock))
+
+    def begin(self, job_id: str, tenant: str, job: Job) -> None:
+        """Begin a job; a new tenant has used as much as the one that used least. Raises TrainingRefused."""
+        if job_id in self.jobs:
+            raise TrainingRefused(f"{job_id} is trained here already")
+        if len(self.jobs) >= MAX_JOBS:
+            raise TrainingRefused(f"{MAX_JOBS} jobs are trained here, which is the limit")
+        self._used_s.setdefault(tenant, min(self._used_s.values(), default=0.0))
+        self.jobs[job_id] = _Running(tenant, job)
+
+    def stop(self, job_id: str) -> Snapshot | None:
+        """End a job without an event; return its state after its last step, None if it is not here."""
+        running = self.jobs.get(job_id)
+        if running is None:
+            return None
+        self._forget(job_id)
+        return running.job.snapshot()
+
+    def take_events(self) -> list[JobEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def run_slice(self, tokens_s: float) -> bool:
+        """Run a slice if what is served can wait for it; return whether one ran.
+
+        `tokens_s`: when answers got their last tokens.
+        """
+        if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
+            self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
+        tenant, job = self.jobs[self._current]
+        if self._cost is None:
+            self._cost = self._fit.cost()
+        deferral = self._slack.bounds.deferral
+        seen = see(self._scheduler, self._cost, self._clock(), tokens_s, deferral)
+        if not self._slack.takes(seen, job.following):
+            per_token_s = self._cost.per_token_s
+            self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, per_token_s)
+            return False
+        taken_s = job.run_slice()
+        self._slack.trained(taken_s, seen)
+        self._used_s[tenant] += taken_s
+        self.trained_s += taken_s
+        self._events += [JobEvent(self._current, event) for event in job.take_events()]
+        if job.ended:
+            self._forget(self._current)
+        return True
+
+    def served(self, plan: SchedulePlan, seconds: float) -> None:
+        """Count an iteration of what is served."""
+        self._cost = None
+        if self.jobs:
+            batch_alone = all(chunk.request.lane is Lane.BATCH for chunk in plan.chunks)
+            self._slack.served(seconds, batch_alone=batch_alone)
+
+    def _forget(self, job_id: str) -> None:
+        tenant = self.jobs.pop(job_id).tenant
+        if all(each.tenant != tenant for each in self.jobs.values()):
+            del self._used_s[tenant]
+        if not self.jobs:
+            self.prompt_tokens = None
+
+
+def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, deferral: Deferral) -> Seen:
+    """Return the state of an engine that matters for training."""
+    running, queue = scheduler.running, scheduler.queue
+    decoding = [each for each in running if each.state is not State.PREFILL]
+    waiting = [each for each in running if each.state is State.PREFILL] + scheduler.preempted
+
+    def chats(requests: list[Request]) -> bool:
+        return any(each.lane is Lane.CHAT for each in requests)
+
+    oldest_wait_s = 0.0
+    if deferral is Deferral.ITERATION:
+        oldest_wait_s = max((now - each.arrived_s for each in (*queue, *waiting)), default=0.0)
+    kv_tokens = sum([each.computed for each in decoding])
+    return Seen(
+        chat_waits=chats(waiting) or queue.has_lane(Lane.CHAT),
+        chat_decodes=chats(decoding),
+        batch=bool(queue) or not all(each.lane is Lane.CHAT for each in (*running, *scheduler.preempted)),
+        since_tokens_s=now - tokens_s,
+        iteration_s=cost.seconds(len(decoding), len(decoding), kv_tokens),
+        oldest_wait_s=oldest_wait_s,
+    )

@@ -1,0 +1,51 @@
+"""Begin a job: read its files with the model's tokenizer, and build what trains it. May take seconds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from site_engine.core.training import TrainingOrder
+from site_engine.errors import TrainingRefused
+from site_engine.model.loader import LoadedModel
+from site_engine.training import snapshot
+from site_engine.training.data import Dataset, RowEncoder
+from site_engine.training.sliced_model import SlicedModel
+from site_engine.training.trainer import Trainer
+
+TRAIN_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Tokens of a micro-batch by device."""
+
+
+def open_job(model: LoadedModel, order: TrainingOrder, clock: Callable[[], float]) -> Trainer:
+    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line."""
+    if model.tokenizer is None:
+        raise TrainingRefused("this engine has no tokenizer")
+    if not order.data:
+        raise TrainingRefused("the training file is empty")
+    encoder = RowEncoder(model.tokenizer, model.eos_token_ids, model.context_tokens)
+    data = _read("training_file", encoder, order.data)
+    valid = _read("validation_file", encoder, order.valid) if order.valid else None
+    about = {
+        "base": model.revision,
+        "data": hashlib.sha256(order.data).hexdigest(),
+        "valid": hashlib.sha256(order.valid).hexdigest(),
+    }
+    return Trainer(
+        SlicedModel(model.model),
+        data,
+        order.recipe,
+        about=about,
+        clock=clock,
+        valid=valid,
+        resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
+        train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
+    )
+
+
+def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:
+    """Encode a file; a line feed ends its last line or separates none."""
+    dataset = encoder.dataset(data.removesuffix(b"\n").split(b"\n"))
+    if dataset.faults:
+        raise TrainingRefused("\n".join(f"{name}: {fault}" for fault in dataset.faults))
+    return dataset

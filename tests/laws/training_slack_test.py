@@ -1,0 +1,125 @@
+"""Training has the time that serving leaves, and never more than its bounds allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
+
+SECONDS = st.floats(0.0, 1.0)
+SEEN = st.builds(
+    Seen,
+    chat_waits=st.booleans(),
+    chat_decodes=st.booleans(),
+    batch=st.booleans(),
+    since_tokens_s=SECONDS,
+    iteration_s=SECONDS,
+    oldest_wait_s=SECONDS,
+)
+FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
+
+
+@given(SEEN, FOLLOWING)
+def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, following: NextSlice) -> None:
+    bounds = Bounds(between_tokens_s=0.5)
+    taken = Slack(bounds).takes(seen, following)
+    if seen.chat_waits:
+        assert not taken
+    elif seen.chat_decodes:
+        fits = following.seconds <= bounds.between_tokens_s - seen.iteration_s - seen.since_tokens_s
+        assert taken == fits
+    else:
+        assert taken == (not seen.batch)  # which has had no time yet
+
+
+@given(SEEN, FOLLOWING)
+def test_by_the_rule_of_the_paper_whole_micro_batches_run_beside_nothing(
+    seen: Seen, following: NextSlice
+) -> None:
+    slack = Slack(Bounds(deferral=Deferral.ITERATION, wait_s=0.5))
+    taken = slack.takes(seen, following)
+    if not following.begins:
+        assert taken
+    elif seen.chat_decodes:
+        assert not taken
+    elif seen.chat_waits or seen.batch:
+        assert taken == (seen.oldest_wait_s + following.micro_batch_s <= 0.5)
+    else:
+        assert taken
+
+
+def shares(slack: Slack, seen: Seen, slice_s: float, iteration_s: float, steps: int = 4000) -> float:
+    """Return training's share of the device time where an engine serves `seen` without end."""
+    trained = served = 0.0
+    for _ in range(steps):
+        if slack.takes(seen, NextSlice(slice_s)):
+            slack.trained(slice_s, seen)
+            trained += slice_s
+        else:
+            slack.served(iteration_s, batch_alone=seen.batch and not seen.chat_decodes)
+            served += iteration_s
+    return trained / (trained + served)
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.001, 0.02), st.floats(0.001, 0.02))
+def test_batches_alone_have_their_share_of_the_time(share: float, slice_s: float, iteration_s: float) -> None:
+    slack = Slack(Bounds(batch_share=share))
+    assert shares(slack, Seen(batch=True), slice_s, iteration_s) == pytest.approx(1.0 - share, abs=0.02)
+
+
+@given(st.floats(0.0, 0.5), st.floats(0.001, 0.02), st.floats(0.001, 0.02))
+def test_training_has_its_least_share_beside_any_answers(
+    share: float, slice_s: float, iteration_s: float
+) -> None:
+    """No slice fits the bound here, so that all the time that training has is what it was promised."""
+    slack = Slack(Bounds(least_share=share, between_tokens_s=1e-6))
+    seen = Seen(chat_decodes=True, iteration_s=iteration_s)
+    assert shares(slack, seen, slice_s, iteration_s) == pytest.approx(share, abs=0.02)
+
+
+@given(st.integers(0, 500))
+def test_time_that_was_given_up_is_not_saved_for_later(rounds: int) -> None:
+    """After any time beside chats, training takes at most a second at once from a batch."""
+    slack = Slack(Bounds(batch_share=0.5, least_share=0.5))
+    for _ in range(rounds):
+        slack.served(1.0, batch_alone=False)
+    seen, taken = Seen(batch=True), 0
+    while slack.takes(seen, NextSlice(0.1)):
+        slack.trained(0.1, seen)
+        taken += 1
+    assert taken <= 25
+
+
+@given(st.floats(0.0, 0.1), st.floats(0.0, 0.1))
+def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iteration_s: float) -> None:
+    slack = Slack(Bounds(between_tokens_s=0.05))
+    seen = Seen(chat_decodes=True, since_tokens_s=since_s)
+    tokens = slack.chunk_tokens(seen, iteration_s, 1e-5)
+    assert tokens is not None
+    assert tokens >= LEAST_CHUNK_TOKENS
+    assert tokens == LEAST_CHUNK_TOKENS or since_s + iteration_s + tokens * 1e-5 <= 0.05 + 1e-9
+    assert slack.chunk_tokens(Seen(chat_waits=True), iteration_s, 1e-5) is None
+
+
+def test_the_next_slice_is_foreseen_as_the_longest_of_the_last_of_its_kind() -> None:
+    costs = SliceCosts()
+    assert costs.seconds("forward", 10) == 0.0
+    for taken_s in (0.5, 2.0, 1.0):
+        costs.observe("forward", 10, taken_s)
+    assert costs.seconds("forward", 20) == 4.0
+    assert costs.seconds("backward", 20) == 0.0
+    for _ in range(100):
+        costs.observe("forward", 10, 1.0)
+    assert costs.seconds("forward", 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_share": 1.0}, {"least_share": -0.1}, {"between_tokens_s": 0.0}, {"wait_s": -1.0}]
+)
+def test_bounds_without_meaning_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Bounds(**wrong)
