@@ -1,8 +1,9 @@
 """Measure what a gateway adds to a query and costs, beside LiteLLM and smg: one client, one upstream.
 
-    python -m bench.gateway --peer mico-lexical,litellm,smg --tools VENV/bin --json
+    python -m bench.gateway --peer bare,litellm,smg --tools VENV/bin --rounds 5 --json
     python -m bench.gateway --only memory --queries 200000
     python -m bench.gateway --only profile              where Mico's CPU goes (needs py-spy)
+    python -m bench.gateway --only workers --workers 1,2,4 --rounds 5
 
 The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`; `mico-lexical` is Mico with
 the cheaper of its predictors, `bare` is uvicorn and gRPC with no gateway in between. Only
@@ -17,12 +18,14 @@ import asyncio
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ STREAMS = 100
 # At a higher rate two cores would measure client and upstream. No multiple of the upstream's iterations
 # a second, so that streams begin in every phase of them.
 MAX_STREAMS_PER_S = 100.7
+CONNECTIONS_OF_WORKER, SITES_OF_WORKER = 64, 2  # the kernel deals connections out unevenly, few most so
+MAX_WARMING_UP = 20
 ABORTS = 20
 ABORTED_WITHIN_S = 10.0
 GOALS = {
@@ -46,6 +51,8 @@ GOALS = {
     "added_first_token_p99_ms": (5.0, "at most"),
     "aborts_that_arrived": (2 * ABORTS, "at least"),
 }
+
+RATIOS = ("unary_per_cpu_s", "chunks_per_cpu_s", "added_unary_p50_ms", "added_first_token_p99_ms")
 
 
 async def unary_latency(port: int, key: str, count: int) -> Tally:
@@ -188,21 +195,47 @@ def host_loop_ms() -> float:
 
 
 async def side_by_side(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in ("mico", *options.peer):
-        scale = options.scale / 4 if name == "litellm" else options.scale
-        direct = await unary_latency(workspace.upstream_port, "none", 300)
-        direct_p50_ms = quantile_ms([each.total_s for each in direct.replies], 0.5)
-        before_ms = host_loop_ms()
-        async with CONTENDERS[name](workspace) as gateway:
-            found[name] = await measured(workspace, gateway, direct_p50_ms, scale)
-            found[name] |= {
-                "direct_unary_p50_ms": direct_p50_ms,
-                "load_average": os.getloadavg()[0],
-                "host_loop_ms": [before_ms, host_loop_ms()],
+    """Measure Mico and its peers in every round, in alternating order.
+
+    Return the medians, and for each peer the median of the ratios of Mico's figure to the peer's in a round.
+    """
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ("mico", *options.peer)}
+    for turn in range(options.rounds):
+        for name in list(rounds)[:: -1 if turn % 2 else 1]:
+            rounds[name].append(await contender(workspace, name, options))
+            print(json.dumps({name: rounds[name][-1]}), file=sys.stderr, flush=True)
+    found: dict[str, Any] = {name: medians(each) for name, each in rounds.items()}
+    for ours, theirs in product(rounds, rounds):
+        if ours.startswith("mico") and not theirs.startswith("mico"):
+            pairs = list(zip(rounds[ours], rounds[theirs], strict=True))
+            found[f"{ours} / {theirs}"] = {
+                figure: round(statistics.median(one[figure] / other[figure] for one, other in pairs), 3)
+                for figure in RATIOS
             }
-        print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
     return found
+
+
+async def contender(workspace: Workspace, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    scale = options.scale / 4 if name == "litellm" else options.scale
+    direct = await unary_latency(workspace.upstream_port, "none", 300)
+    direct_p50_ms = quantile_ms([each.total_s for each in direct.replies], 0.5)
+    before_ms = host_loop_ms()
+    async with CONTENDERS[name](workspace) as gateway:
+        return await measured(workspace, gateway, direct_p50_ms, scale) | {
+            "direct_unary_p50_ms": direct_p50_ms,
+            "load_average": os.getloadavg()[0],
+            "host_loop_ms": [before_ms, host_loop_ms()],
+        }
+
+
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of the numbers; of anything else there is no middle, and every round's is kept."""
+    return {
+        figure: statistics.median(each[figure] for each in rounds)
+        if isinstance(first, int | float)
+        else [each[figure] for each in rounds]
+        for figure, first in rounds[0].items()
+    }
 
 
 async def memory(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
@@ -254,6 +287,80 @@ async def profile(workspace: Workspace, options: argparse.Namespace) -> dict[str
     return found
 
 
+async def workers(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
+    """Ask gateways of one and of more workers as fast as they answer.
+
+    A gateway gets one core a worker where the machine has as many again for the client and the sites; without
+    them `ratio` says what the machine does, `ratio_counted` what the cores of the workers would do alone.
+    """
+    most, cores = max(options.workers), sorted(os.sched_getaffinity(0))
+    others = set(cores[most:])
+    found: dict[str, Any] = {"own_cores": len(others) >= 3 * most, "cores": len(cores)}
+    rounds: dict[int, list[dict[str, float]]] = {number: [] for number in options.workers}
+    for turn in range(options.rounds):
+        for number in options.workers[:: -1 if turn % 2 else 1]:
+            own = set(cores[:number]) if found["own_cores"] else set(cores)
+            folder = workspace.folder / f"{number}-{turn}"
+            folder.mkdir()
+            fresh = Workspace(folder, workspace.tools, workspace.python)
+            try:
+                rounds[number].append(await asked_at_once(fresh, number, own, others or own, options))
+            finally:
+                os.sched_setaffinity(0, cores)
+            print(json.dumps({"workers": number, **rounds[number][-1]}), file=sys.stderr, flush=True)
+    for number, figures in rounds.items():
+        found[str(number)] = {key: statistics.median(each[key] for each in figures) for key in figures[0]}
+    one = found[str(options.workers[0])]
+    for number in options.workers[1:]:
+        more, times = found[str(number)], number / options.workers[0]
+        more["ratio"] = round(more["queries_per_s"] / one["queries_per_s"], 3)
+        more["ratio_counted"] = round(times * more["queries_per_cpu_s"] / one["queries_per_cpu_s"], 3)
+    return found
+
+
+async def asked_at_once(
+    workspace: Workspace, number: int, own: set[int], others: set[int], options: argparse.Namespace
+) -> dict[str, float]:
+    """Start a gateway of `number` workers on its own cores, client and sites on the others, and ask it."""
+    connections, count = CONNECTIONS_OF_WORKER * number, round(6_000 * options.scale) * number
+    async with AsyncExitStack() as stack:
+        os.sched_setaffinity(0, others)
+        for site in range(SITES_OF_WORKER * number):
+            name = f"site-{site}"
+            await stack.enter_async_context(
+                upstream(workspace, options.iteration_ms, site=name, workers=number)
+            )
+        os.sched_setaffinity(0, own)
+        gateway = await stack.enter_async_context(mico(workspace, workers=number))
+        os.sched_setaffinity(0, others)
+
+        async def ask(queries: int) -> Tally:
+            return await closed_loop(
+                gateway.port,
+                gateway.key,
+                count=queries,
+                connections=connections,
+                tokens=UNARY_TOKENS,
+                paced=False,
+                stream=False,
+            )
+
+        for _ in range(MAX_WARMING_UP):  # a worker may still start, or wait for its sites
+            if not (await ask(count // 4)).wrong:
+                break
+        began_s, client_s = time.perf_counter(), time.process_time()
+        tally, cpu_s = await cost(gateway, lambda: ask(count))
+        took_s = time.perf_counter() - began_s
+    if tally.wrong:
+        raise SystemExit(f"{len(tally.wrong)} of {count} answers are wrong: {tally.wrong[:3]}")
+    return {
+        "queries_per_s": round(count / took_s, 1),
+        "queries_per_cpu_s": round(count / cpu_s, 1),
+        "gateway_cores": round(cpu_s / took_s, 2),
+        "client_cores": round((time.process_time() - client_s) / took_s, 2),
+    }
+
+
 def where(samples: str) -> dict[str, Any]:
     """Return the shares of samples by function itself, and by this package's function with callees."""
     under: Counter[str] = Counter()
@@ -272,7 +379,7 @@ def where(samples: str) -> dict[str, Any]:
     }
 
 
-PARTS = {"peers": side_by_side, "memory": memory, "profile": profile}
+PARTS = {"peers": side_by_side, "memory": memory, "profile": profile, "workers": workers}
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -282,7 +389,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         folder.mkdir(parents=True, exist_ok=True)
         workspace = Workspace(folder, tools_of(options.tools), options.python)
-        await stack.enter_async_context(upstream(workspace, options.iteration_ms))
+        if options.only != "workers":  # which has sites of its own
+            await stack.enter_async_context(upstream(workspace, options.iteration_ms))
         return await PARTS[options.only](workspace, options)
 
 
@@ -292,6 +400,10 @@ def missed(figures: dict[str, Any]) -> list[str]:
         for name, (goal, sense) in GOALS.items()
         if (figures[name] > goal) == (sense == "at most") and figures[name] != goal
     ]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def main() -> int:
@@ -305,6 +417,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep logs here")
     parser.add_argument("--scale", type=float, default=1.0, help="fewer or more of everything")
     parser.add_argument("--queries", type=int, default=200_000, help="of the part memory")
+    parser.add_argument("--workers", type=_numbers, default=[1, 2], help="of the part workers")
+    parser.add_argument("--rounds", type=int, default=1, help="of the parts peers and workers")
     parser.add_argument("--iteration-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true", help="one line of JSON, without a summary")
     options = parser.parse_args()

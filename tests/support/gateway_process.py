@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from gateway.config import WORKER_PORTS
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.store import open_store
@@ -112,15 +113,18 @@ async def process(
 
 
 @asynccontextmanager
-async def upstream(workspace: Workspace, iteration_ms: float, phases: int = 1) -> AsyncIterator[None]:
-    ports = ("--http-port", workspace.upstream_port, "--join", f"127.0.0.1:{workspace.link_port}")
-    pace = ("--iteration-ms", iteration_ms, "--phases", phases)
+async def upstream(
+    workspace: Workspace, iteration_ms: float, phases: int = 1, *, site: str = "stand-in", workers: int = 1
+) -> AsyncIterator[None]:
+    """Start the upstream, which joins every worker as a site. Of several, those after the first only join."""
+    port = workspace.upstream_port if site == "stand-in" else free_port()
+    links = [f"127.0.0.1:{workspace.link_port + WORKER_PORTS * number}" for number in range(workers)]
+    joins = [part for link in links for part in ("--join", link)]
+    own = ("--http-port", port, "--site", site, "--iteration-ms", iteration_ms, "--phases", phases)
     async with process(
-        "upstream", workspace, sys.executable, "-m", "tests.support.scripted_upstream", *ports, *pace
+        site, workspace, sys.executable, "-m", "tests.support.scripted_upstream", *own, *joins
     ) as started:
-        await wait_until_answering(
-            f"http://127.0.0.1:{workspace.upstream_port}/health", started, workspace.folder
-        )
+        await wait_until_answering(f"http://127.0.0.1:{port}/health", started, workspace.folder)
         yield
 
 
@@ -146,6 +150,7 @@ async def mico(
     quotas: bool = True,
     predictor: Path | None = None,
     with_sites: bool = True,
+    workers: int = 1,
 ) -> AsyncIterator[GatewayProcess]:
     """Start the gateway as shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody
     reaches. Wait until a site has joined, if there are sites `with_sites`.
@@ -165,6 +170,8 @@ async def mico(
     }
     if predictor is not None:
         settings["predictor"] = str(predictor)
+    if workers > 1:  # a setting that older gateways do not know
+        settings["workers"] = workers
     (folder / "gateway.toml").write_text(to_toml(settings))
     tree = workspace.tree.absolute()
     packages = os.pathsep.join((str(tree), sysconfig.get_path("platlib")))

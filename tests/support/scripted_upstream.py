@@ -219,8 +219,8 @@ class LinkSite:
     gateway has not read are merged, as a site does.
     """
 
-    def __init__(self, engine: Engine, address: str) -> None:
-        self._engine, self._address = engine, address
+    def __init__(self, engine: Engine, address: str, site: str) -> None:
+        self._engine, self._address, self._site = engine, address, site
         self._out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
         self._jobs: dict[str, Job] = {}
         self._deltas: dict[tuple[str, int], pb.Delta] = {}
@@ -237,7 +237,7 @@ class LinkSite:
         stub = rpc.FederationStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
         self._out = asyncio.Queue()
-        self._out.put_nowait(pb.SiteMessage(hello=hello(models=(MODEL, SHADOW))))
+        self._out.put_nowait(pb.SiteMessage(hello=hello(self._site, models=(MODEL, SHADOW))))
         both = [asyncio.create_task(self._write(call)), asyncio.create_task(report(self._out))]
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -316,7 +316,7 @@ async def serve(options: argparse.Namespace) -> None:
     engine = Engine(options.iteration_ms / 1000, options.phases)
     server = await loop.create_server(lambda: HttpConnection(engine), "127.0.0.1", options.http_port)
     going = [asyncio.create_task(engine.run())]
-    going += [asyncio.create_task(LinkSite(engine, address).run()) for address in options.join]
+    going += [asyncio.create_task(LinkSite(engine, address, options.site).run()) for address in options.join]
     await stop.wait()
     server.close()
     for task in going:
@@ -328,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--http-port", type=int, required=True)
     parser.add_argument("--join", action="append", default=[], help="a gateway's host:port for sites")
+    parser.add_argument("--site", default="stand-in", help="the name of the site")
     parser.add_argument("--iteration-ms", type=float, default=20.0)
     parser.add_argument("--phases", type=int, default=1, help="stand for as many engines")
     import uvloop
