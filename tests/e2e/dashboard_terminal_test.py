@@ -87,7 +87,11 @@ def test_top_drains_a_site_by_keys(run: Run, federation: LocalFederation) -> Non
         return True
 
     def until(words: str) -> None:
-        eventually(lambda: look() and words.encode() in shown, words)
+        try:
+            eventually(lambda: look() and words.encode() in shown, words)
+        except AssertionError:
+            sys.stderr.write(f"the last screen: {shown[-4_000:].decode(errors='replace')}\n")
+            raise
         shown.clear()
 
     site = sorted(federation.sites())[0]
