@@ -26,15 +26,20 @@ class Candidates(NamedTuple):
     @property
     def places(self) -> NDArray[np.intp]:
         """Return the indices of the sites that can serve the demand; never empty."""
-        return np.flatnonzero(self.may)
+        return self.may.nonzero()[0]
+
+    def least_of(self, values: Numbers) -> float:
+        """Return the least value of a site that can serve the demand. (A reduction takes twice as long.)"""
+        kept = values[self.may]
+        return float(kept.item(int(kept.argmin())))
 
     def least(self, cost: Numbers, turn: int) -> int:
         """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""
-        costs = np.where(self.may, cost, np.inf)
+        costs = cost[self.may]
         first = int(costs.argmin())
-        equals = costs == costs[first]
+        equals = costs == costs.item(first)
         count = np.count_nonzero(equals)
-        return first if count == 1 else int(np.flatnonzero(equals)[turn % count])
+        return int(self.places[first if count == 1 else equals.nonzero()[0][turn % count]])
 
 
 class Choice(NamedTuple):

@@ -54,7 +54,10 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
     prompt, response = size.prompt_tokens, size.response_tokens
     more_s = at.per_kv_token_s * prompt
     iteration_s = at.iteration_s + more_s
-    wait_s = _iterations_until_free(size, at, remaining) * iteration_s
+    if np.count_nonzero((at.too_many > 0.0) | (at.kv_room_tokens < size.kv_tokens)):
+        wait_s = _iterations_until_free(size, at, remaining) * iteration_s
+    else:
+        wait_s = np.zeros(len(at.slots))
     prefill_s = at.per_token_s * (prompt - size.cached_tokens)
     first_token_s = at.prefill_s + more_s + wait_s + prefill_s
     finish_s = first_token_s + response * iteration_s
@@ -67,7 +70,7 @@ def price_usd(size: Sizes, at: Figures) -> Numbers:
     prompt, response, cached = size.prompt_tokens, size.response_tokens, size.cached_tokens
     usd: Numbers = prompt * at.input_usd_per_token
     if not isinstance(cached, float):  # most prompts are new everywhere
-        usd -= cached * (at.input_usd_per_token - at.cached_usd_per_token)
+        usd -= cached * at.cached_discount_usd_per_token
     usd += response * at.output_usd_per_token
     usd += (response * (prompt + 0.5 * response)) * at.context_usd_per_token
     return usd
@@ -82,8 +85,6 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
     all were counted, small demands would avoid long queues, in which they overtake the others, and crowd each
     other.
     """
-    if not np.count_nonzero(_must_end(size, at, at.kv_room_tokens) > 0.0):  # a quarter of the time of `any`
-        return np.zeros(len(at.slots))
     ahead = np.minimum(1.0, _order(size) * at.per_pending_size)
     must_end = _must_end(size, at, at.kv_room_tokens + (1.0 - ahead) * at.pending_kv_tokens)
     place = np.minimum(np.ceil(must_end / at.per_remaining), REMAINING_VALUES).astype(np.intp) - 1
@@ -116,9 +117,8 @@ def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:
 
 def sizes(demand: Demand, fleet: Fleet) -> Sizes:
     """Return the sizes of a demand at every site of a fleet."""
-    return Sizes(
-        demand.prompt_tokens, demand.response_tokens, demand.kv_tokens, _cached_tokens(demand.cached, fleet)
-    )
+    tokens = float(demand.prompt_tokens), demand.response_tokens, float(demand.kv_tokens)
+    return Sizes(*tokens, _cached_tokens(demand.cached, fleet))  # vectors times floats: faster than integers
 
 
 def _cached_tokens(cached: Cached, fleet: Fleet) -> Numbers | float:

@@ -38,6 +38,7 @@ class Figures(NamedTuple):
     slots: Numbers
     running: Numbers
     requests: Numbers  # running and pending
+    crowding: Numbers  # of these
     iteration_s: Numbers  # with one more row
     prefill_s: Numbers  # of pending and unfinished prompts, with the round trip and one iteration
     running_tokens: Numbers  # expected of running requests; the next of pending ones
@@ -49,11 +50,12 @@ class Figures(NamedTuple):
     kv_room_tokens: Numbers  # not used, reserved or expected by pending requests; may be negative
     kv_each_tokens: Numbers  # freed by a request that ends
     per_token_s: Numbers
+    all_slots_per_token_s: Numbers  # for which a token of a prompt delays the requests in all slots
     per_kv_token_s: Numbers
     token_load: Numbers
     weight: Numbers
     input_usd_per_token: Numbers
-    cached_usd_per_token: Numbers
+    cached_discount_usd_per_token: Numbers
     output_usd_per_token: Numbers
     context_usd_per_token: Numbers  # read by each output token
 
@@ -90,6 +92,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         slots,
         load.running,
         requests,
+        _crowding(requests / slots),
         iteration_s,
         site.rtt_s + iteration_s + cost.per_token_s * (begun_tokens + prompt_tokens),
         sum(load.running_remaining) * load.running_weight,
@@ -101,14 +104,22 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         room if identity.kv_capacity_tokens > 0 else inf,
         max(1.0, occupied / max(1, load.running)),
         cost.per_token_s,
+        slots * cost.per_token_s,
         cost.per_kv_token_s,
         load.token_load + credit.prompt_tokens + credit.response_tokens,
         max(site.weight, 1e-9),
         prices.input_usd_per_mtok / MTOK,
-        prices.cached_usd_per_mtok / MTOK,
+        (prices.input_usd_per_mtok - prices.cached_usd_per_mtok) / MTOK,
         prices.output_usd_per_mtok / MTOK,
         prices.context_usd_per_mtok / MTOK,
     )
+
+
+def _crowding(per_slot: float) -> float:
+    """Return the square of requests per slot while slots are free, so that no site fills up before the
+    others, and a linear function beyond: each further request delays those that wait.
+    """
+    return per_slot * per_slot if per_slot < 1.0 else 2.0 * per_slot - 1.0
 
 
 def remaining_row(site: Site) -> Numbers:

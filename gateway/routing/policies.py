@@ -47,12 +47,13 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
         cost_s += FIRST_TOKEN * found.first_token_s
     cost_s /= at.weight
     place = candidates.least(cost_s, turn)
-    wait_s, first_s, finish_s = found.wait_s[place], found.first_token_s[place], found.finish_s[place]
+    wait_s, first_s = found.wait_s.item(place), found.first_token_s.item(place)
+    finish_s = found.finish_s.item(place)
     waits = f"waits {wait_s:.2f} s, " if wait_s > 0 else ""
     promise = f"first token in {first_s:.2f} s, done in {finish_s:.2f} s"
     if (cached := demand.cached.at(candidates.sites[place].name)) >= 1.0:
         promise += f", {several(cached, 'prompt token')} cached"
-    crowded = f"{several(at.requests[place], 'request')} on {several(at.slots[place], 'slot')}"
+    crowded = f"{several(at.requests.item(place), 'request')} on {several(at.slots.item(place), 'slot')}"
     return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}", cost_s)
 
 
@@ -100,15 +101,6 @@ def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     return Choice(place, f"soonest first token: {first_token_s[place]:.2f} s", first_token_s)
 
 
-def _crowding(candidates: Candidates) -> Numbers:
-    """Return the square of requests per slot while slots are free, so that no site fills up before the
-    others, and a linear function beyond: each further request delays those that wait.
-    """
-    per_slot = requests_per_slot(candidates)
-    squared, full = per_slot * per_slot, per_slot >= 1.0
-    return np.where(full, 2.0 * per_slot - 1.0, squared) if np.count_nonzero(full) else squared
-
-
 def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     """Return the seconds that a query costs the others at a site.
 
@@ -117,19 +109,17 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     candidate has it delays them beyond that; and it takes the room of other prefixes, so that as much is
     computed again for a later first token.
     """
-    at, found = candidates.at, candidates.estimates
-    fastest_s = np.minimum.reduce(found.iteration_s, where=candidates.may, initial=np.inf)
-    decode_s = demand.response_tokens * float(fastest_s)
-    crowding = CROWDING * _crowding(candidates)
+    at, found, prompt_tokens = candidates.at, candidates.estimates, float(demand.prompt_tokens)
+    decode_s = demand.response_tokens * candidates.least_of(found.iteration_s)
+    crowding = CROWDING * at.crowding
     if not demand.cached.by_site:
         own: Numbers = decode_s * crowding
         return own
-    new_tokens = demand.prompt_tokens - found.cached_tokens
-    again_tokens = new_tokens - np.minimum.reduce(new_tokens, where=candidates.may, initial=np.inf)
-    all_slots_s = at.slots * at.per_token_s
-    weighted_s = (1.0 + FIRST_TOKEN) * all_slots_s
-    alone_s = decode_s + 1e-9  # nothing is divided by 0 where a query takes no time
-    work_left = (alone_s + weighted_s * new_tokens) / (alone_s + weighted_s * demand.prompt_tokens)
+    new_tokens: Numbers = np.subtract(prompt_tokens, found.cached_tokens)
+    again_tokens = new_tokens - candidates.least_of(new_tokens)
+    alone_s = decode_s / (1.0 + FIRST_TOKEN) + 1e-9  # nothing is divided by 0 where a query takes no time
+    all_slots_s = at.all_slots_per_token_s
+    work_left = (alone_s + all_slots_s * new_tokens) / (alone_s + all_slots_s * prompt_tokens)
     evicted_s = (1.0 + FIRST_TOKEN) * (at.per_token_s * again_tokens)
     whole: Numbers = crowding * (decode_s * work_left + all_slots_s * again_tokens) + evicted_s
     return whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate
@@ -77,6 +77,7 @@ class Holding(NamedTuple):
 
 
 Holders = tuple[Holding, ...]
+NOBODY: Holders = ()
 COMMON: Holders = (Holding("", inf),)
 """The holders of what more sites hold: it favours none of them, like a system prompt that all queries share.
 """
@@ -264,20 +265,14 @@ class PrefixIndex:
         bytes that are common.
         """
         held: dict[str, tuple[float, float, bytes]] = {}
-        hashes, old, common_bytes = prefix.hashes[::-1], self._old, 0
-        last: Holders | None = None
-        ends = ENDS[: len(hashes)][::-1]
-        for each, end, young in zip(hashes, ends, map(self._young.get, hashes), strict=True):
-            holders = old.get(each) if young is None else young
-            if holders is last or holders is None:
-                continue
+        common_bytes = 0
+        for end, holders in self._held_differently(prefix.hashes):
             if holders is COMMON:
                 common_bytes = end  # and so are all shorter ones
                 break
             for holding in holders:
                 if holding.site not in held and self._is_kept(holding):
                     held[holding.site] = (end, holding.since_s, b"")
-            last = holders
         if prefix.hint:
             told_bytes = HINTED_SHARE * prefix.prompt_bytes
             for holding in self._holders(prefix.hint):
@@ -285,8 +280,33 @@ class PrefixIndex:
                     held[holding.site] = (told_bytes, holding.since_s, prefix.hint)
         return held, common_bytes
 
+    def _held_differently(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, Holders]]:
+        """Yield the bytes and the holders of the longest beginning that is known, then of each next one that
+        others hold.
+
+        Who has a beginning has the shorter ones, and those between two with the same holders are not looked
+        at: a lookup in a map of a million takes longer than a comparison. What another gateway announced of
+        one of these stays unseen.
+        """
+        at, holders = len(hashes), NOBODY
+        while at and not holders:
+            at -= 1
+            holders = self._holders(hashes[at])
+        if holders:
+            yield ENDS[at], holders
+        while at and (of_first := self._holders(hashes[0])) is not holders:
+            low, lower = 0, of_first  # differs from that of `at`; `low` goes up to the last that differs
+            while at - low > 1:
+                middle = (low + at) // 2
+                if (between := self._holders(hashes[middle])) is holders:
+                    at = middle
+                else:
+                    low, lower = middle, between
+            at, holders = low, lower
+            yield ENDS[at], holders
+
     def _holders(self, each: bytes) -> Holders:
-        return self._young.get(each) or self._old.get(each) or ()
+        return self._young.get(each) or self._old.get(each) or NOBODY
 
     def _is_kept(self, holding: Holding) -> bool:
         """Return whether what a site has computed then is still in its cache, as far as known."""
@@ -308,13 +328,17 @@ class PrefixIndex:
     def _put(self, hashes: Iterable[bytes], cache: _SiteCache) -> None:
         """Add a site to the holders of hashes, the longest first, until one of which it is known already."""
         young, old, now, alone = self._young, self._old, cache.holding, cache.alone
+        before: Holders | None = None
+        after = alone
         for each in hashes:
             holders = young.get(each)
             if holders is None:
                 holders = old.get(each)
             elif holders is alone or holders is COMMON or now in holders:
                 return  # and so it is of all shorter ones
-            young[each] = alone if holders is None else self._with(holders, cache)
+            if holders is not before:  # equal holders are one object, by which a lookup compares them
+                before, after = holders, alone if holders is None else self._with(holders, cache)
+            young[each] = after
 
     def _with(self, holders: Holders, cache: _SiteCache) -> Holders:
         if holders is COMMON:

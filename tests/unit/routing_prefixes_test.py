@@ -127,6 +127,29 @@ def test_no_more_is_expected_than_was_computed_and_little_less(
         assert most * 0.75 - 64 <= expected.at(site) * chars <= most + 1e-6
 
 
+class Asked(bytes):
+    """A hash that counts how often a map is asked for it."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        Asked.times += 1
+        return super().__hash__()
+
+
+def test_a_lookup_asks_for_few_hashes_of_a_long_chain() -> None:
+    index, text = PrefixIndex(), "".join(f"{number} " for number in range(20_000))
+    index.record(prefix_of(text[:2_000], "t", "m"), "short", 0.0)
+    index.record(prefix_of(text[:90_000], "t", "m"), "long", 0.0)
+    prefix = prefix_of(text[:100_000], "t", "m")
+    asked = prefix._replace(hashes=tuple(map(Asked, prefix.hashes)))
+    Asked.times = 0
+    found = index.expected(asked).by_site
+    assert found == index.expected(prefix).by_site
+    assert found.keys() == {"short", "long"}
+    assert Asked.times < len(prefix.hashes) // 2
+
+
 @given(texts, st.sampled_from(("t", "u", "")), st.sampled_from(("m", "n")))
 def test_no_prompt_of_another_tenant_or_model_is_ever_found(text: str, tenant: str, model: str) -> None:
     index = PrefixIndex()
