@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.adapter_slots import RANK_CLASSES
 from site_engine.errors import ConfigError, VariantRefused
+from site_engine.variants.projections import (
+    ADAPTER_SLOTS,
+    FAMILIES,
+    MODULES,
+    Size,
+    largest_rank,
+    slot_bytes,
+    slot_rank,
+)
 
 GPU_MIB = {"A100": 81_920, "H100": 81_559, "H200": 143_771, "L4": 23_034}
 """Memory as nvidia-smi shows it."""
@@ -27,6 +37,9 @@ SENSELESS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError
 """Errors of a file that holds something else than it should."""
 TIED = frozenset(("lm_head.weight",))
 """May be left out of a file whose embedding is the head, too."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""By the names of tensors."""
 GPUS = re.compile(r"(?:(\d+)x)?(?:([A-Za-z]\w*)|(\d+(?:\.\d+)?)GiB)")
 
 
@@ -47,10 +60,15 @@ class PlannedVariant(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes on one device. `refused`: why variants, by id, or the base, by its folder, will not be served."""
+    """Bytes on one device. `refused`: why variants, by id, or the base, by its folder, will not be served.
 
+    `slots_bytes`: of the places of adapters on a GPU, whatever is in them.
+    """
+
+    site: str
     gpus: Gpus
     shared_bytes: int
+    slots_bytes: int
     variants: list[PlannedVariant]
     kv_bytes_per_token: int
     kv_tokens: int
@@ -59,6 +77,11 @@ class Plan(NamedTuple):
     @property
     def own_bytes(self) -> int:
         return sum(each.own_bytes for each in self.variants)
+
+    @property
+    def used_bytes(self) -> int:
+        kv_bytes = self.kv_tokens * self.kv_bytes_per_token
+        return self.shared_bytes + self.slots_bytes + self.own_bytes + kv_bytes
 
 
 def parse_gpus(text: str) -> Gpus:
@@ -70,18 +93,28 @@ def parse_gpus(text: str) -> Gpus:
     return Gpus(int(found[1] or 1), found[2] or f"{found[3]} GiB", size)
 
 
+def plan_groups(configs: Iterable[SiteConfig], gpus: Gpus) -> list[Plan]:
+    """Plan the groups of a process, each with what those before it leave. Raises ConfigError."""
+    plans: list[Plan] = []
+    for config in configs:
+        left = gpus._replace(bytes=gpus.bytes - sum(each.used_bytes for each in plans))
+        plans.append(plan(config, left)._replace(gpus=gpus))
+    return plans
+
+
 def plan(config: SiteConfig, gpus: Gpus) -> Plan:
-    """Plan the group of a site. Raises ConfigError where its base cannot be read."""
+    """Plan one group. Raises ConfigError where its base cannot be read."""
     if config.engine != "native":
         raise ConfigError(f"{config.site} is in front of a server, and a server has no weights to plan here")
     folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 2)
     try:
         base = dict(tensors(folder))
         per_token = kv_bytes_per_token(folder, item)
+        slots = slots_for(config, base, item)
     except VariantRefused as exc:
         raise ConfigError(f"model {folder} cannot be planned: {exc}") from exc
     shared = sum(map(prod, base.values())) * item
-    left = max(0, gpus.bytes - shared)
+    left = max(0, gpus.bytes - shared - slots.bytes)
     tokens = config.kv_tokens or int(left * KV_SHARE) // per_token
     room = left - tokens * per_token
     refused = {}
@@ -90,10 +123,12 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
             f"the base has {shared:,} bytes and {tokens:,} KV tokens {tokens * per_token:,}; "
             f"a device has {gpus.bytes:,}"
         )
+        if slots.bytes:
+            refused[str(folder)] += f", of which slots for adapters take {slots.bytes:,}"
     served = []
     for variant in config.variants:
         try:
-            one = planned(variant, base, item)
+            one = planned(variant, base, item, slots)
             if one.own_bytes > room:
                 raise VariantRefused(
                     f"it needs {one.own_bytes:,} bytes, and {max(0, room):,} are left beside "
@@ -104,22 +139,73 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         else:
             served.append(one)
             room -= one.own_bytes
-    return Plan(gpus, shared, served, per_token, tokens, refused)
+    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused)
 
 
-def planned(variant: VariantConfig, base: Mapping[str, tuple[int, ...]], item: int) -> PlannedVariant:
-    """Check a variant's shapes against the base's. Raises VariantRefused."""
+class AdapterSlots(NamedTuple):
+    """The slots of an engine on a GPU. `modules` is None on a CPU, which serves every kind of variant; empty
+    for a base of another family, whose variants a GPU does not serve.
+    """
+
+    bytes: int = 0
+    rank: int = 0
+    modules: frozenset[str] | None = None
+
+
+def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
+    """Return the slots that an engine makes for the variants of a site, which orders may bring, too."""
+    if config.device == "cpu":
+        return AdapterSlots()
+    families = configuration(Path(config.model).expanduser()).get("architectures") or [""]
+    if not (config.variants or config.models_from) or families[0] not in FAMILIES:
+        return AdapterSlots(modules=frozenset())
+    layers = 1 + max((int(each[1]) for name in base if (each := LAYER.match(name))), default=-1)
+    per_layer = [
+        {module: base.get(f"model.layers.{layer}.{module}.weight") for module in chain(*MODULES.values())}
+        for layer in range(layers)
+    ]
+    if not per_layer or any(each is None or len(each) != 2 for each in per_layer[0].values()):
+        return AdapterSlots(modules=frozenset())
+    first: Any = per_layer[0]
+    sizes = [Size(first[each[0]][1], tuple(first[module][0] for module in each)) for each in MODULES.values()]
+    rank = largest_rank(config)
+    known = frozenset(f"model.layers.{n}.{module}" for n, one in enumerate(per_layer) for module in one)
+    return AdapterSlots(ADAPTER_SLOTS * slot_bytes(sizes, layers, rank, item), slot_rank(rank), known)
+
+
+def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
+    """Refuse what an engine on a GPU does not serve. Raises VariantRefused."""
+    if slots.modules is None:
+        return
+    if not slots.modules:
+        raise VariantRefused(
+            f"engines on a GPU serve variants of {', '.join(FAMILIES)}, which the base is not"
+        )
+    what = "it is a fine-tuned model" if variant.model else ""
+    for name, shape in own.items() if variant.adapter else ():
+        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_")
+        if not found or module not in slots.modules:
+            what = f"it changes {module}"
+        elif found and ".lora_A." in name and shape[0] > slots.rank:
+            raise VariantRefused(f"{module} has rank {shape[0]}; slots here have {slots.rank}")
+    if what:
+        raise VariantRefused(f"{what}; engines on a GPU serve LoRA of attention and MLP")
+
+
+def planned(variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots) -> PlannedVariant:
+    """Check a variant's shapes against the base's, and its kind. Raises VariantRefused."""
     folder = Path(variant.adapter or variant.model).expanduser()
     own = dict(tensors(folder, "adapter_model" if variant.adapter else "model"))
     if variant.adapter:
         check_adapter(own, base)
     else:
         check_same_shapes(own, base)
+    check_gpu(variant, own, slots)
     size = sum(map(prod, own.values())) * item
     return PlannedVariant(variant.id, "adapter" if variant.adapter else "model", size)
 
 
-def check_adapter(own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> None:
+def check_adapter(own: Shapes, base: Shapes) -> None:
     most = RANK_CLASSES[-1]
     for name, shape in own.items():
         module, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
@@ -135,7 +221,7 @@ def check_adapter(own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[i
             raise VariantRefused(f"{module} has rank {shape[0]}; the limit is {most}")
 
 
-def check_same_shapes(own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> None:
+def check_same_shapes(own: Shapes, base: Shapes) -> None:
     for name, shape in own.items():
         if name not in base and name not in TIED:
             raise VariantRefused(f"the base has no parameter {name}")
@@ -183,12 +269,21 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
 
 def kv_bytes_per_token(folder: Path, item: int) -> int:
     """Return the bytes of a token's keys and values in all layers. Raises VariantRefused."""
+    config = configuration(folder)
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
         found: dict[str, Any] = config.get("text_config") or config
         heads = int(found["num_attention_heads"])
         kv_heads = int(found.get("num_key_value_heads") or heads)
         head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
         return max(1, 2 * int(found["num_hidden_layers"]) * kv_heads * head_dim * item)
+    except SENSELESS as exc:
+        raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json. Raises VariantRefused."""
+    try:
+        found: dict[str, Any] = dict(json.loads((folder / "config.json").read_text("utf-8")))
     except (OSError, *SENSELESS) as exc:
         raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+    return found

@@ -6,13 +6,17 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Json
 from mico.session import session_of
+from mico.terminal import Terminal
+
+if TYPE_CHECKING:
+    from site_engine.plan import Plan
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; the environment overrides it.")
@@ -83,44 +87,55 @@ def plan_site(
     as_json: Json = False,
 ) -> None:
     """Plan a site's memory from the headers of its files: shared, own, KV tokens, and what is refused."""
-    from site_engine.config import load
+    from site_engine.config import load_groups
     from site_engine.errors import ConfigError
-    from site_engine.plan import parse_gpus, plan
+    from site_engine.plan import parse_gpus, plan_groups
 
     try:
-        found = plan(load(config, os.environ, **parse_overrides(overrides)), parse_gpus(gpus))
+        configs = load_groups(config, os.environ, **parse_overrides(overrides))
+        plans = plan_groups(configs, parse_gpus(gpus))
     except ConfigError as error:
         raise CommandFailed(
             "the site can't be planned", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
     terminal = session_of(context).terminal
     if as_json:
-        terminal.json(
-            {
-                **found._asdict(),
-                "gpus": found.gpus._asdict(),
-                "own_bytes": found.own_bytes,
-                "variants": [each._asdict() for each in found.variants],
-            }
-        )
+        described = [describe_plan(each) for each in plans]
+        terminal.json(described[0] if len(described) == 1 else {"groups": described})
     else:
-        rows = [["base, shared by all", format_bytes(found.shared_bytes)]]
-        rows += [
-            [each.id, f"{'at most ' if each.kind == 'model' else ''}{format_bytes(each.own_bytes)}"]
-            for each in found.variants
-        ]
-        rows.append(
-            [f"{found.kv_tokens:,} KV tokens", format_bytes(found.kv_tokens * found.kv_bytes_per_token)]
-        )
-        terminal.table([f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}", "memory"], rows)
-        if found.gpus.devices > 1:
-            terminal.info(
-                f"a site uses one GPU: {found.gpus.devices} of them take {found.gpus.devices} sites"
-            )
-        for name, reason in found.refused.items():
-            terminal.info(f"{name} is refused: {reason}")
-    if found.refused:
+        for each in plans:
+            show_plan(terminal, each, f"{each.site}: " if len(plans) > 1 else "")
+        if len(plans) > 1:
+            left = plans[0].gpus.bytes - sum(each.used_bytes for each in plans)
+            terminal.info(f"{format_bytes(max(0, left))} are left on one {plans[0].gpus.name}")
+    if any(each.refused for each in plans):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def describe_plan(found: Plan) -> dict[str, Any]:
+    return {
+        **found._asdict(),
+        "gpus": found.gpus._asdict(),
+        "own_bytes": found.own_bytes,
+        "variants": [each._asdict() for each in found.variants],
+    }
+
+
+def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
+    rows = [["base, shared by all", format_bytes(found.shared_bytes)]]
+    if found.slots_bytes:
+        rows.append(["slots for adapters", format_bytes(found.slots_bytes)])
+    rows += [
+        [each.id, f"{'at most ' if each.kind == 'model' else ''}{format_bytes(each.own_bytes)}"]
+        for each in found.variants
+    ]
+    rows.append([f"{found.kv_tokens:,} KV tokens", format_bytes(found.kv_tokens * found.kv_bytes_per_token)])
+    on = f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}"
+    terminal.table([f"{title}{on}", "memory"], rows)
+    if found.gpus.devices > 1:
+        terminal.info(f"a site uses one GPU: {found.gpus.devices} of them take {found.gpus.devices} sites")
+    for name, reason in found.refused.items():
+        terminal.info(f"{name} is refused: {reason}")
 
 
 def format_bytes(size: int) -> str:

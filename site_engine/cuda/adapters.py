@@ -7,7 +7,6 @@ with the steps on the device. Serves LoRA of the joined projections of `llama_fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,36 +22,13 @@ from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
 from site_engine.variants.grouped import group_module
+from site_engine.variants.projections import MODULES, Projection, Size, slot_rank
 
 TILE_ROWS = 16
 TILE_NUMBERS = 1 + TILE_ROWS
 DEPTH_BLOCK = 128
 PARTS = 4  # of the depth, so that few rows occupy many programs
 SPAN_COLUMNS = 64
-
-
-class Projection(IntEnum):
-    """The joined projections of a layer."""
-
-    QUERY_KEY_VALUE = 0
-    OUTPUT = 1
-    GATE_UP = 2
-    DOWN = 3
-
-
-MODULES = {
-    Projection.QUERY_KEY_VALUE: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    Projection.OUTPUT: ("self_attn.o_proj",),
-    Projection.GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
-    Projection.DOWN: ("mlp.down_proj",),
-}
-
-
-class Size(NamedTuple):
-    """The sizes of a joined projection: its input, and the columns of each module in it."""
-
-    depth: int
-    columns: tuple[int, ...]
 
 
 class Packed(NamedTuple):
@@ -77,11 +53,11 @@ class AdapterArenas:
 
     def __init__(self, sizes: Sequence[Size], layers: int, slots: int, rank: int, like: torch.Tensor) -> None:
         """`sizes`: in the order of `Projection`; `like` has the data type and the device."""
-        self.slots, self.rank = slots, max(16, 1 << (rank - 1).bit_length())
+        self.slots, self.rank = slots, slot_rank(rank)
         self._layers, self._sizes = layers, sizes
         self._like = like
         self._packed: WeakKeyDictionary[LoadedVariant, list[Packed]] = WeakKeyDictionary()
-        self.slot_of: dict[ServedVariant, int] = {}
+        self.slot_of: WeakKeyDictionary[ServedVariant, int] = WeakKeyDictionary()
         self._arenas = [self._arena(size) for size in sizes]
 
     def _arena(self, size: Size) -> Arena:

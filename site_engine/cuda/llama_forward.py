@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.cuda import skinny_gemm
-from site_engine.cuda.adapters import AdapterArenas, Projection, Size
+from site_engine.cuda.adapters import AdapterArenas
 from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
@@ -22,8 +22,8 @@ from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
+from site_engine.variants.projections import FAMILIES, Projection, Size
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 GATE_BLOCK = 1024
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from site_engine.config import SLOTS, SiteConfig, VariantConfig
+from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
 from site_engine.errors import ConfigError, ModelNotSupported
 from site_engine.text.detokenize import Vocabulary
+from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
 if TYPE_CHECKING:
     from site_engine.engine.settings import EngineSettings
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
 
-
-ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
-"""Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
 
 LONGER_THAN_A_GRAPH = 1_500
 """Tokens left of a prompt after a full iteration that no CUDA graph computes."""
@@ -136,18 +133,8 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         share_prefixes=config.share_prefixes,
         iteration_floor_s=config.iteration_floor_s,
         adapter_slots=ADAPTER_SLOTS if on_gpu and (config.variants or config.models_from) else None,
-        adapter_rank=max(ADAPTER_RANK, *map(rank_of, config.variants), 0),
+        adapter_rank=largest_rank(config),
     )
-
-
-def rank_of(variant: VariantConfig) -> int:
-    """Return the rank that an adapter's folder says, 0 where there is none; its check comes when it loads."""
-    try:
-        settings = json.loads((Path(variant.adapter) / "adapter_config.json").read_text("utf-8"))
-        ranks = (settings["r"], *(settings.get("rank_pattern") or {}).values())
-        return min(MAX_ADAPTER_RANK, max(map(int, ranks)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
 
 
 def slots_on(device: str, config: SiteConfig) -> int:

@@ -35,9 +35,9 @@ TARGET = "model served slower_than_s weight when"
 KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
-    ("models",): {"[]": "created features id max_model_len object owned_by parent root"},
+    ("models",): {"[]": "created features id max_model_len object owned_by parent root state"},
     ("site", "plan", "--config", "PLAN"): {
-        "": "gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes variants",
+        "": "gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes site slots_bytes variants",
         "gpus": "bytes devices name",
     },
     ("models", "list"): {"[]": "about bytes folder name state"},
@@ -96,7 +96,7 @@ ACTS = {
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
     *(f"{noun} set" for noun in ("tenants", "quotas", "routes")),
     *(f"routes {verb}" for verb in ("off", "remove")),
-    *(f"models {verb}" for verb in ("add", "remove")),
+    *(f"models {verb}" for verb in ("add", "remove", "sleep", "wake")),
     *(f"predictor {verb}" for verb in ("train", "export", "update")),
 }
 """They change something, and say in JSON what."""

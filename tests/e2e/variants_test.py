@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,19 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def site(
-    federation: LocalFederation, folder: Path, name: str, **variants: str
+    federation: LocalFederation, folder: Path, name: str, groups: str = "", **variants: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a site of the base with adapters, by the commands that deployments use."""
+    """Run a site of the base with adapters, or of other groups, by the commands that deployments use."""
     known = tomllib.loads(federation.folder.config(federation.running.sites[0].name).read_text())
     settings = {key: known[key] for key in ("gateways", "token_file")}
-    settings |= {"site": name, "slots": 4, "kv_tokens": 2048, "device": "cpu", "threads": 1}
+    settings |= {"site": name, "slots": 4, "device": "cpu", "threads": 1}
     text = to_toml({**settings, "models_from": [str(folder / "zoo")]})
-    text += f'\n[[group]]\nname = "g"\nmodel = "{folder / "base"}"\nserved_model = "shared-base"\n'
+    if not groups:
+        text += f'\n[[group]]\nname = "g"\nmodel = "{folder / "base"}"\nserved_model = "shared-base"\n'
+        text += "kv_tokens = 2048\n"
     for variant, kind in variants.items():
         text += f'[[group.variant]]\nid = "{variant}"\n{kind} = "{folder / "zoo" / variant}"\n'
+    text += groups
     config = folder / f"{name}.toml"
     config.write_text(text)
     with (folder / f"{name}.log").open("wb") as log:
@@ -119,6 +124,12 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
         assert ask(federation, "sales") == (answers["sales"], {"v2/g"})
         assert ask(federation, "shared-base")[0] == answers["shared-base"]
 
+        mico(federation.folder.path, "models", "sleep", "v2/g", "sales", "--reason", "quiet")
+        eventually(lambda: state_of(federation, "sales") == "sleeping", "it sleeps")
+        assert "sleeping" in mico(federation.folder.path, "models", "show", "v2/g")
+        assert ask(federation, "sales") == (answers["sales"], {"v2/g"})  # the first query wakes it
+        eventually(lambda: state_of(federation, "sales") == "ready", "it is awake")
+
         folder, legal = federation.folder.path, str(tmp_path / "zoo" / "legal")
         order = ("models", "add", "v3/g", "legal", "--reason", "a second site", "--adapter")
         mico(folder, *order, legal)
@@ -137,6 +148,40 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
             ask(federation, "support")
         audit = mico(folder, "audit")
         assert "add model legal" in audit and "remove model support" in audit
+    federation.wait_until_idle()
+
+
+def state_of(federation: LocalFederation, model: str) -> str:
+    states = {each.id: each.to_dict()["state"] for each in federation.sdk().models.list().data}
+    return str(states[model])
+
+
+def test_two_bases_in_one_process_answer_as_they_do_alone(
+    federation: LocalFederation, tmp_path: Path
+) -> None:
+    import transformers
+
+    answers = {}
+    groups = ""
+    for seed, name in enumerate(("one-base", "other-base")):
+        folder = tmp_path / name
+        write_tiny_model(folder / "base", seed=seed)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+        answers[name] = expected(folder, plain)
+        variant = f"{name}-support"
+        answers[variant] = expected(folder, lora(tmp_path / "zoo" / variant, plain, rank=4, seed=seed).alone)
+        groups += f'\n[[group]]\nname = "{name}"\nmodel = "{folder / "base"}"\nserved_model = "{name}"\n'
+        groups += f'kv_tokens = 2048\n[[group.variant]]\nid = "{variant}"\n'
+        groups += f'adapter = "{tmp_path / "zoo" / variant}"\n'
+    with site(federation, tmp_path, "two", groups) as process:
+        wanted = {f"two/{name}": {name, f"{name}-support"} for name in ("one-base", "other-base")}
+        eventually(lambda: wanted.items() <= served(federation).items(), "two groups with their variants")
+        with ThreadPoolExecutor(4) as clients:
+            found = dict(zip(answers, clients.map(partial(ask, federation), answers), strict=True))
+        assert {name: texts for name, (texts, _) in found.items()} == answers
+        assert found["one-base-support"][1] == {"two/one-base"}
+        process.terminate()
+        assert process.wait(60) == 0
     federation.wait_until_idle()
 
 

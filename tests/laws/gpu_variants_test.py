@@ -17,13 +17,14 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
-from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, Projection, Size
+from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
 from site_engine.cuda.llama_forward import llama_forward
 from site_engine.engine.build import overlapped_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported, VariantRefused
 from site_engine.model.loader import LoadedModel, from_model
+from site_engine.variants.projections import Projection, Size
 from tests.support.engine_models import (
     FAMILIES,
     Ticks,

@@ -13,7 +13,7 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     """Weights so large that greedy answers differ by prompt."""
     import torch
     import transformers
@@ -40,7 +40,7 @@ def write_tiny_model(folder: Path) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -12,11 +12,21 @@ import pytest
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.errors import ConfigError
-from site_engine.plan import Gpus, Plan, parse_gpus, plan
+from site_engine.plan import Gpus, Plan, parse_gpus, plan, plan_groups
 
 LAYERS, WIDTH, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4096, 8, 128, 128_256
-Q, GATE = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.gate_proj"
+Q = "model.layers.{}.self_attn.q_proj"
+MODULES = {
+    "self_attn.q_proj": (WIDTH, WIDTH),
+    "self_attn.k_proj": (KV_HEADS * HEAD_DIM, WIDTH),
+    "self_attn.v_proj": (KV_HEADS * HEAD_DIM, WIDTH),
+    "self_attn.o_proj": (WIDTH, WIDTH),
+    "mlp.gate_proj": (14_336, WIDTH),
+    "mlp.up_proj": (14_336, WIDTH),
+    "mlp.down_proj": (WIDTH, 14_336),
+}
 CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": LAYERS,
     "hidden_size": WIDTH,
     "num_attention_heads": 32,
@@ -25,8 +35,11 @@ CONFIG = {
 BASE = {
     "model.embed_tokens.weight": (VOCABULARY, WIDTH),
     "lm_head.weight": (VOCABULARY, WIDTH),
-    **{f"{Q.format(layer)}.weight": (WIDTH, WIDTH) for layer in range(LAYERS)},
-    **{f"{GATE.format(layer)}.weight": (14_336, WIDTH) for layer in range(LAYERS)},
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(LAYERS)
+        for name, shape in MODULES.items()
+    },
 }
 NUMBERS = sum(map(prod, BASE.values()))
 PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
@@ -72,7 +85,8 @@ def of_adapter(folder: Path, name: str = "lora") -> VariantConfig:
 
 
 def test_bytes_are_those_of_the_tensors_and_the_rest_holds_keys_and_values(folder: Path) -> None:
-    found = planned(folder, "H200", of_adapter(folder), VariantConfig("tuned", model=str(folder / "tuned")))
+    tuned = VariantConfig("tuned", model=str(folder / "tuned"))
+    found = planned(folder, "H200", of_adapter(folder), tuned, device="cpu")
     own = 2 * sum(map(prod, adapter(16).values()))
     assert (found.shared_bytes, found.kv_bytes_per_token) == (2 * NUMBERS, PER_TOKEN)
     assert [(each.id, each.own_bytes) for each in found.variants] == [("lora", own), ("tuned", 2 * NUMBERS)]
@@ -85,13 +99,13 @@ def test_bytes_are_those_of_the_tensors_and_the_rest_holds_keys_and_values(folde
 
 def test_no_plan_exceeds_memory_and_who_finds_no_room_is_told_both_numbers(folder: Path) -> None:
     tuned = [VariantConfig(f"tuned-{number}", model=str(folder / "tuned")) for number in range(9)]
-    found = planned(folder, "H200", *tuned)
+    found = planned(folder, "H200", *tuned, device="cpu")
     assert 0 < len(found.variants) < len(tuned)
     assert len(found.variants) + len(found.refused) == len(tuned)
     assert found.shared_bytes + found.own_bytes + found.kv_tokens * PER_TOKEN <= found.gpus.bytes
     reason = found.refused["tuned-8"]
     assert f"it needs {2 * NUMBERS:,} bytes, and " in reason and "kv_tokens may be fewer" in reason
-    assert not planned(folder, "H200", *tuned[:6], kv_tokens=1000).refused
+    assert not planned(folder, "H200", *tuned[:6], kv_tokens=1000, device="cpu").refused
 
 
 def test_a_base_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
@@ -139,9 +153,9 @@ def test_a_model_of_other_shapes_is_refused(folder: Path) -> None:
     tied = {name: shape for name, shape in BASE.items() if name != "lm_head.weight"}
     write(folder / "tied" / "model.safetensors", tied)
     variants = [VariantConfig(name, model=str(folder / name)) for name in ("wide", "lacking", "tied")]
-    found = planned(folder, "H200", *variants, kv_tokens=1000)
+    found = planned(folder, "H200", *variants, kv_tokens=1000, device="cpu")
     assert "wrong base: model.layers.3.self_attn.q_proj.weight is (4096, 2048)" in found.refused["wide"]
-    assert "it lacks 2 tensors of the base" in found.refused["lacking"]
+    assert "it lacks 7 tensors of the base" in found.refused["lacking"]
     assert [each.id for each in found.variants] == ["tied"]
 
 
@@ -189,3 +203,80 @@ def test_a_site_in_front_of_a_server_has_no_weights_to_plan() -> None:
     config = SiteConfig(site="a", gateways=("g:1",), engine="openai", url="http://server")
     with pytest.raises(ConfigError, match="a server has no weights"):
         plan(config, parse_gpus("H200"))
+
+
+def test_slots_for_adapters_on_a_gpu_are_as_large_as_the_arenas(folder: Path) -> None:
+    """Whatever is in them, and also where only orders may bring adapters."""
+    per_layer = sum(sum(shape) for shape in MODULES.values())
+    with_slots = planned(folder, "H200", of_adapter(folder))
+    assert with_slots.slots_bytes == 8 * LAYERS * (16 * per_layer * 2 + 4 * len(MODULES))
+    assert with_slots.kv_tokens == (
+        int((with_slots.gpus.bytes - 2 * NUMBERS - with_slots.slots_bytes) * 0.85) // PER_TOKEN
+    )
+    assert planned(folder, models_from=("/srv",)).slots_bytes == with_slots.slots_bytes
+    assert (
+        planned(folder).slots_bytes == planned(folder, models_from=("/srv",), device="cpu").slots_bytes == 0
+    )
+    write(folder / "large" / "adapter_model.safetensors", adapter(40))
+    (folder / "large" / "adapter_config.json").write_text('{"r": 40}')
+    large = planned(folder, "H200", of_adapter(folder, "large"))
+    assert large.slots_bytes == 8 * LAYERS * (64 * per_layer * 2 + 4 * len(MODULES))
+    assert not large.refused
+    small = planned(folder, "1x4GiB", of_adapter(folder)).refused
+    (of_base,) = (reason for name, reason in small.items() if name.endswith("base"))
+    assert f"of which slots for adapters take {with_slots.slots_bytes:,}" in of_base
+
+
+def test_slots_are_the_arenas_that_the_engine_allocates() -> None:
+    import torch
+
+    from site_engine.cuda.adapters import AdapterArenas
+    from site_engine.variants.projections import Size, slot_bytes
+
+    sizes = [Size(32, (48, 16, 16)), Size(48, (32,)), Size(32, (96, 96)), Size(96, (32,))]
+    for rank in (1, 16, 17, 40):
+        arenas = AdapterArenas(sizes, 3, 5, rank, torch.zeros(1, dtype=torch.bfloat16))
+        held = sum(each.nbytes for arena in arenas._arenas for each in (arena.down, arena.up, arena.scales))
+        assert held == 5 * slot_bytes(sizes, 3, rank, 2)
+
+
+def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> None:
+    head = {"base_model.model.lm_head.lora_A.weight": (8, WIDTH)}
+    head["base_model.model.lm_head.lora_B.weight"] = (VOCABULARY, 8)
+    bias = {f"base_model.model.{Q.format(0)}.bias": (WIDTH,)}
+    for name, more in (("head", head), ("bias", bias), ("deep", adapter(24))):
+        write(folder / name / "adapter_model.safetensors", {**adapter(8), **more})
+    (folder / "deep" / "adapter_config.json").write_text('{"r": 8}')
+    variants = [of_adapter(folder, name) for name in ("head", "bias", "deep", "lora")]
+    variants.append(VariantConfig("tuned", model=str(folder / "tuned")))
+    found = planned(folder, "H200", *variants)
+    serves = "engines on a GPU serve LoRA of attention and MLP"
+    assert found.refused == {
+        "head": f"it changes lm_head; {serves}",
+        "bias": f"it changes {Q.format(0)}.bias; {serves}",
+        "deep": f"{Q.format(0)} has rank 24; slots here have 16",
+        "tuned": f"it is a fine-tuned model; {serves}",
+    }
+    on_cpu = planned(folder, "H200", *variants, device="cpu", kv_tokens=1000)
+    assert set(on_cpu.refused) == set()
+    assert [each.id for each in found.variants] == ["lora"]
+    (folder / "base" / "config.json").write_text(
+        json.dumps({**CONFIG, "architectures": ["Qwen3ForCausalLM"]})
+    )
+    reason = planned(folder, "H200", of_adapter(folder)).refused["lora"]
+    assert reason.startswith("engines on a GPU serve variants of LlamaForCausalLM, ")
+    assert not planned(folder, "H200", of_adapter(folder), device="cpu").refused
+
+
+def test_groups_of_one_process_share_the_device(folder: Path) -> None:
+    def config(name: str, kv_tokens: int) -> SiteConfig:
+        base = str(folder / "base")
+        return SiteConfig(site=name, gateways=("g:1",), model=base, kv_tokens=kv_tokens)
+
+    gpus = parse_gpus("1x40GiB")
+    one, two = plan_groups([config("one", 10_000), config("two", 20_000)], gpus)
+    assert (one.site, two.site, one.gpus, two.gpus) == ("one", "two", gpus, gpus)
+    assert not one.refused and not two.refused
+    *_, third = plan_groups([config(name, 10_000) for name in ("one", "two", "three")], gpus)
+    (reason,) = third.refused.values()
+    assert f"a device has {gpus.bytes - one.used_bytes - one.used_bytes:,}" in reason
