@@ -8,9 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +174,7 @@ def test_two_bases_in_one_process_answer_as_they_do_alone(
     with site(federation, tmp_path, "two", groups) as process:
         wanted = {f"two/{name}": {name, f"{name}-support"} for name in ("one-base", "other-base")}
         eventually(lambda: wanted.items() <= served(federation).items(), "two groups with their variants")
-        with ThreadPoolExecutor(4) as clients:
-            found = dict(zip(answers, clients.map(partial(ask, federation), answers), strict=True))
+        found = {name: ask(federation, name) for name in answers}
         assert {name: texts for name, (texts, _) in found.items()} == answers
         assert found["one-base-support"][1] == {"two/one-base"}
         process.terminate()
