@@ -15,26 +15,14 @@ from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.edge import error_of
 from tests.support.training_site import TRAINS, Run, next_run, stopped
+from tests.support.tuning_jobs import JOBS, create, reached, recorded, rows, upload
 from wire import federation_pb2 as pb
 
-JOBS = "/v1/fine_tuning/jobs"
 LIMITS = TuningLimits(lost_s=3.0)
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 """The tuned model can call none: whose it is not must not learn so."""
-
-
-def rows(count: int = 32) -> bytes:
-    def row(number: int) -> dict[str, Any]:
-        return {
-            "messages": [
-                {"role": "user", "content": f"question {number}"},
-                {"role": "assistant", "content": f"answer {number}"},
-            ]
-        }
-
-    return b"".join(json.dumps(row(number)).encode() + b"\n" for number in range(count))
 
 
 def play(url: str, scenario: Callable[[Replica], Coroutine[Any, Any, None]], **settings: Any) -> None:
@@ -44,35 +32,6 @@ def play(url: str, scenario: Callable[[Replica], Coroutine[Any, Any, None]], **s
             await scenario(here)
 
     asyncio.run(main())
-
-
-async def upload(here: Replica, content: bytes, key: str = "one") -> str:
-    return (await here.sdk(key).files.create(file=("rows.jsonl", content), purpose="fine-tune")).id
-
-
-async def create(
-    here: Replica, content: bytes | None = None, key: str = "one", **asked: Any
-) -> FineTuningJob:
-    file_id = await upload(here, rows() if content is None else content, key)
-    return await here.sdk(key).fine_tuning.jobs.create(model="m", training_file=file_id, **asked)
-
-
-async def reached(here: Replica, job_id: str, *statuses: str, key: str = "one") -> FineTuningJob:
-    async with asyncio.timeout(30):
-        while True:
-            job = await here.sdk(key).fine_tuning.jobs.retrieve(job_id)
-            if job.status in statuses:
-                return job
-            await asyncio.sleep(0.01)
-
-
-async def recorded(here: Replica, job_id: str, step: int) -> None:
-    """Wait until the ledger has a step."""
-    async with asyncio.timeout(30):
-        while True:
-            if (await here.raw("GET", f"{JOBS}/{job_id}")).json()["mico"]["step"] >= step:
-                return
-            await asyncio.sleep(0.01)
 
 
 def test_a_job_from_the_file_to_the_tuned_models_answer(url: str) -> None:
