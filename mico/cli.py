@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from mico.commands import (
+    adapters,
     batch,
     bench,
     chat,
@@ -35,6 +36,7 @@ from mico.commands import (
     simulate,
     sites,
     top,
+    tune,
 )
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Session
@@ -81,6 +83,8 @@ app.command()(federation.down)
 app.command()(federation.status)
 app.command()(chat.chat)
 app.add_typer(batch.app, name="batch")
+app.add_typer(tune.app, name="tune")
+app.add_typer(adapters.app, name="adapters")
 app.add_typer(models.app, name="models")
 for order in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
     sites.app.command()(order)

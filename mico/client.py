@@ -85,6 +85,9 @@ class Client:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._request("POST", path, body)
 
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._request("DELETE", path)
+
     def upload(self, path: Path, purpose: str) -> dict[str, Any]:
         """Upload a file while reading it, so that a large file is never in memory as a whole."""
         with path.open("rb") as file:

@@ -13,12 +13,17 @@ from wire import federation_pb2 as pb
 
 
 class ModelOrder(NamedTuple):
-    """`kind` is "add", "remove", "sleep" or "wake". To add, `adapter` or `folder` is a folder at the site."""
+    """`kind` is "add", "remove", "sleep" or "wake". To add, `adapter` or `folder` is a folder at the site, or
+    `content` an adapter of `parent` that the site fetches, for `tenant` alone.
+    """
 
     kind: str
     model: str
     adapter: str = ""
     folder: str = ""
+    content: pb.Content | None = None
+    tenant: str = ""
+    parent: str = ""
 
 
 class ModelOrders:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +26,7 @@ from gateway.http.sse import EventStream
 from gateway.openai.fields import echo
 from gateway.tuning.events import event_id
 from gateway.tuning.ledger import TooManyJobs, UnknownFile
-from gateway.tuning.registry import find_model
+from gateway.tuning.registry import find_model, name_of
 from gateway.tuning.service import TuningService
 from gateway.tuning.values import Content, Event, Job, JobStatus, Kind, checkpoint_model
 
@@ -43,7 +43,7 @@ def tuning_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
         *_job_routes(backend, tuning),
         *_turning_routes(backend, tuning),
         *_list_routes(backend, tuning),
-        _model_route(backend, tuning),
+        *_model_routes(backend, tuning),
     ]
 
 
@@ -133,7 +133,17 @@ def _list_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandl
     return [list_events, list_checkpoints]
 
 
-def _model_route(backend: Backend, tuning: TuningService) -> HTTPRouteHandler:
+def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandler]:
+    @get("/v1/fine_tuning/models")
+    async def list_models(request: AnyRequest) -> Response[bytes]:
+        """List the tuned models of the tenant, also those that no site serves now."""
+        caller = await authenticate(request.scope, backend)
+        with database_errors():
+            models = await tuning.contents.models(caller.tenant)
+        served = {each.id for each in backend.models()}
+        listed = [_model_json(job, content, served) for job, content in reversed(models)]
+        return json_response({"object": "list", "data": listed, "has_more": False})
+
     @delete("/v1/models/{model_id:path}", status_code=200)
     async def delete_model(request: AnyRequest) -> Response[bytes]:
         caller = await authenticate(request.scope, backend)
@@ -145,7 +155,7 @@ def _model_route(backend: Backend, tuning: TuningService) -> HTTPRouteHandler:
         tuning.wake()
         return json_response({"id": name, "object": "model", "deleted": True})
 
-    return delete_model
+    return [list_models, delete_model]
 
 
 async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningService) -> None:
@@ -280,6 +290,22 @@ def event_json(job: Job, event: Event) -> dict[str, Any]:
         "message": event.message,
         "type": "message" if event.data is None else "metrics",
         "data": event.data or {},
+    }
+
+
+def _model_json(job: Job, content: Content, served: Container[str]) -> dict[str, Any]:
+    name = name_of(job, content)
+    return {
+        "id": name,
+        "object": "fine_tuning.model",
+        "created_at": int(content.at),
+        "model": job.model,
+        "fine_tuning_job_id": job.id,
+        "step_number": content.step,
+        "checkpoint": content.kind is Kind.CHECKPOINT,
+        "rank": job.plan.rank,
+        "bytes": content.bytes,
+        "served": name in served,
     }
 
 

@@ -16,9 +16,3 @@ async def find_model(contents: Contents, tenant: str, name: str) -> Content | No
     """Return the adapter of a tuned model of the tenant, None if it has none of this name."""
     models = await contents.models(tenant)
     return next((content for job, content in models if name_of(job, content) == name), None)
-
-
-async def known_names(contents: Contents) -> set[str]:
-    """Return the names of all tuned models, and those that unfinished jobs will have."""
-    names = {name_of(job, content) for job, content in await contents.models()}
-    return names | {job.tuned_model for job in await contents.unfinished()}

@@ -11,17 +11,14 @@ from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.errors import MicoError
-from gateway.federation.link import Link
-from gateway.federation.model_orders import ModelOrder
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import WARN
 from gateway.tuning.ledger import new_run
 from gateway.tuning.placing import Act, End, Seen, choose, next_act
-from gateway.tuning.registry import known_names
 from gateway.tuning.results import write_results
+from gateway.tuning.serving import Serving
 from gateway.tuning.training_run import end_of, order_of, progress_of
 from gateway.tuning.validating import check
 from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
@@ -37,7 +34,6 @@ RECORD_S: Final = 1.0
 """Least time between two writes of the progress of a run."""
 ORDER_AGAIN_S: Final = 3.0
 """A site reports of its runs every 2 s: one that does not is given the order again."""
-REMOVE_WITHIN_S: Final = 30.0
 AVOID_S: Final = 60.0
 """For so long a site that gave a job up, or lost it, is the last choice for it."""
 STALE_RUNS_A_POLL: Final = 20
@@ -78,8 +74,7 @@ class Runner:
         self._polled_s = float("-inf")
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
-        self._removing: set[tuple[str, str]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # that have sites remove models
+        self._serving = Serving(context)
 
     def start(self) -> None:
         self._running = asyncio.create_task(self._run_for_ever(), name="fine-tuning")
@@ -91,11 +86,12 @@ class Runner:
 
     async def close(self) -> None:
         """Give the leases back: another replica goes on with the same runs."""
-        tasks = [self._running, *self._tasks, *(care.task for care in self._held.values())]
+        tasks = [self._running, *(care.task for care in self._held.values())]
         live = [task for task in tasks if task is not None]
         for task in live:
             task.cancel()
         await asyncio.gather(*live, return_exceptions=True)
+        await self._serving.close()
         with suppress(*DATABASE_ERRORS):
             await self._context.ledger.release()
 
@@ -135,7 +131,7 @@ class Runner:
                 care.begin(job, now_s)
             care.job = job
         await self._stop_stale_runs()
-        await self._remove_deleted_models()
+        await self._serving.settle()
         await context.store.remove_leftovers(LEFTOVERS_A_POLL)
         await context.ledger.remove_expired(LEFTOVERS_A_POLL)
 
@@ -152,28 +148,6 @@ class Runner:
             for report in reports[:STALE_RUNS_A_POLL]:
                 if await self._context.ledger.current_run(report.job_id) != report.run:
                     link.training.stop(report.run, snapshot=False)
-
-    async def _remove_deleted_models(self) -> None:
-        """Have sites serve tuned models no more that were deleted."""
-        links = [*self._context.links().values()]
-        served = [(link, each.id) for link in links for each in link.identity.models.values() if each.tenant]
-        if not served:
-            return
-        known = await known_names(self._context.contents)
-        for link, name in served:
-            if name not in known and (link.name, name) not in self._removing:
-                self._removing.add((link.name, name))
-                task = asyncio.create_task(self._remove_model(link, name), name=f"remove {name}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    async def _remove_model(self, link: Link, name: str) -> None:
-        try:
-            await link.orders.carry_out(ModelOrder("remove", name), REMOVE_WITHIN_S)
-        except MicoError as exc:
-            log.warning("%s still serves the deleted model %s: %s", link.name, name, exc)
-        finally:
-            self._removing.discard((link.name, name))
 
     async def _look_after(self, care: Care) -> None:
         job = care.job

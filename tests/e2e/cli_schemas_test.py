@@ -74,6 +74,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("audit",): {"[]": "action after at before id reason site until_at who"},
     ("config", "show"): {"port": "origin value", "base_url": "origin value"},
     ("batch", "list"): {"[]": ""},
+    ("tune", "list"): {"[]": ""},
+    ("adapters", "list"): {"[]": ""},
     ("pki", "list"): {"[]": ""},
     ("predictor", "forecast", "Hi"): {"": "edges expected_tokens p50_tokens p90_tokens probabilities source"},
     ("predictor", "evaluate", "--data", "CORPUS"): {
@@ -88,10 +90,12 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "p99_normalized_latency p99_ttft_s policy preemptions queries sites trace usd usd_per_mtok",
     },
 }
-SHOWN_BELOW = {"batch show"}
+SHOWN_BELOW = {"batch show", "tune show", "tune events"}
 ACTS = {
     "up",
     *(f"batch {verb}" for verb in ("run", "submit", "plan", "cancel", "fetch")),
+    *(f"tune {verb}" for verb in ("create", "cancel", "pause", "resume")),
+    "adapters remove",
     *(f"sites {verb}" for verb in ("drain", "pause", "resume", "weight", "pin-off", "unpin")),
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
     *(f"{noun} set" for noun in ("tenants", "quotas", "routes")),

@@ -37,7 +37,7 @@ async def create(
 
 
 async def reached(here: Replica, job_id: str, *statuses: str, key: str = "one") -> FineTuningJob:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             job = await here.sdk(key).fine_tuning.jobs.retrieve(job_id)
             if job.status in statuses:
@@ -47,7 +47,7 @@ async def reached(here: Replica, job_id: str, *statuses: str, key: str = "one") 
 
 async def recorded(here: Replica, job_id: str, step: int) -> None:
     """Wait until the ledger has a step."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             if (await here.raw("GET", f"{JOBS}/{job_id}")).json()["mico"]["step"] >= step:
                 return

@@ -15,11 +15,12 @@ from gateway.quotas.limits import Kind as QuotaKind
 from gateway.quotas.limits import LimitId, Scope
 from gateway.tuning.values import Job, JobStatus, Kind, TuningLimits
 from tests.support.batch_replica import Replica, replica
-from tests.support.training_site import TRAINS, Run, next_run, stopped
+from tests.support.training_site import TRAINS, Run, next_run, ordered, stopped
 from tests.support.tuning_jobs import JOBS, create, reached, recorded
 from wire import federation_pb2 as pb
 
-LIMITS = TuningLimits(lost_s=2.0, stop_s=1.0, runs=3)
+LIMITS = TuningLimits(lost_s=60.0, runs=3)
+IMPATIENT = replace(LIMITS, lost_s=4.0)
 TENANT = "tenant-1"
 
 
@@ -64,7 +65,7 @@ def test_a_lost_sites_job_goes_on_elsewhere_from_its_last_snapshot(url: str) -> 
         assert steps == [6, 5, 4, 3, 2, 1]  # none twice
         assert any("was lost" in each.message and each.level == "warn" for each in listed)
 
-    play(url, scenario)
+    play(url, scenario, limits=IMPATIENT)
 
 
 def test_a_stale_run_stores_nothing_and_is_dropped_when_it_comes_back(url: str) -> None:
@@ -141,17 +142,17 @@ def test_another_replica_takes_over_from_one_that_died_and_the_run_goes_on(url: 
         ):
             job = await create(first)
             run = await first_run(first, second)
-            holder, other = (first, second) if run.site in first.scene.sites else (second, first)
-            await run.report(2)
-            await recorded(first, job.id, 2)
-            task: Any = holder.tuning.runner._running
-            task.cancel()  # as by kill -9: nothing is released
-            (site,) = other.scene.sites
-            same = Run(site, run.order)
-            await keep_telling(same, other, job.id)
-            assert (await job_of(other, job.id)).run == run.order.run
-            await same.succeed()
-            assert (await reached(other, job.id, "succeeded")).trained_tokens == 600
+            runs = [Run(each.scene.sites[0], run.order) for each in (first, second)]
+            await tell_both(runs, 2, first, job.id)
+            dead, alive = (first, second) if holds(first, await job_of(first, job.id)) else (second, first)
+            running: Any = dead.tuning.runner._running
+            running.cancel()  # as by kill -9: nothing is released
+            await asyncio.gather(running, return_exceptions=True)
+            await tell_both(runs, 4, alive, job.id)
+            taken = await job_of(alive, job.id)
+            assert taken.run == run.order.run and holds(alive, taken)
+            await runs[0 if alive is first else 1].succeed()
+            assert (await reached(alive, job.id, "succeeded")).trained_tokens == 600
 
     asyncio.run(main())
 
@@ -166,12 +167,17 @@ async def first_run(*replicas: Replica) -> Run:
     return next(iter(done)).result()
 
 
-async def keep_telling(run: Run, here: Replica, job_id: str) -> None:
-    """Report of a run, as its site does, until the replica has recorded a step of it."""
-    async with asyncio.timeout(30):
+def holds(here: Replica, job: Job) -> bool:
+    return job.leased_by == here.tuning.service.ledger.owner
+
+
+async def tell_both(runs: list[Run], step: int, here: Replica, job_id: str) -> None:
+    """Report to both gateways, as sites do, until a step is recorded."""
+    async with asyncio.timeout(60):
         while True:
-            await run.report(4)
-            if (await job_of(here, job_id)).step == 4:
+            for run in runs:
+                await run.report(step)
+            if (await job_of(here, job_id)).step == step:
                 return
             await asyncio.sleep(0.05)
 
@@ -239,7 +245,7 @@ def test_jobs_wait_for_a_place_and_no_site_gets_more_runs_than_it_takes(url: str
         first, second = await create(here), await create(here, key="two")
         run = await next_run(here)
         assert run.order.job_id == first.id
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 listed = await here.sdk("two").fine_tuning.jobs.list_events(second.id)
                 if any("No site has room" in each.message for each in listed.data):
@@ -260,4 +266,29 @@ def test_a_job_for_which_no_site_comes_fails_and_does_not_hang(url: str) -> None
         failed = await reached(here, job.id, "failed")
         assert failed.error is not None and failed.error.code == "no_site"
 
-    play(url, scenario, sites=("a",), limits=replace(LIMITS, queued_s=0.2))
+    play(url, scenario, sites=("a",), limits=replace(IMPATIENT, queued_s=0.2))
+
+
+def test_a_tuned_model_that_no_site_serves_is_fetched_again(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here, suffix="s")
+        run = await next_run(here)
+        await run.succeed()
+        name = str((await reached(here, job.id, "succeeded")).fine_tuned_model)
+        listed = (await here.raw("GET", "/v1/fine_tuning/models")).json()["data"]
+        assert [(each["id"], each["checkpoint"], each["served"]) for each in listed] == [
+            (name, False, True),
+            (f"{name}:ckpt-step-3", True, False),
+        ]
+        assert (await here.raw("GET", "/v1/fine_tuning/models", "two")).json()["data"] == []
+        await run.site.send(models=pb.Models(models=[run.site.served_model]))  # it has started anew
+        site, order = await ordered(here, "order")
+        assert (order.kind, order.model, order.tenant, order.parent) == ("add", name, TENANT, "m")
+        assert await run.fetch(order.content) == b"adapter" * 500
+        await run.serve()
+        await site.send(ordered=pb.Ordered(order_id=order.order_id))
+        assert (await here.raw("DELETE", f"/v1/models/{name}")).status_code == 200
+        _, removal = await ordered(here, "order")
+        assert (removal.kind, removal.model) == ("remove", name)
+
+    play(url, scenario, sites=("a",))

@@ -1,0 +1,94 @@
+"""Keeps tuned models served: has a site fetch each that no site serves, and drops those that were deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Final
+
+from gateway.domain import Site, SiteState
+from gateway.errors import MicoError
+from gateway.federation.link import Link
+from gateway.federation.model_orders import ModelOrder
+from gateway.tuning.context import TuningContext
+from gateway.tuning.registry import name_of
+from gateway.tuning.values import Content, Job, Kind
+from wire import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+ADD_WITHIN_S: Final = 600.0
+"""A site fetches the adapter, compares it with transformers and then serves it."""
+REMOVE_WITHIN_S: Final = 30.0
+MAX_ORDERS: Final = 4
+"""Orders of this replica that sites carry out at a time."""
+AGAIN_S: Final = 60.0
+"""After a refusal a site is asked no sooner."""
+
+
+class Serving:
+    """Checkpoints are kept, not served: only the last adapter of a job that succeeded is."""
+
+    def __init__(self, context: TuningContext) -> None:
+        self._context = context
+        self._orders: dict[tuple[str, str], asyncio.Task[None]] = {}  # by site and model
+        self._again_s: dict[tuple[str, str], float] = {}
+
+    async def settle(self) -> None:
+        """Begin the orders that bring what sites serve in line with what there is."""
+        context, now_s = self._context, self._context.clock()
+        self._again_s = {key: at_s for key, at_s in self._again_s.items() if at_s > now_s}
+        sites = [site for site in context.sites() if site.state is not SiteState.DOWN]
+        models = {name_of(job, content): (job, content) for job, content in await context.contents.models()}
+        tuned = {
+            (site.name, each.id) for site in sites for each in site.identity.models.values() if each.tenant
+        }
+        if not (models or tuned):
+            return
+        known = {*models, *(job.tuned_model for job in await context.contents.unfinished())}
+        for site, name in tuned:
+            if name not in known:
+                self._begin(site, ModelOrder("remove", name), REMOVE_WITHIN_S)
+        served = {name for _, name in tuned}
+        for name, (job, content) in models.items():
+            if content.kind is Kind.ADAPTER and name not in served:
+                self._add(name, job, content, sites)
+
+    async def close(self) -> None:
+        tasks = [*self._orders.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, name: str, job: Job, content: Content, sites: list[Site]) -> None:
+        """Order one of the sites that can fetch adapters and serve the base: each replica takes the same."""
+        if any(model == name for _, model in self._orders):
+            return
+        able = [
+            site.name
+            for site in sites
+            if site.identity.trains is not None
+            and job.model in site.identity.models
+            and (site.name, name) not in self._again_s
+        ]
+        if able:
+            site = max(able, key=lambda each: hashlib.sha256(f"{each} {name}".encode()).digest())
+            fetched = pb.Content(sha256=bytes.fromhex(content.sha256), bytes=content.bytes)
+            order = ModelOrder("add", name, content=fetched, tenant=job.tenant, parent=job.model)
+            self._begin(site, order, ADD_WITHIN_S)
+
+    def _begin(self, site: str, order: ModelOrder, within_s: float) -> None:
+        key, link = (site, order.model), self._context.links().get(site)
+        if link is None or key in self._orders or key in self._again_s or len(self._orders) >= MAX_ORDERS:
+            return
+        task = asyncio.create_task(self._carry_out(link, order, within_s), name=f"{order.kind} {order.model}")
+        self._orders[key] = task
+        task.add_done_callback(lambda _: self._orders.pop(key, None))
+
+    async def _carry_out(self, link: Link, order: ModelOrder, within_s: float) -> None:
+        try:
+            await link.orders.carry_out(order, within_s)
+        except MicoError as exc:
+            self._again_s[link.name, order.model] = self._context.clock() + AGAIN_S
+            log.warning("%s did not %s the tuned model %s: %s", link.name, order.kind, order.model, exc)
