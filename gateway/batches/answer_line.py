@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
+from gateway.batches.pace import FIRST_PRIORITY
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
@@ -84,13 +85,22 @@ async def answer_line(
     within_s: float,
     any_order: bool,
     prefill_heavy: bool,
+    goes_first: bool,
 ) -> bytes:
     """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
     request = read_request(endpoint, body, context, caller.tenant)
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
     )
-    queries = [replace(query, any_order=any_order, prefill_heavy=prefill_heavy) for query in queries]
+    queries = [
+        replace(
+            query,
+            any_order=any_order,
+            prefill_heavy=prefill_heavy,
+            priority=FIRST_PRIORITY if goes_first else query.priority,
+        )
+        for query in queries
+    ]
     async with aclosing(answer_all(context.answer, queries)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())

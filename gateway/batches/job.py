@@ -22,6 +22,7 @@ from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.order import prefill_heavy
+from gateway.batches.pace import Progress, is_late
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
@@ -64,12 +65,12 @@ class Retry(NamedTuple):
 class Job:
     """One run of one batch. The runner keeps `batch` up to date.
 
-    `in_flight` is shared by all jobs of this replica. `active_jobs` returns the number of batches that this
-    replica runs now.
+    `in_flight` is shared by all jobs of this replica. `sharing` returns between how many batches of this
+    replica, this one included, the sites are shared; 0 while others go first.
     """
 
     def __init__(
-        self, batch: Batch, context: BatchContext, in_flight: InFlight, active_jobs: Callable[[], int]
+        self, batch: Batch, context: BatchContext, in_flight: InFlight, sharing: Callable[[Job], int]
     ) -> None:
         self.batch = batch
         self.finalizing = False  # no line runs any more: the end of the batch is being written
@@ -77,12 +78,32 @@ class Job:
         self._id = secrets.token_hex(4)  # runs of a line by different jobs are different queries
         self._context = context
         self._in_flight = in_flight
-        self._active_jobs = active_jobs
+        self._sharing = sharing
         self._waiting = WaitingLines(batch.order is Order.BLEND)
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
+        self._began_s = context.clock()
+        self._ended_lines = 0  # by this job
+        self._left_lines = batch.total
+
+    @property
+    def sites(self) -> set[str]:
+        """Return the names of the sites that serve its model."""
+        model = self._context.model_of(self.batch)
+        return {site.name for site in self._context.sites() if model in site.identity.models}
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether it would end too late at its pace."""
+        progress = Progress(self._context.clock() - self._began_s, self._ended_lines, self._left_lines)
+        return is_late(self.batch, progress, self._context.unix_time())
+
+    @property
+    def can_start(self) -> bool:
+        """Return whether it has lines that may start now, if there is room."""
+        return bool(self._waiting or self._retries) and self._context.clock() >= self._paused_until_s
 
     @property
     def running_lines(self) -> int:
@@ -134,6 +155,9 @@ class Job:
     # ---- answer
 
     async def _answer(self) -> None:
+        known = await self._context.ledger.get(self.batch.tenant, self.batch.id)
+        ended = known.completed + known.failed if known else 0
+        self._began_s, self._left_lines = self._context.clock(), self.batch.total - ended
         try:
             while not self._must_stop:
                 await self._waiting.refill(self._context.ledger, self.batch.id)
@@ -147,11 +171,12 @@ class Job:
 
     def _start_lines(self) -> None:
         now_s = self._context.clock()
-        if now_s < self._paused_until_s:
+        sharing = self._sharing(self)
+        if now_s < self._paused_until_s or not sharing:
             return
         capacities = self._capacities(now_s)
         self._homes.begin(capacities)
-        lines = self._take_lines(fair_share(capacities, self._active_jobs()), now_s) if capacities else []
+        lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
         sites = self._homes.assign(lines, capacities)
         if not capacities and self._model_is_unknown():
             lines = self._take_lines(PAGE_LINES, now_s)
@@ -176,7 +201,7 @@ class Job:
 
     def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
-        limits, jobs = self._context.limits, max(1, self._active_jobs())
+        limits, jobs = self._context.limits, max(1, self._sharing(self))
         in_flight = lines_at_once(self._context.sites(), self._context.model_of(self.batch), limits.in_flight)
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
@@ -230,6 +255,8 @@ class Job:
                 self._schedule(result)
         if done:
             await self._write(outcomes, retried)
+            self._ended_lines += len(outcomes)
+            self._left_lines -= len(outcomes)
             for task in done:
                 del self._running[task]
 
@@ -306,6 +333,7 @@ class Job:
             within_s=max(1.0, batch.expires_at - context.unix_time()),
             any_order=(any_order := batch.order is Order.BLEND),
             prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
+            goes_first=self.is_late,
         )
 
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:

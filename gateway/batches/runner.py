@@ -92,10 +92,18 @@ class Runner:
     def _update_job(self, batch: Batch) -> None:
         """Start a job, or pass a cancellation on to it. A running job knows everything else better itself."""
         if batch.id not in self._jobs and not self._draining:
-            job = Job(batch, self._context, self._in_flight, lambda: len(self._jobs))
+            job = Job(batch, self._context, self._in_flight, self._sharing)
             self._jobs[batch.id] = job, asyncio.create_task(self._run(job), name=batch.id)
         elif batch.id in self._jobs and batch.cancelling_at is not None:
             self._jobs[batch.id][0].batch = batch
+
+    def _sharing(self, job: Job) -> int:
+        """Return between how many batches the sites of one are shared; 0 if those that are late go first."""
+        jobs = [each for each, _ in self._jobs.values()]
+        late = [each for each in jobs if each.can_start and each.is_late and each.sites & job.sites]
+        if late:
+            return len(late) if job in late else 0
+        return len(jobs)
 
     async def _run(self, job: Job) -> None:
         try:

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from gateway.batches.files import Files, Page
 from gateway.batches.job import Job, Retry
 from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
+from gateway.batches.pace import LEARN_S, Progress, is_late
 from gateway.batches.reading import InvalidLine, split_lines
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
@@ -123,7 +125,7 @@ class Due(float):
 def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_are_due() -> None:
     now_s = 0.0
     context: Any = SimpleNamespace(clock=lambda: now_s)
-    job = Job(batch(), context, {}, lambda: 1)
+    job = Job(batch(), context, {}, lambda _: 1)
     waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
     for number, wait_s in enumerate(waits_s):
         job._schedule(Retry(line(number), wait_s, pauses_batch=False))
@@ -133,6 +135,17 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     again = [job._next_line(now_s, deque()) for _ in range(1_000)]
     assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
     assert job._next_line(now_s, deque()) is None
+
+
+def test_a_batch_goes_first_once_its_pace_would_take_it_past_four_fifths_of_its_window() -> None:
+    window = replace(batch(), created_at=0.0, expires_at=1_000.0 * LEARN_S)
+    pace = partial(Progress, LEARN_S, 100)  # 100 lines in this time
+    assert not is_late(window, pace(79_000), LEARN_S)
+    assert is_late(window, pace(81_000), LEARN_S)
+    assert not is_late(window, Progress(LEARN_S - 1, 0, 10**6), LEARN_S)  # nothing is known yet
+    assert is_late(window, Progress(LEARN_S, 0, 1_000), LEARN_S)
+    assert is_late(window, Progress(0.0, 0, 1), 801.0 * LEARN_S)
+    assert not is_late(window, Progress(0.0, 0, 0), 801.0 * LEARN_S)  # all its lines have ended
 
 
 def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:

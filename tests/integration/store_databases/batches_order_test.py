@@ -9,8 +9,9 @@ import pytest
 
 from gateway.batches import line_table
 from gateway.batches.order import Integers, LineSizes
-from gateway.batches.values import Order
-from tests.support.batch_replica import chat_line, jsonl, replica
+from gateway.batches.pace import FIRST_PRIORITY
+from gateway.batches.values import WINDOW_S, Order
+from tests.support.batch_replica import asked_at_least, chat_line, jsonl, replica
 
 
 def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
@@ -75,5 +76,28 @@ def test_sites_know_which_lines_may_overtake_others_and_which_have_long_prompts(
                 assert (await here.ended(submitted)).status == "completed"
             flags = sorted((assign.any_order, assign.prefill_heavy) for assign in here.assigned)
             assert flags == [(False, False), (False, False), (True, False), (True, True)]
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_would_end_too_late_goes_before_others(url: str) -> None:
+    """In the gateway none of their lines start before all of its own; at a site its own start first."""
+
+    async def main() -> None:
+        async with replica(url) as here:
+            here.open.clear()
+            late = await here.submit(jsonl(*(chat_line(number) for number in range(40))))
+            await asked_at_least(here, 2)
+            here.pass_time(0.85 * WINDOW_S)
+            on_time = await here.submit(jsonl(*(chat_line(number) for number in range(100, 110))))
+            await here.reached(on_time, "in_progress")
+            here.open.set()
+            for batch_id in (late, on_time):
+                assert (await here.ended(batch_id)).status == "completed"
+            of_late = [int(prompt.split()[1]) < 100 for prompt in here.asked]
+            assert all(of_late[:30])  # all others but those that are on their way to sites
+            priorities = [assign.priority for assign in here.assigned]
+            first = [priority == FIRST_PRIORITY for priority in priorities]
+            assert first[12:] == of_late[12:]  # the lines before had started when it was not late yet
 
     asyncio.run(main())
