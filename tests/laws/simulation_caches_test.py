@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -171,6 +172,21 @@ def test_conversations_find_their_prefixes_with_affinity() -> None:
     possible = sum(query.prompt_tokens - 2048 for query in chats(7, 6))
     assert hits["prefix"] > 0.9 * possible
     assert hits["none"] < 0.7 * possible
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_of_40_turns_of_conversations_at_once_at_most_two_move_between_idle_sites(gateways: int) -> None:
+    turns, sites = chats(8, 6, BLOCK_TOKENS), tuple(sites_of("3x16@1~10"))
+    moved = {}
+    for name in ("prefix", "none"):
+        records, _ = simulate(
+            turns, sites, gateways=gateways, block_tokens=BLOCK_TOKENS, affinity=AFFINITIES[name]
+        )
+        served = [[record.site for record in records[chat::8]] for chat in range(8)]
+        assert {homes[0] for homes in served} == {site.name for site in sites}, "they begin everywhere"
+        moved[name] = sum(before != after for homes in served for before, after in pairwise(homes))
+    assert moved["prefix"] <= 2
+    assert moved["none"] > 20
 
 
 def test_gateways_that_tell_each_other_find_what_the_other_placed() -> None:
