@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gateway.domain import Site, SiteState
+from gateway.domain import ModelState, Site, SiteState
 from gateway.prices import prices_of
 from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
@@ -34,6 +34,7 @@ class SiteView:
     region: str
     state: SiteState
     models: list[str]
+    asleep: int  # of the models, those that sleep or wake
     pinned_off: list[str]
     slots: int
     running: int
@@ -190,6 +191,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         region=identity.region,
         state=shown_state(site, now_s),
         models=sorted(identity.models),
+        asleep=sum([each.state is not ModelState.READY for each in identity.models.values()]),
         pinned_off=sorted(site.pinned_off),
         slots=identity.slots,
         running=load.running,

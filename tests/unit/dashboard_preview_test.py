@@ -21,6 +21,7 @@ A = SiteView(
     certificate_until=None,
     state=SiteState.READY,
     models=["m"],
+    asleep=0,
     pinned_off=[],
     slots=4,
     running=3,

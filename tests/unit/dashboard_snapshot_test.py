@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.domain import IterationCost, LoadReport, Site, SiteIdentity, SiteState
+from gateway.domain import IterationCost, LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
 from gateway.telemetry.banner import banner
 from gateway.telemetry.recent import SiteWaits
 from gateway.telemetry.snapshot import Rate, Rates, SiteView, headroom, totals, views
@@ -119,3 +119,11 @@ def test_a_site_shows_its_pool_and_until_when_its_certificate_is_good() -> None:
     (seen,) = views([pooled], rates, {}, 100.0, {"a": 5e9}.__getitem__)
     assert (seen.pool, seen.certificate_until) == ("aws-us", 5e9)
     assert views([pooled], rates, {}, 100.0)[0].certificate_until is None
+
+
+def test_models_that_sleep_or_wake_are_counted() -> None:
+    states = {"m": ModelState.READY, "v": ModelState.SLEEPING, "w": ModelState.WAKING}
+    models = {name: Model(name, "r", 100, 0, "test", state=state) for name, state in states.items()}
+    one = site()
+    (found,) = shown(replace(one, identity=replace(one.identity, models=models)))
+    assert (found.models, found.asleep) == (["m", "v", "w"], 2)

@@ -118,7 +118,8 @@ export class SiteTable {
     const pool = site.pool ? ` · pool ${site.pool}` : "";
     const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
     const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
-    const models = site.models.length > 1 ? ` · ${site.models.length} models` : "";
+    const asleep = site.asleep ? `, ${site.asleep} asleep` : "";
+    const models = site.models.length > 1 ? ` · ${site.models.length} models${asleep}` : "";
     const where = `${site.cloud} · ${site.region}${pool}${models}${pinned}${certificate}`;
     if (row.where !== where) row.cells[0].title = `${site.name}\n${where}`;
     setText(row.cells[0].lastChild, (row.where = where));
