@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Grammar, Output, Request, Thinking, ToolCall
+from site_engine.core.training import TrainingEvent
 from site_engine.errors import NotServed
 from site_engine.messages import Assign
 
@@ -102,11 +103,15 @@ class LoadSeen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks of an engine, called on the event loop. `broken` is called once, with the reason."""
+    """Callbacks of an engine, called on the event loop. `broken` is called once, with the reason.
+
+    `training` gets what happens to a job, by its id, until `Failed` or the last `Saved`.
+    """
 
     outputs: Callable[[Sequence[Output]], None]
     load: Callable[[LoadSeen], None]
     broken: Callable[[str], None]
+    training: Callable[[str, TrainingEvent], None] = lambda job_id, event: None
 
 
 class EngineClient(Protocol):

@@ -13,6 +13,7 @@ from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Output, Request
 from site_engine.engine.engine_thread import Engine
+from site_engine.engine.training_loop import TrainingLoop
 
 
 class DeviceTurns:
@@ -91,6 +92,10 @@ class SharedEngine:
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def training(self) -> TrainingLoop:
+        return self._engine.training
 
     def step(self) -> Sequence[Output]:
         with self._turns.turn(self._member):

@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
+from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
 from site_engine.engine_client import Group, Listener, LoadSeen
-from site_engine.errors import EngineBroken, NotServed, Reason, VariantRefused
+from site_engine.errors import EngineBroken, NotServed, Reason, TrainingRefused, VariantRefused
+
+if TYPE_CHECKING:
+    from site_engine.engine.training_loop import TrainingLoop
+    from site_engine.training.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +63,11 @@ class Engine(Protocol):
         ...
 
     def remove_variant(self, variant_id: str) -> None: ...
+
+    @property
+    def training(self) -> TrainingLoop:
+        """Its jobs; without any, nothing of it is called."""
+        ...
 
 
 @dataclass(slots=True)
@@ -100,6 +110,7 @@ class EngineThread:
         self._stall_watch = StallWatch()
         self._load_wanted = True
         self._loader = ThreadPoolExecutor(1, "variants")
+        self._trains = False  # once it has had a job
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
@@ -181,6 +192,45 @@ class EngineThread:
 
         self._ask(run)
 
+    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
+        """Begin a job, read beside the iterations; reply None, or why it is not trained here.
+
+        The listener hears what happens to it.
+        """
+
+        def load() -> None:
+            try:
+                begin = self._engine.training.load(order)
+            except TrainingRefused as refused:
+                begin = partial(_raise, refused)
+            except Exception as exc:
+                log.exception("job %s could not be read", order.job_id)
+                begin = partial(_raise, TrainingRefused(f"the job could not be read: {_describe(exc)}"))
+            self._ask(partial(run, begin))
+
+        def run(begin: Callable[[], None]) -> None:
+            answer = None
+            try:
+                begin()
+                self._trains = True
+            except TrainingRefused as refused:
+                answer = refused
+            self._calls.append(partial(reply, answer))
+
+        self._loader.submit(load)
+
+    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+        """End a job without an event; reply with its state after its last step, None if it is not here."""
+
+        def run() -> None:
+            stopped = self._engine.training.stop(job_id)
+            if stopped is None:
+                self._calls.append(partial(reply, None))
+            else:
+                self._loader.submit(self._save, reply, stopped, last=False)
+
+        self._ask(run)
+
     def _ask(self, operation: Callable[[], None]) -> None:
         with self._wakeup:
             self._operations.append(operation)
@@ -232,6 +282,17 @@ class EngineThread:
             outputs = self._after_failure(exc)
         self._publish(outputs)
         self._check_health(outputs)
+        for job_id, event in self._engine.training.take_events() if self._trains else ():
+            if isinstance(event, StepDone | Failed):
+                self._calls.append(partial(self.listener.training, job_id, event))
+            else:  # megabytes, which take longer to write than the time between two tokens
+                last = job_id not in self._engine.training.jobs
+                self._loader.submit(self._save, partial(self.listener.training, job_id), event, last=last)
+
+    def _save(self, reply: Callable[[Saved], None], snapshot: Snapshot, *, last: bool) -> None:
+        """Reply with a snapshot as bytes, behind what has happened before."""
+        saved = snapshot.saved(last=last)
+        self._ask(lambda: self._calls.append(partial(reply, saved)))
 
     def _publish(self, outputs: Sequence[Output]) -> None:
         known = [output for output in outputs if output.request_id in self._live]
@@ -344,7 +405,7 @@ class EngineThread:
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
 
 
-def _raise(refused: VariantRefused) -> NoReturn:
+def _raise(refused: VariantRefused | TrainingRefused) -> NoReturn:
     raise refused
 
 

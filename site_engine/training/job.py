@@ -11,13 +11,19 @@ from site_engine.model.loader import LoadedModel
 from site_engine.training import snapshot
 from site_engine.training.data import Dataset, RowEncoder
 from site_engine.training.sliced_model import SlicedModel
-from site_engine.training.trainer import Trainer
+from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
 TRAIN_TOKENS = {"cpu": 512, "cuda": 4096}
 """Tokens of a micro-batch by device."""
 
 
-def open_job(model: LoadedModel, order: TrainingOrder, clock: Callable[[], float]) -> Trainer:
+def open_job(
+    model: LoadedModel,
+    order: TrainingOrder,
+    clock: Callable[[], float],
+    *,
+    snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
+) -> Trainer:
     """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line."""
     if model.tokenizer is None:
         raise TrainingRefused("this engine has no tokenizer")
@@ -40,6 +46,7 @@ def open_job(model: LoadedModel, order: TrainingOrder, clock: Callable[[], float
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
         train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
+        snapshot_interval_s=snapshot_interval_s,
     )
 
 

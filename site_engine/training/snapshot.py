@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from site_engine.core.training import Saved
 from site_engine.errors import TrainingRefused
 from site_engine.variants.peft_folder import PREFIX
 
@@ -34,6 +35,10 @@ class Snapshot(NamedTuple):
     def adapter(self) -> dict[str, torch.Tensor]:
         """The factors of the adapter by their names in a file of peft, without the moments."""
         return {name: each for name, each in self.tensors.items() if name.startswith(PREFIX)}
+
+    def saved(self, *, last: bool) -> Saved:
+        """Return the snapshot as the bytes of a file."""
+        return Saved(self.step, last, encode(self))
 
 
 def encode(snapshot: Snapshot) -> bytes:

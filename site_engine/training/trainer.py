@@ -47,6 +47,7 @@ class Trainer:
         valid: Dataset | None = None,
         resumed: Snapshot | None = None,
         train_tokens: int = 2048,
+        snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
     ) -> None:
         self.recipe = recipe
         self.step = 0
@@ -54,7 +55,9 @@ class Trainer:
         self.trained_tokens = 0
         self.adapter = new_adapter(model.targets(recipe.shape), recipe.shape, recipe.seed)
         self._about = {**about, "recipe": recipe.as_dict()}
-        self._model, self._data, self._valid, self._clock = model, data, valid, clock
+        self.examples = data.examples
+        self.valid_examples = () if valid is None else valid.examples
+        self._model, self._clock = model, clock
         self._train_tokens, self._halved, self._skipped = train_tokens, False, 0
         self._optimizer = torch.optim.AdamW(
             self.adapter.parameters(), recipe.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
@@ -66,7 +69,7 @@ class Trainer:
         self._costs = SliceCosts()
         self._micro: Slices | None = None
         self._tokens = 1  # of the micro-batch that runs
-        self._snapshot_s = clock()
+        self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
         self._slices = self._run()
         self.ended = self.step == self.total_steps
         self._next: Slice = next(self._slices, Slice.UPDATE)
@@ -146,7 +149,7 @@ class Trainer:
     # ---- the job, slice by slice
 
     def _run(self) -> Generator[Slice, None, None]:
-        examples = self._data.examples
+        examples = self.examples
         while self.step < self.total_steps:
             numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
@@ -167,7 +170,7 @@ class Trainer:
             if self._skipped >= MAX_SKIPPED:
                 self._fail(f"the gradients of {MAX_SKIPPED} steps in a row were not finite")
                 return
-            if epoch_ends or self._clock() - self._snapshot_s >= SNAPSHOT_INTERVAL_S:
+            if epoch_ends or self._clock() - self._snapshot_s >= self._snapshot_interval_s:
                 self._snapshot_s = self._clock()
                 self._events.append(self.snapshot())
 
@@ -210,10 +213,10 @@ class Trainer:
         return finite
 
     def _validate(self) -> Generator[Slice, None, float | None]:
-        if self._valid is None:
+        if not self.valid_examples:
             return None
-        count = sum(int(example.learned.sum()) for example in self._valid.examples)
-        total = yield from self._passes(self._valid.examples, count, backward=False)
+        count = sum(int(example.learned.sum()) for example in self.valid_examples)
+        total = yield from self._passes(self.valid_examples, count, backward=False)
         return total.loss_sum / count
 
     def _after_lack_of_memory(self) -> None:

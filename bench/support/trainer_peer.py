@@ -1,0 +1,100 @@
+"""The Trainer of transformers with peft, on the examples of a job: padded batches, in the same order."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import tempfile
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import transformers
+
+from site_engine.core.training import WARMUP_SHARE, Recipe
+from site_engine.training.data import Example
+from site_engine.training.packing import batch_at
+from site_engine.training.trainer import Trainer
+
+IGNORED = -100
+
+
+class TrainerPeer:
+    """Trains a copy of `plain` from the first factors of a job that has not begun. Raises ImportError without
+    peft.
+    """
+
+    def __init__(self, plain: Any, job: Trainer, recipe: Recipe) -> None:
+        peft: Any = importlib.import_module("peft")
+        config = peft.LoraConfig(
+            r=recipe.shape.rank,
+            lora_alpha=recipe.shape.alpha,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+        )
+        self._model = peft.get_peft_model(copy.deepcopy(plain), config)
+        named = {name.replace(".default", ""): each for name, each in self._model.named_parameters()}
+        with torch.no_grad():
+            for name, tensor in job.adapter.tensors().items():
+                named[name].copy_(tensor)
+        self._recipe, self._examples, self._valid = recipe, job.examples, job.valid_examples
+
+    def train(self) -> list[float]:
+        """Return the loss of each step."""
+        steps = self._recipe.total_steps(len(self._examples))
+        order = chain.from_iterable(
+            batch_at(step, len(self._examples), self._recipe) for step in range(steps)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            settings = transformers.TrainingArguments(
+                output_dir=folder,
+                num_train_epochs=1,
+                per_device_train_batch_size=self._recipe.batch_size,
+                learning_rate=self._recipe.learning_rate,
+                warmup_steps=round(WARMUP_SHARE * steps),
+                train_sampling_strategy="sequential",
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+                log_level="error",
+            )
+            rows = [row(self._examples[number]) for number in order]
+            trainer = transformers.Trainer(self._model, settings, train_dataset=rows, data_collator=padded)
+            trainer.remove_callback(transformers.PrinterCallback)
+            trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def valid_loss(self) -> float:
+        """Return the mean loss of the learned tokens of the validation file."""
+        total, count = 0.0, 0
+        self._model.eval()
+        for example in self._valid:
+            ids, learned = torch.from_numpy(example.ids), torch.from_numpy(example.learned).nonzero()[:, 0]
+            with torch.no_grad():
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
+            total += float(
+                torch.nn.functional.cross_entropy(logits[learned - 1], ids[learned], reduction="sum")
+            )
+            count += len(learned)
+        return total / count
+
+
+def row(example: Example) -> dict[str, torch.Tensor]:
+    ids = torch.from_numpy(example.ids)
+    return {"input_ids": ids, "labels": ids.where(torch.from_numpy(example.learned), IGNORED)}
+
+
+def padded(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch padded to its longest row, with its attention mask."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([each["input_ids"] for each in batch], batch_first=True)
+    labels = pad([each["labels"] for each in batch], batch_first=True, padding_value=IGNORED)
+    lengths = torch.tensor([len(each["input_ids"]) for each in batch])
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": torch.arange(ids.shape[1]) < lengths[:, None],
+    }

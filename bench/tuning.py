@@ -1,0 +1,244 @@
+"""Measure fine-tuning beside serving: exactness against Trainer and peft, and jobs killed and resumed.
+
+On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,resume`. Each part prints
+its figures; the last line is all of them as JSON. Exactness needs peft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+
+from bench.support.trainer_peer import TrainerPeer
+from site_engine.core.chain import Variant
+from site_engine.core.request import Request, Sampling
+from site_engine.core.training import AdapterShape, Recipe, StepDone, TrainingOrder
+from site_engine.engine.build import packed_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
+from site_engine.model import loader
+from site_engine.training import snapshot as snapshots
+from site_engine.training.adapter import write_folder
+from site_engine.training.job import open_job
+from site_engine.training.snapshot import Snapshot
+
+DEMO = Path(__file__).parents[1] / "mico/demo_model/weights"
+PARTS = ("exactness", "resume")
+BATCH, EPOCHS, KILLS = 8, 4, 3
+MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE = 1e-4, 5e-3
+COLOURS = ("red", "green", "blue", "white", "black", "yellow")
+
+
+def rows(count: int, seed: int) -> bytes:
+    """Return chats whose answers have a format that the model does not have before."""
+    draw, lines = Random(seed), []
+    for _ in range(count):
+        amount, colour = draw.randint(2, 99), draw.choice(COLOURS)
+        asked = f"I need {amount} {colour} {draw.choice(['pens', 'cups', 'chairs', 'lamps'])}, please."
+        answered = f"ORDER n={amount} c={colour.upper()} ok={'yes' if amount % 2 else 'no'}"
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        lines.append(json.dumps({"messages": messages}))
+    return "\n".join(lines).encode()
+
+
+def order_of(steps: int) -> TrainingOrder:
+    examples = -(-steps // EPOCHS) * BATCH
+    recipe = Recipe(EPOCHS, BATCH, learning_rate=2e-3, seed=7, shape=AdapterShape(8, 16.0))
+    return TrainingOrder("bench", "bench", recipe, rows(examples, 0), rows(40, 1))
+
+
+def engine_of(model: loader.LoadedModel) -> SiteEngine:
+    return packed_engine(model, EngineSettings(slots=8, kv_tokens=8192), time.monotonic)
+
+
+def finished(engine: SiteEngine, job_id: str) -> list[StepDone | Snapshot]:
+    """Run an engine until its job has ended; return the job's events. Raises RuntimeError if it failed."""
+    events: list[Any] = []
+    while job_id in engine.training.jobs:
+        engine.step()
+        events += [each.event for each in engine.training.take_events()]
+    if not isinstance(events[-1], Snapshot):
+        raise RuntimeError(f"the job failed: {events[-1]}")
+    return events
+
+
+def exactness(steps: int, texts: int) -> dict[str, object]:
+    """Train as Trainer and peft do, step by step, and serve what was trained as peft does."""
+    model, order = loader.load(str(DEMO)), order_of(steps)
+    job = open_job(model, order, time.monotonic)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    peer = TrainerPeer(plain, job, order.recipe)
+    engine = engine_of(model)
+    engine.training.begin("bench", "bench", job)
+    began_s = time.perf_counter()
+    events = finished(engine, "bench")
+    ours_s = time.perf_counter() - began_s
+    done = [event for event in events if isinstance(event, StepDone)]
+    began_s = time.perf_counter()
+    losses = peer.train()
+    theirs_s = time.perf_counter() - began_s
+    off = max(abs(ours.loss - theirs) for ours, theirs in zip(done, losses, strict=True))
+    valid, theirs_valid = done[-1].valid_loss or 0.0, peer.valid_loss()
+    with tempfile.TemporaryDirectory() as folder:
+        tuned = Path(folder) / "tuned"
+        write_folder(tuned, job.snapshot().adapter, order.recipe.shape, str(DEMO))
+        began_s = time.perf_counter()
+        engine.add_variant(Variant("tuned", adapter=str(tuned)))
+        served_s = time.perf_counter() - began_s
+        equal, in_format = compare_texts(engine, model.tokenizer, copy.deepcopy(plain), tuned, texts)
+    return {
+        "steps": len(done),
+        "first_loss": round(done[0].loss, 4),
+        "last_loss": round(done[-1].loss, 4),
+        "largest_loss_difference": off,
+        "valid_loss": valid,
+        "valid_loss_of_trainer": theirs_valid,
+        "texts_equal": f"{equal} of {texts}",
+        "texts_in_the_trained_format": f"{in_format} of {texts}",
+        "training_s": round(ours_s, 1),
+        "trainer_s": round(theirs_s, 1),
+        "written_to_served_s": round(served_s, 2),
+        "kept": off <= MAX_LOSS_DIFFERENCE
+        and abs(valid - theirs_valid) <= MAX_VALID_DIFFERENCE * theirs_valid
+        and equal == texts,
+    }
+
+
+def compare_texts(engine: SiteEngine, tokenizer: Any, plain: Any, tuned: Path, texts: int) -> tuple[int, int]:
+    """Return how many greedy answers of the served variant are peft's, and how many have the format."""
+    reference = importlib.import_module("peft").PeftModel.from_pretrained(plain, str(tuned)).eval()
+    prompts = [
+        tokenizer.apply_chat_template([line["messages"][0]], add_generation_prompt=True, return_dict=False)
+        for line in map(json.loads, rows(texts, 2).splitlines())
+    ]
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(max_tokens=24, temperature=0.0)
+        engine.submit(Request(str(number), prompt, sampling, chain="tuned"))
+    answers: dict[str, str] = dict.fromkeys(map(str, range(texts)), "")
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id] += output.text
+    equal = 0
+    for number, prompt in enumerate(prompts):
+        with torch.no_grad():
+            whole = reference.generate(
+                input_ids=torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=24,
+                do_sample=False,
+            )
+        equal += tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True) == answers[str(number)]
+    return equal, sum(answer.startswith("ORDER n=") for answer in answers.values())
+
+
+def resume(steps: int, kills: int) -> dict[str, object]:
+    """Kill a process that trains beside chats, again and again; the adapter is that of one never killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        run_child(whole, steps, None)
+        draw, resumed_from = Random(3), []
+        for place in range(kills):
+            run_child(killed, steps, draw.randint(1, max(1, steps // (kills + 1))))
+            state = killed / "state.safetensors"
+            resumed_from.append(snapshots.decode(state.read_bytes()).step if state.exists() else 0)
+            print(f"  kill {place + 1}: goes on from step {resumed_from[-1]} of {steps}", flush=True)
+        run_child(killed, steps, None)
+        digests = [
+            hashlib.sha256((each / "tuned" / "adapter_model.safetensors").read_bytes()).hexdigest()
+            for each in (whole, killed)
+        ]
+    return {
+        "kills": kills,
+        "resumed_from_steps": resumed_from,
+        "of_steps": steps,
+        "adapter_sha256": [digest[:16] for digest in digests],
+        "kept": len(set(digests)) == 1,
+    }
+
+
+def run_child(folder: Path, steps: int, kill_after: int | None) -> None:
+    """Run a job in a process of its own; kill it with SIGKILL after so many steps of its own."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "bench.tuning", "--child", str(folder), "--steps", str(steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for seen, _ in enumerate(child.stdout, 1):
+            if seen == kill_after:
+                child.send_signal(signal.SIGKILL)
+                break
+    if kill_after is None and child.returncode:
+        raise RuntimeError(f"the job ended with status {child.returncode}")
+
+
+def train_here(folder: Path, steps: int) -> None:
+    """Train from the newest snapshot in a folder, a chat after each step, and leave the adapter there."""
+    model, order, state = loader.load(str(DEMO)), order_of(steps), folder / "state.safetensors"
+    resumed = state.read_bytes() if state.exists() else b""
+    order = TrainingOrder(order.job_id, order.tenant, order.recipe, order.data, order.valid, resumed)
+    engine = engine_of(model)
+    engine.training.begin("bench", "bench", open_job(model, order, time.monotonic, snapshot_interval_s=1.0))
+    last = None
+    while engine.has_work:
+        engine.step()
+        for _, event in engine.training.take_events():
+            if isinstance(event, Snapshot):
+                last = event
+                snapshots.save(snapshots.encode(event), state)
+            else:
+                print(event, flush=True)
+                engine.submit(Request(str(event), [5, 6, 7], Sampling(max_tokens=4)))
+    assert last is not None, "a job ends with a snapshot"
+    write_folder(folder / "tuned", last.adapter, order.recipe.shape, str(DEMO))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a job")
+    parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
+    parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # whose sums are in one order
+    transformers.utils.logging.disable_progress_bar()
+    if options.child is not None:
+        train_here(options.child, options.steps)
+        return 0
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    machine = f"{platform.platform()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"{machine}; the demo model in float32 on one thread")
+    figures: dict[str, dict[str, object]] = {}
+    for part in wanted:
+        print(f"{part}:", flush=True)
+        figures[part] = (
+            exactness(options.steps, options.texts)
+            if part == "exactness"
+            else resume(options.steps, options.kills)
+        )
+        for name, value in figures[part].items():
+            print(f"  {name.replace('_', ' ')}: {value}", flush=True)
+    print(json.dumps(figures))
+    return 0 if all(part["kept"] for part in figures.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
