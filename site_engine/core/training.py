@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
+MAX_BATCH_SIZE = 1024
 WARMUP_SHARE = 0.03
 """Of all steps: the learning rate rises from 0 during these, then falls to 0, as QLoRA's recipe does."""
 
@@ -29,8 +31,11 @@ class Recipe:
     shape: AdapterShape = field(default_factory=AdapterShape)
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1 or not self.learning_rate > 0.0:
-            raise ValueError("epochs, batch_size and learning_rate must be positive")
+        if self.epochs < 1 or not 0 < self.batch_size <= MAX_BATCH_SIZE:
+            raise ValueError(f"epochs must be at least 1, and batch_size 1 to {MAX_BATCH_SIZE}")
+        for name, value in (("learning_rate", self.learning_rate), ("alpha", self.shape.alpha)):
+            if not (isfinite(value) and value > 0.0):
+                raise ValueError(f"{name} must be a positive number, got {value}")
 
     def steps_per_epoch(self, examples: int) -> int:
         return -(-examples // self.batch_size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from random import Random
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,30 +35,29 @@ def pack(examples: Sequence[Example]) -> Packed:
     return Packed(ids, positions, (0, *np.cumsum(lengths).tolist()), learned - 1, ids[learned])
 
 
-def epoch_order(examples: int, seed: int, epoch: int) -> list[int]:
-    """Return the examples in the order of an epoch, the same in every process."""
-    order = list(range(examples))
-    Random(f"{seed}/{epoch}").shuffle(order)
-    return order
+@lru_cache(maxsize=8)
+def epoch_order(examples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the examples in the order of an epoch: numpy promises that this generator stays as it is."""
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).permutation(examples)
 
 
 def batch_at(step: int, examples: int, recipe: Recipe) -> list[int]:
     """Return the examples of an optimizer step: the position in the data is the step's number alone."""
     epoch, place = divmod(step, recipe.steps_per_epoch(examples))
     size = recipe.batch_size
-    return epoch_order(examples, recipe.seed, epoch)[place * size : (place + 1) * size]
+    return list(map(int, epoch_order(examples, recipe.seed, epoch)[place * size : (place + 1) * size]))
 
 
 def micro_batches(lengths: Sequence[int], limit_tokens: int) -> list[list[int]]:
-    """Group sequences by first fit, the longest first; one that is longer than the limit is alone."""
+    """Group sequences by best fit, the longest first; one that is longer than the limit is alone."""
     groups: list[list[int]] = []
-    left: list[int] = []
+    rooms: list[tuple[int, int]] = []  # tokens left and number of each group, ascending
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        fitting = next((group for group, room in enumerate(left) if room >= lengths[number]), None)
-        if fitting is None:
+        fitting = bisect_left(rooms, (lengths[number], 0))
+        room, group = rooms.pop(fitting) if fitting < len(rooms) else (limit_tokens, len(groups))
+        if group == len(groups):
             groups.append([])
-            left.append(limit_tokens)
-            fitting = len(groups) - 1
-        groups[fitting].append(number)
-        left[fitting] -= lengths[number]
+        groups[group].append(number)
+        insort(rooms, (room - lengths[number], group))
     return groups

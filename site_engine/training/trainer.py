@@ -6,7 +6,7 @@ micro-batch is dropped and computed again, the adapter is the same, bit by bit o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +57,8 @@ class Trainer:
         self._about = {**about, "recipe": recipe.as_dict()}
         self.examples = data.examples
         self.valid_examples = () if valid is None else valid.examples
+        self._valid_groups = micro_batches([len(each.ids) for each in self.valid_examples], train_tokens)
+        self._valid_count = sum(int(each.learned.sum()) for each in self.valid_examples)
         self._model, self._clock = model, clock
         self._train_tokens, self._halved, self._skipped = train_tokens, False, 0
         self._optimizer = torch.optim.AdamW(
@@ -154,7 +156,8 @@ class Trainer:
             numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
             count = sum(int(example.learned.sum()) for example in batch)
-            total = yield from self._passes(batch, count, backward=True)
+            groups = micro_batches([len(example.ids) for example in batch], self._train_tokens)
+            total = yield from self._passes(batch, groups, count)
             yield Slice.UPDATE
             loss = total.loss_sum / count
             if not self._update(total.gradients):
@@ -175,11 +178,16 @@ class Trainer:
                 self._events.append(self.snapshot())
 
     def _passes(
-        self, examples: Sequence[Example], count: int, *, backward: bool
+        self,
+        examples: Sequence[Example],
+        groups: Iterable[Sequence[int]],
+        count: int,
+        *,
+        backward: bool = True,
     ) -> Generator[Slice, None, MicroBatch]:
-        """Run micro-batches over all examples and add up what they give."""
+        """Run micro-batches, the groups of examples, and add up what they give."""
         total = MicroBatch()
-        for group in micro_batches([len(example.ids) for example in examples], self._train_tokens):
+        for group in groups:
             packed = pack([examples[number] for number in group])
             self._tokens = len(packed.ids)
             result: MicroBatch | None = None
@@ -215,9 +223,9 @@ class Trainer:
     def _validate(self) -> Generator[Slice, None, float | None]:
         if not self.valid_examples:
             return None
-        count = sum(int(example.learned.sum()) for example in self.valid_examples)
-        total = yield from self._passes(self.valid_examples, count, backward=False)
-        return total.loss_sum / count
+        passes = self._passes(self.valid_examples, self._valid_groups, self._valid_count, backward=False)
+        total = yield from passes
+        return total.loss_sum / self._valid_count
 
     def _after_lack_of_memory(self) -> None:
         """Compute the step again in micro-batches of half the tokens; fail if that was tried before."""

@@ -284,6 +284,29 @@ def test_every_epoch_has_every_example_once_in_an_order_of_its_own(count: int, s
     assert count < 10 or epochs[0] != epochs[1]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"batch_size": 10**6},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("inf")},
+        {"learning_rate": float("nan")},
+        {"shape": AdapterShape(4, float("nan"))},
+    ],
+)
+def test_a_recipe_without_meaning_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Recipe(**wrong)
+
+
+def test_the_order_of_examples_is_the_same_for_ever() -> None:
+    """A job goes on at another site, maybe of another version, from the number of its step alone."""
+    assert batch_at(0, 10, Recipe(batch_size=10, seed=7)) == [4, 0, 2, 1, 3, 7, 9, 5, 6, 8]
+    assert batch_at(4, 10**5, Recipe(batch_size=3, seed=7)) == [65864, 16096, 16054]
+
+
 @given(st.integers(1, 500))
 def test_the_learning_rate_rises_then_falls(total: int) -> None:
     rates = [SMALL.learning_rate_at(step, total) for step in range(total)]
