@@ -24,17 +24,22 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from bench.support.adapter_demand import answer_when_due, arrivals, zipf_queries
 from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
 from site_engine.variants.certify import alone
 
-MARGIN = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-"""How far below the best logit that of a chosen token may lie, relative to the largest."""
+MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
+"""How far below the best logit that of an adapter's token may lie, relative to the largest: so far, or so many
+times as far as those of base rows of the same steps do by rounding.
+"""
 CHECKED_CHAINS, CHECKED_QUERIES = 5, 24
 EIGHT = 8  # the tenants, and the rows of each, in the claims on a few tenants
 MANY, MANY_ROWS = 32, 2
+MANY_QUERIES, ZIPF = 4, (1.0, 1.5)  # queries for each adapter; demand falls with the rank to this power
+PART_OF_CAPACITY = 0.5  # of the engine with few slots, at which first tokens are timed
 LIVE_ADDED, LIVE_PROMPT, LIVE_ANSWER = 8, 16, 24
 
 
@@ -54,8 +59,9 @@ class Claim(NamedTuple):
 class Bench:
     """Runs the phases on one scene; keeps the claims."""
 
-    def __init__(self, scene: Scene, folder: Path, tenants: Sequence[int], rounds: int) -> None:
-        self.scene, self.folder, self.tenants, self.rounds = scene, folder, tenants, rounds
+    def __init__(self, scene: Scene, folder: Path, asked: argparse.Namespace) -> None:
+        self.scene, self.folder, self.asked = scene, folder, asked
+        self.tenants = [int(count) for count in asked.tenants.split(",")]
         self.claims: list[Claim] = []
         self.began_s = time.perf_counter()
         self._seed = 0
@@ -102,7 +108,7 @@ class Bench:
             self.say(phase="exact", of=what, tokens=len(found), other_than_best=sum(gap > 0 for gap in found),
                      largest_gap=max(found))  # fmt: skip
         self.say(phase="exact", added_s=[round(each, 3) for each in scene.added_s])
-        margin = MARGIN[scene.model.dtype]
+        margin = max(MARGIN[scene.model.dtype], TIMES_BASE * max(gaps["base"]))
         self.claim("exact: largest gap of an adapter's token", max(gaps["adapters"]), margin, at_least=False)
         wrong = max(gaps["adapters' tokens by the base"])
         self.claim("exact: the same by the base, which must fail", wrong, margin, at_least=True)
@@ -220,6 +226,43 @@ class Bench:
         longest = max(took) / statistics.median(took)
         self.claim("live: longest step, times the median", longest, 2.0, at_least=False)
 
+    def many(self) -> None:
+        """Ask for very many adapters, few of them often: some slots beside a slot for each."""
+        scene, tokens = self.scene, self.scene.tokens_of_row
+        chains = scene.tenants(self.asked.many)
+        self.say(phase="many", adapters=len(chains), added_s=round(sum(scene.added_s), 1))
+        count = len(chains) * MANY_QUERIES
+        limits = {"vocab_size": scene.model.vocab_size, "context_tokens": tokens}
+        slots = (self.asked.many_slots, len(chains))
+        some, every = (scene.with_slots(each, chains, warm=True) for each in slots)
+        for exponent in ZIPF:
+            for engine in (some, every):
+                answer_when_due(
+                    engine, zipf_queries(chains, count // 8, exponent, **limits, seed=1), [0.0] * count
+                )
+            asked = zipf_queries(chains, count, exponent, **limits, seed=2)
+            at_once = [answer_when_due(engine, asked, [0.0] * count) for engine in (some, every)]
+            share = at_once[0].tokens_per_s / at_once[1].tokens_per_s
+            per_s = PART_OF_CAPACITY * count / at_once[0].seconds
+            come = arrivals(count // 2, per_s)
+            paced = [answer_when_due(engine, asked[: count // 2], come) for engine in (some, every)]
+            first = [quantile([each for each, is_in in zip(one.first_token_s, paced[0].resident, strict=True)
+                               if is_in], 0.99) for one in paced]  # fmt: skip
+            for name, passes in (("all at once", at_once), (f"{per_s:.1f} queries/s", paced)):
+                for engine, one in zip((some, every), passes, strict=True):
+                    first_ms = {
+                        f"p{part}": round(1e3 * quantile(one.first_token_s, part / 100), 2)
+                        for part in (50, 99)
+                    }
+                    self.say(phase="many", zipf=exponent, demand=name, slots=engine.settings.adapter_slots,
+                             tokens_per_s=round(one.tokens_per_s), seconds=round(one.seconds, 2),
+                             placed=one.placed, resident=round(statistics.fmean(one.resident), 3),
+                             first_token_ms=first_ms)  # fmt: skip
+            where = f"many: {len(chains)} adapters, {self.asked.many_slots} slots, Zipf {exponent}"
+            self.claim(f"{where}, throughput of all resident", share, 0.7, at_least=True)
+            what = f"{where}, p99 first token of residents, times that of all resident"
+            self.claim(what, first[0] / first[1], 1.2, at_least=False)
+
     # ---- what phases share
 
     def few_and_many(self) -> list[int]:
@@ -231,7 +274,7 @@ class Bench:
         """Time the steps of each case, `rounds` times in turns; a first round warms up and is not counted."""
         steps = self.scene.sizes.steps
         found: dict[str, list[float]] = {name: [] for name in cases}
-        for number in range(self.rounds + 1):
+        for number in range(self.asked.rounds + 1):
             for name, (engine, chains, rows) in cases.items():
                 took = decode(engine, self.work(chains, rows), steps)
                 found[name] += took if number else []
@@ -256,6 +299,11 @@ def margins(reference: Any, prompt: list[int], answer: list[int]) -> list[float]
     return gaps
 
 
+def quantile(values: Sequence[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[int(part * (len(ordered) - 1))]
+
+
 def described(took_s: Sequence[float]) -> dict[str, float]:
     """Return figures of steps in milliseconds, and how many took over twice the median."""
     ordered = sorted(took_s)
@@ -264,13 +312,14 @@ def described(took_s: Sequence[float]) -> dict[str, float]:
         "steps": len(ordered),
         "median_ms": round(middle * 1e3, 4),
         "mean_ms": round(statistics.fmean(ordered) * 1e3, 4),
-        "p99_ms": round(ordered[int(0.99 * (len(ordered) - 1))] * 1e3, 4),
+        "p99_ms": round(quantile(ordered, 0.99) * 1e3, 4),
         "max_ms": round(ordered[-1] * 1e3, 4),
         "over_twice": sum(each > 2 * middle for each in ordered),
     }
 
 
 PHASES = ("exact", "base", "steps", "turns", "peft", "live")
+MORE_PHASES = ("many",)
 
 
 def arguments() -> argparse.Namespace:
@@ -288,23 +337,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=128, help="of a pass, and tokens of a whole answer")
     parser.add_argument("--rounds", type=int, default=3, help="passes of each case, in turns")
+    parser.add_argument("--many", type=int, default=1000, help="adapters of the phase many, which --do names")
+    parser.add_argument("--many-slots", type=int, default=8, help="of them in the engine at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="no phase begins after so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = parser.parse_args()
-    if unknown := set(asked.do.split(",")) - set(PHASES):
-        parser.error(f"no phase {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
+    if unknown := set(asked.do.split(",")) - {*PHASES, *MORE_PHASES}:
+        known = ", ".join(PHASES + MORE_PHASES)
+        parser.error(f"no phase {', '.join(sorted(unknown))}; there are {known}")
     return asked
 
 
 def main() -> int:
     asked = arguments()
     sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)
-    tenants = [int(count) for count in asked.tenants.split(",")]
     device = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
     with tempfile.TemporaryDirectory() as temporary:
         began_s = time.perf_counter()
         scene = Scene(asked.model, asked.device, Path(temporary), sizes)
-        bench = Bench(scene, Path(temporary), tenants, asked.rounds)
+        bench = Bench(scene, Path(temporary), asked)
         bench.say(model=asked.model, device=device, torch=torch.__version__, graphs=scene.graphs,
                   transformers=transformers.__version__, own="not measured: engines on a GPU refuse them",
                   **sizes._asdict())  # fmt: skip

@@ -21,11 +21,14 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.variants.changes import LoadedVariant
+from site_engine.variants.store import VariantStore
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETTLING = 12  # steps after the last prompt that are not counted
 SPARE_TOKENS = 60  # of an answer, so that no row ends while others are timed
 BASE = ""
+CERTIFIED = 64
+MAX_PENDING = 100_000
 
 
 class Sizes(NamedTuple):
@@ -64,19 +67,22 @@ class Scene:
         alone = self.model if apart is plain else from_model(apart, eos_token_ids=())
         self.base = self._engine(alone, None)
         self.engine = self._engine(self.model, sizes.slots)
-        self.graphs = warm_graphs(self.engine, self._tokens_of_row()) if device == "cuda" else 0
+        self.graphs = warm_graphs(self.engine, self.tokens_of_row) if device == "cuda" else 0
         self._with_slots = {sizes.slots: self.engine}
         self.added_s: list[float] = []  # what loading and certifying each adapter took
 
-    def _tokens_of_row(self) -> int:
+    @property
+    def tokens_of_row(self) -> int:
+        """The longest prompt and answer of which all rows have room for keys and values."""
         return self.sizes.prompt_tokens + self.sizes.steps + 2 * SPARE_TOKENS
 
     def _engine(self, model: LoadedModel, adapter_slots: int | None) -> SiteEngine:
         settings = EngineSettings(
             slots=self.sizes.rows,
-            kv_tokens=(self.sizes.rows + 2) * (self._tokens_of_row() + 16),
+            kv_tokens=(self.sizes.rows + 2) * (self.tokens_of_row + 16),
             adapter_slots=adapter_slots,
             adapter_rank=self.sizes.rank,
+            max_pending=MAX_PENDING,
             prefix_cache=False,  # every prompt is computed, also when it comes again
         )
         if self._device == "cuda":
@@ -91,27 +97,45 @@ class Scene:
         return Variant(folder.name, adapter=str(folder))
 
     def tenants(self, count: int) -> list[str]:
-        """Let the engine serve so many adapters; return their chains."""
+        """Let the engine serve so many adapters; return their chains.
+
+        Only the first are certified, which compares their logits with the model's: random weights say no
+        more, and a thousand would take minutes.
+        """
         for number in range(count):
             variant = self.adapter(number)
-            if variant.id not in self.engine.variants:
-                began_s = time.perf_counter()
+            if variant.id in self.engine.variants:
+                continue
+            began_s = time.perf_counter()
+            if number < CERTIFIED:
                 self.engine.add_variant(variant)
-                self.added_s.append(time.perf_counter() - began_s)
+            else:
+                loaded = self.store._load(variant)
+                self.store._prepare(loaded)
+                self.store._served[variant.id] = loaded
+            self.added_s.append(time.perf_counter() - began_s)
         return [self.adapter(number).id for number in range(count)]
 
-    def with_slots(self, count: int, chains: Sequence[str]) -> SiteEngine:
-        """Return an engine with so many slots, which serves these adapters of `engine` as certified there."""
+    def with_slots(self, count: int, chains: Sequence[str], *, warm: bool = False) -> SiteEngine:
+        """Return an engine with so many slots, which serves these adapters of `engine` as prepared there."""
         engine = self._with_slots.get(count)
         if engine is None:
             engine = self._with_slots[count] = self._engine(self.model, count)
-        store = engine._variants
-        assert store is not None
-        for chain in chains:
-            if chain not in store.served:
-                store._prepare(self.loaded(chain))
-                store._served[chain] = self.loaded(chain)
+            if self._device == "cuda":
+                runner: Any = engine.runner
+                prepared: Any = self.engine.runner
+                runner._arenas._packed = prepared._arenas._packed  # the same for any number of slots
+                if warm:
+                    warm_graphs(engine, self.tokens_of_row)
+        assert engine._variants is not None
+        engine._variants._served.update({chain: self.store.served[chain] for chain in chains})
         return engine
+
+    @property
+    def store(self) -> VariantStore:
+        """The variants of `engine`."""
+        assert self.engine._variants is not None
+        return self.engine._variants
 
     def forget(self, count: int) -> None:
         """Drop an engine with so many slots and its memory."""
@@ -119,8 +143,7 @@ class Scene:
             self._with_slots.pop(count, None)
 
     def loaded(self, chain: str) -> LoadedVariant:
-        assert self.engine._variants is not None
-        return self.engine._variants.served[chain]
+        return self.store.served[chain]
 
     def prompt(self, seed: int, tokens: int | None = None) -> list[int]:
         draw = random.Random(seed)
