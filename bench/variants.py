@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
+from site_engine.engine_process import SWITCH_S
 from site_engine.variants.certify import alone
 
 MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
-"""How far below the best logit that of an adapter's token may lie, relative to the largest: so far, or so many
-times as far as those of base rows of the same steps do by rounding.
+"""How far below the best logit that of an adapter's token may lie, relative to the largest: so far, or so
+many times as far as those of base rows of the same steps do by rounding.
 """
 CHECKED_CHAINS, CHECKED_QUERIES = 5, 24
 EIGHT = 8  # the tenants, and the rows of each, in the claims on a few tenants
@@ -222,6 +224,9 @@ class Bench:
             shown = [{"ms": round(one.seconds * 1e3, 3), "step": one.what} for one in largest]
             found = described([one.seconds for one in some])
             self.say(phase="live", of=name, adapters=len(added) - 1, **found, largest=shown)
+            for what in sorted({one.what for one in some}):
+                part = [one.seconds for one in some if one.what == what]
+                self.say(phase="live", of=name, during=what, **described(part))
         took = [step.seconds for step in steps]
         longest = max(took) / statistics.median(took)
         self.claim("live: longest step, times the median", longest, 2.0, at_least=False)
@@ -318,7 +323,7 @@ def described(took_s: Sequence[float]) -> dict[str, float]:
     }
 
 
-PHASES = ("exact", "base", "steps", "turns", "peft", "live")
+PHASES = ("exact", "base", "steps", "turns", "live", "peft")
 MORE_PHASES = ("many",)
 
 
@@ -350,6 +355,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
+    sys.setswitchinterval(SWITCH_S)  # as in the process of an engine
     sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)
     device = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
     with tempfile.TemporaryDirectory() as temporary:

@@ -35,11 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
 PR_SET_PDEATHSIG = 1
+SWITCH_S = 2e-4
+"""After which a thread gives up the interpreter to one that waits. A step gives it up about ten times and
+then waits each time for a thread that loads a variant: 50 ms with Python's own 5 ms.
+"""
 
 
 def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
     """Serve over an inherited socket; return the exit status."""
     end_with_parent()
+    sys.setswitchinterval(SWITCH_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)

@@ -6,17 +6,32 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
 
 from bench.support.variant_engines import Query, submit
 from site_engine.core.chain import Variant
 from site_engine.engine.engine import SiteEngine
+from site_engine.model import certify as model_certify
+from site_engine.variants import store
+from site_engine.variants.certify import Certifier
+from site_engine.variants.store import VariantStore
 
 CALM_STEPS = 20  # after an adapter was removed
+PARTS: tuple[tuple[Any, str], ...] = (
+    (store, "read_adapter"),
+    (store, "content_hash"),
+    (VariantStore, "_loaded"),
+    (Certifier, "_logits_alone"),
+    (Certifier, "certify"),
+    (model_certify, "largest_difference"),
+)
+"""What loading an adapter consists of, by the function that does it."""
 
 
 class TimedStep(NamedTuple):
-    what: str
+    what: str  # what else happened, from when the step began until it ended
     seconds: float  # from the end of the step before
 
 
@@ -67,15 +82,43 @@ class Traffic:
             self.engine.step()
 
 
+@contextmanager
+def named_parts(engine: SiteEngine) -> Iterator[list[str]]:
+    """Give a list whose last entry is the part of loading an adapter that some thread is at."""
+    at = ["start"]
+    with ExitStack() as undo:
+        arenas = getattr(engine.runner, "_arenas", None)
+        for owner, name in (*PARTS, *([] if arenas is None else [(type(arenas), "prepare")])):
+            whole: Any = getattr(owner, name)
+            undo.callback(setattr, owner, name, whole)
+            setattr(owner, name, _named(at, name.strip("_"), whole))
+        yield at
+
+
+def _named(at: list[str], name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(whole)
+    def part(*given: Any, **named: Any) -> Any:
+        at.append(name)
+        try:
+            return whole(*given, **named)
+        finally:
+            at.pop()
+
+    return part
+
+
 def timed(traffic: Traffic, changes: Iterable[str]) -> list[TimedStep]:
     """Advance `changes` before each step until they end, as the thread of an engine does; time every pass."""
     steps = []
-    lap_s = time.perf_counter()
-    for what in changes:
-        traffic.step()
-        now_s = time.perf_counter()
-        steps.append(TimedStep(what, now_s - lap_s))
-        lap_s = now_s
+    with named_parts(traffic.engine) as at:
+        lap_s = time.perf_counter()
+        for what in changes:
+            before = at[-1]
+            traffic.step()
+            now_s = time.perf_counter()
+            parts = " ".join(dict.fromkeys((before, at[-1])))
+            steps.append(TimedStep(f"{what}: {parts}" if what == "loading" else what, now_s - lap_s))
+            lap_s = now_s
     return steps
 
 

@@ -74,6 +74,7 @@ def overlapped_engine(
         arenas = forward.arenas(settings.adapter_slots, settings.adapter_rank)
         slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
         variants = VariantStore(model, settings.variant_bytes, slots, arenas.prepare)
+        variants.certifier.ready()  # now, since steps wait for it
     kv_cache = allocate_kv_cache(model, settings)
     reference = PackedRunner(
         model.forward,

@@ -1,13 +1,16 @@
 """Certify a variant before it is served: rows of it beside rows of the base give what each gives alone.
 
 Alone means the unmodified model of transformers, with its own attention, and the adapter unmerged. It shares
-the base's tensors, so that it needs no memory, and runs beside the engine's steps.
+the base's tensors, so that it needs no memory, and runs beside the engine's steps. It is copied once: to copy
+modules is long work in Python, for which the engine's thread waits.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
 from itertools import chain as joined
 from typing import Any
 
@@ -20,35 +23,90 @@ from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.grouped import GroupedForward
 
+TIMES_ROUNDING = 2.0
+"""Logits may differ by so many times as rounding otherwise moves those that the variant has alone."""
 
-def certify_variant(model: LoadedModel, variant: LoadedVariant) -> None:
-    """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
-    prompts = [prompt for prompt in certify.sample_prompts(model.vocab_size) for _ in range(2)]
-    owners = [None, variant] * (len(prompts) // 2)
-    plain, changed = alone(model.model), alone(model.model, variant)
-    with torch.inference_mode():
-        expected = [
-            (plain if owner is None else changed)(
-                input_ids=torch.tensor([ids], device=model.device), use_cache=False
-            ).logits[0]
-            for ids, owner in zip(prompts, owners, strict=True)
-        ]
-    if not all(bool(torch.isfinite(logits).all()) for logits in expected):
-        raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
-    off = certify.largest_difference(
-        model.forward,
-        model.layers,
-        prompts,
-        expected,
-        variants=owners,
-        use_variants=grouped.rows_of(model.device),
-    )
-    limit = certify.TOLERANCE.get(model.dtype, 0.0)
-    if not off <= limit:
-        raise VariantRefused(
-            f"{variant.chain.id} computes other logits beside other rows than alone: they differ by "
-            f"{off:.1e} of the largest (limit {limit:.0e})"
+
+class Certifier:
+    """Certifies variants of one base, for one thread at a time."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._prompts = certify.sample_prompts(model.vocab_size)
+
+    @cached_property
+    def _alone(self) -> Any:
+        return alone(self._model.model)
+
+    @cached_property
+    def _base_logits(self) -> list[torch.Tensor]:
+        return self._logits_alone()
+
+    def ready(self) -> None:
+        """Do what is needed once. Raises VariantRefused for a base that takes no variants."""
+        assert self._base_logits
+
+    def certify(self, variant: LoadedVariant) -> None:
+        """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone.
+
+        A fixed tolerance would refuse variants by chance: rounding moves the logits of a deep model in
+        bfloat16 by more than that, and how far depends on the variant.
+        """
+        self.ready()
+        with ExitStack() as undo:
+            change_modules(self._alone, variant, undo)
+            changed = self._logits_alone()
+            round_otherwise(self._alone, undo)
+            rounded = self._logits_alone()
+        if not all(bool(torch.isfinite(logits).all()) for logits in changed):
+            raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
+        model = self._model
+        off = certify.largest_difference(
+            model.forward,
+            model.layers,
+            [prompt for prompt in self._prompts for _ in range(2)],
+            [logits for pair in zip(self._base_logits, changed, strict=True) for logits in pair],
+            variants=[None, variant] * len(self._prompts),
+            use_variants=grouped.rows_of(model.device),
         )
+        limit = max(certify.TOLERANCE.get(model.dtype, 0.0), TIMES_ROUNDING * relative(rounded, changed))
+        if not off <= limit:
+            raise VariantRefused(
+                f"{variant.chain.id} computes other logits beside other rows than alone: they differ by "
+                f"{off:.1e} of the largest (limit {limit:.1e})"
+            )
+
+    def _logits_alone(self) -> list[torch.Tensor]:
+        model, device = self._alone, self._model.device
+        with torch.inference_mode():
+            return [
+                model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+                for ids in self._prompts
+            ]
+
+
+def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference of logits, relative to the largest logit of the prompt."""
+    return max(
+        float((some.float() - other.float()).abs().max() / other.abs().max().clamp(min=1.0))
+        for some, other in zip(found, expected, strict=True)
+    )
+
+
+def round_otherwise(model: Any, undo: ExitStack) -> None:
+    """Let every module's output be off by up to half of its last bit, at random, until `undo` is closed."""
+    draw = torch.Generator(model.device).manual_seed(0)
+
+    def off_by_rounding(_: Any, __: Any, out: Any) -> Any:
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            return out
+        half = torch.finfo(out.dtype).eps / 2
+        off = torch.empty_like(out, dtype=torch.float32).uniform_(-half, half, generator=draw)
+        return (out * (1 + off)).to(out.dtype)
+
+    for module in model.modules():
+        if not any(module.children()):
+            undo.callback(module.register_forward_hook(off_by_rounding).remove)
 
 
 def alone(model: Any, variant: LoadedVariant | None = None) -> Any:
@@ -61,20 +119,31 @@ def alone(model: Any, variant: LoadedVariant | None = None) -> Any:
         raise VariantRefused(f"{type(model).__name__} takes no variants: its attention cannot be put back")
     tensors: Sequence[Any] = list(joined(model.parameters(), model.buffers()))
     made = copy.deepcopy(model, {id(each): each for each in tensors})
-    for name, module in made.named_modules():
+    for module in made.modules():
         if isinstance(module.__dict__.get("forward"), GroupedForward):
             del module.__dict__["forward"]
-        change = None if variant is None else variant.changes.get(name)
-        if change is None:
-            continue
+    if variant is not None:
+        change_modules(made, variant, ExitStack())
+    made.set_attn_implementation("eager")
+    return made
+
+
+def change_modules(model: Any, variant: LoadedVariant, undo: ExitStack) -> None:
+    """Let a model compute a variant of it until `undo` is closed."""
+    for name, change in variant.changes.items():
+        module = model.get_submodule(name)
         if change.own is not None:
+            kept = {
+                each: module.__dict__[each] for each in ("forward", "_parameters") if each in module.__dict__
+            }
+            undo.callback(module.__dict__.update, kept)
             module.__dict__.pop("forward", None)
             module._parameters = change.own._parameters
         if change.bias is not None:
-            module.register_forward_hook(lambda _, __, out, added=change.bias: out + added)
+            hook = module.register_forward_hook(lambda _, __, out, added=change.bias: out + added)
+            undo.callback(hook.remove)
         if change.low_rank is not None:
-            module.register_forward_hook(
+            hook = module.register_forward_hook(
                 lambda _, given, out, product=change.low_rank: out + product(given[0])
             )
-    made.set_attn_implementation("eager")
-    return made
+            undo.callback(hook.remove)

@@ -24,7 +24,7 @@ from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.errors import VariantRefused
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.loader import LoadedModel
-from site_engine.variants.certify import certify_variant
+from site_engine.variants.certify import Certifier
 from site_engine.variants.changes import Change, LoadedVariant
 from site_engine.variants.grouped import group_module
 from site_engine.variants.model_folder import read_own_tensors
@@ -50,6 +50,7 @@ class VariantStore:
         prepare: Callable[[LoadedVariant], None] = lambda variant: None,
     ) -> None:
         self.slots = slots
+        self.certifier = Certifier(model)
         self._prepare = prepare
         self._model = model
         self._most_bytes = most_bytes
@@ -78,7 +79,7 @@ class VariantStore:
             for name in loaded.changes:
                 group_module(name, modules[name])
             if loaded.fingerprint not in self._certified:
-                certify_variant(self._model, loaded)
+                self.certifier.certify(loaded)
                 self._certified[loaded.fingerprint] = None
                 if len(self._certified) > MAX_VARIANTS:
                     del self._certified[next(iter(self._certified))]

@@ -182,7 +182,7 @@ def test_the_same_contents_are_certified_once(tmp_path: Path, monkeypatch: pytes
     made = lora(tmp_path / "shop", plain, rank=4, seed=1)
     engine.add_variant(made.variant)
     engine.remove_variant("shop")
-    monkeypatch.setattr("site_engine.variants.store.certify_variant", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr("site_engine.variants.certify.Certifier.certify", lambda *_: pytest.fail("again"))
     engine.add_variant(made.variant)
     engine.submit(request("r", made, [3, 1, 4], 8))
     assert drain(engine)["r"].token_ids == made.answer([3, 1, 4], 8)
