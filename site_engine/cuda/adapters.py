@@ -28,7 +28,7 @@ TILE_ROWS = 16
 TILE_NUMBERS = 1 + TILE_ROWS
 DEPTH_BLOCK = 128
 PARTS = 4  # of the depth, so that few rows occupy many programs
-SPAN_COLUMNS = 64
+SPAN_COLUMNS = 128
 
 
 class Packed(NamedTuple):
@@ -144,17 +144,21 @@ class AdapterArenas:
 
     def tiles(self, tokens: int) -> int:
         """Return the tiles that any plan of so many tokens fits: each adapter fills all of its but one."""
-        return min(tokens, self.slots + tokens // TILE_ROWS)
+        return min(tokens, 1 + self.slots + tokens // TILE_ROWS)
 
-    def fill(self, tiles: np.ndarray, plan: SchedulePlan) -> None:
-        """Write the tiles of a plan into [tiles, TILE_NUMBERS]: the tokens of each adapter, by its slot."""
+    def fill(self, tiles: np.ndarray, plan: SchedulePlan, padded: int) -> None:
+        """Write the tiles of a plan, of `padded` tokens with padding, into [tiles, TILE_NUMBERS].
+
+        A tile has tokens of one adapter, by its slot, or of the base.
+        """
         tiles[:] = -1
         tokens: dict[int, list[int]] = {}
         at = 0
         for request, _, length, _ in plan.chunks:
-            if request.variant is not None:
-                tokens.setdefault(self.slot_of[request.variant], []).extend(range(at, at + length))
+            slot = -1 if request.variant is None else self.slot_of[request.variant]
+            tokens.setdefault(slot, []).extend(range(at, at + length))
             at += length
+        tokens.setdefault(-1, []).extend(range(at, padded))
         used = 0
         for slot, rows in tokens.items():
             for begin in range(0, len(rows), TILE_ROWS):
@@ -166,9 +170,26 @@ class AdapterArenas:
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
-        down, up, scales, spans = self._arenas[projection]
+        self._expand(
+            layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, alone=False
+        )
+        return out
+
+    def delta(
+        self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what adapters make of `given` [tokens, depth]: [tokens, columns] in float32, base rows 0."""
+        columns = self._arenas[projection].up.shape[2]
+        out = torch.empty(len(given), columns, dtype=torch.float32, device=given.device)
+        self._expand(layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, alone=True)
+        return out
+
+    def _shrink(
+        self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        down = self._arenas[projection].down
         tokens, depth = given.shape
-        width, columns = down.shape[2], out.shape[1]
+        width = down.shape[2]
         part_depth = -(-depth // (PARTS * DEPTH_BLOCK)) * DEPTH_BLOCK
         parts = -(-depth // part_depth)
         shrunk = torch.empty(parts, tokens, width, dtype=torch.float32, device=given.device)
@@ -176,11 +197,25 @@ class AdapterArenas:
             given, down[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0), part_depth,
             RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
         )  # fmt: skip
+        return shrunk
+
+    def _expand(
+        self,
+        layer: int,
+        projection: Projection,
+        tiles: torch.Tensor,
+        shrunk: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        alone: bool,
+    ) -> None:
+        _, up, scales, spans = self._arenas[projection]
+        parts, tokens, width = shrunk.shape
         adapter_kernels.expand_rows[(len(tiles), len(spans))](
-            shrunk, up[:, layer], scales[:, layer], tiles, spans, out, tokens, columns, width,
-            up.stride(0), scales.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS, num_warps=4,
+            shrunk, up[:, layer], scales[:, layer], tiles, spans, out, tokens, out.shape[1], width,
+            up.stride(0), scales.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS, ALONE=alone,
+            num_warps=4,
         )  # fmt: skip
-        return out
 
 
 class StepAdapters(NamedTuple):
@@ -188,6 +223,19 @@ class StepAdapters(NamedTuple):
 
     arenas: AdapterArenas
     tiles: torch.Tensor  # [tiles, TILE_NUMBERS]
+    side: torch.cuda.Stream | None  # for work beside the products of the base
 
     def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return self.arenas.add(layer, projection, self.tiles, given, out)
+
+    def begin_delta(self, layer: int, projection: Projection, given: torch.Tensor) -> torch.Tensor:
+        """Start computing what adapters add to a product of `given`; it is there after `join`."""
+        if self.side is None:
+            return self.arenas.delta(layer, projection, self.tiles, given)
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            return self.arenas.delta(layer, projection, self.tiles, given)
+
+    def join(self) -> None:
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)

@@ -123,8 +123,9 @@ class Step:
         shape, given = self._shape, self._in
         self._prepare()
         decode = prefill = adapters = None
+        side = self._device.side if shape.graph else None
         if shape.tiles and self._arenas is not None:
-            adapters = StepAdapters(self._arenas, given.tiles.view(-1, TILE_NUMBERS))
+            adapters = StepAdapters(self._arenas, given.tiles.view(-1, TILE_NUMBERS), side)
         if shape.items:
             chunk = self._device.chunk_tokens(shape.samples)
             decode = DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
@@ -136,7 +137,7 @@ class Step:
             decode,
             prefill,
             self._fresh,
-            self._device.side if self._shape.graph else None,
+            side,
             adapters,
         )
         with torch.no_grad(), attention_context.use(attention):

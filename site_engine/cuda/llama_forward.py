@@ -53,11 +53,17 @@ class Norm(NamedTuple):
         """Add `added` to `residual` in place and return the norm of the sum."""
         return self._launch(layer_kernels.add_norm, added, residual)
 
-    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
-        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum."""
+    def add_parts(
+        self, parts: torch.Tensor, residual: torch.Tensor, more: torch.Tensor | None = None, *, pdl: bool
+    ) -> torch.Tensor:
+        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum.
+
+        `more` [rows, size] comes from another stream: with it the kernel does not overlap the one before.
+        """
         return self._launch(
-            skinny_gemm_kernels.add_parts_norm, parts, residual,
-            part_stride=parts.stride(0), PARTS=parts.shape[0], PDL=pdl, **pdl_kwargs(pdl),
+            skinny_gemm_kernels.add_parts_norm, parts, parts if more is None else more, residual,
+            part_stride=parts.stride(0), PARTS=parts.shape[0], MORE=more is not None, PDL=pdl,
+            **pdl_kwargs(pdl and more is None),
         )  # fmt: skip
 
     def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
@@ -110,7 +116,7 @@ class LlamaForward:
         skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
         run = self._skinny_layer if skinny else self._layer
         if step.adapters is not None:
-            run = self._adapted_layer
+            run = self._adapted_skinny_layer if skinny else self._adapted_layer
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
@@ -147,6 +153,29 @@ class LlamaForward:
         opened = _opened(both[:, :width], both[:, width:])
         return after.add(adapters.add(number, Projection.DOWN, opened, layer.down(opened)), residual)
 
+    def _adapted_skinny_layer(
+        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a layer for few rows; what adapters add is computed beside the products of the base."""
+        adapters, pdl, number, width = step.adapters, step.pdl, step.layer, layer.down.weight.shape[1]
+        assert adapters is not None
+        delta = adapters.begin_delta(number, Projection.QUERY_KEY_VALUE, normed)
+        joint = skinny_gemm.whole(normed, *layer.query_key_value, pdl=pdl)
+        adapters.join()
+        attended = self._attend(step, joint.add_(delta), layer.scoring)
+        delta = adapters.begin_delta(number, Projection.OUTPUT, attended)
+        parts = skinny_gemm.parts(attended, layer.output.weight, pdl=pdl)
+        adapters.join()
+        normed = layer.between.add_parts(parts, residual, delta, pdl=pdl)
+        delta = adapters.begin_delta(number, Projection.GATE_UP, normed)
+        both = skinny_gemm.whole(normed, layer.gate_up.weight, None, pdl=pdl)
+        adapters.join()
+        opened = _opened(both[:, :width], both[:, width:], delta)
+        delta = adapters.begin_delta(number, Projection.DOWN, opened)
+        parts = skinny_gemm.parts(opened, layer.down.weight, pdl=pdl)
+        adapters.join()
+        return after.add_parts(parts, residual, delta, pdl=pdl)
+
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
         """Allocate room for adapters."""
         layer = self._layers[0]
@@ -178,12 +207,21 @@ class LlamaForward:
         return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
 
 
-def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up."""
+def _opened(gate: torch.Tensor, up: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    """Return silu(gate) * up; `more` [rows, 2 * width] is added to both first."""
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     layer_kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
-        gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=GATE_BLOCK, num_warps=4
+        gate,
+        up,
+        gate if more is None else more,
+        out,
+        width,
+        gate.stride(0),
+        up.stride(0),
+        MORE=more is not None,
+        BLOCK=GATE_BLOCK,
+        num_warps=4,
     )
     return out
 

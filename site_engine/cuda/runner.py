@@ -173,7 +173,7 @@ class DeviceRunner:
         to = views(block.numpy(), shape)
         requests = self._packer.fill(to, shape, plan)
         if arenas is not None and shape.tiles:
-            arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan)
+            arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan, shape.tokens)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
         step = self._step(shape, fresh=self._fresh(plan, shape))

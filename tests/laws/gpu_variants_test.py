@@ -112,11 +112,14 @@ def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
         [ScheduledChunk(requests[at], 3, 1, True) for at in (0, 1)],
         [ScheduledChunk(requests[2], 0, 5, True), ScheduledChunk(requests[3], 0, 19, True)],
     )
-    slots = [None, 2, *[0] * 5, *[2] * 19]
-    tiles = np.zeros((arenas.tiles(26), TILE_NUMBERS), dtype=np.int32)
-    arenas.fill(tiles, plan)
-    given, before = some(26, depth), some(26, sum(columns))
-    got = arenas.add(1, Projection(0), torch.from_numpy(tiles), given, before.clone())
+    slots = [None, 2, *[0] * 5, *[2] * 19, None, None]
+    tokens = len(slots)  # the last two are padding
+    numbers = np.zeros((arenas.tiles(tokens), TILE_NUMBERS), dtype=np.int32)
+    arenas.fill(numbers, plan, tokens)
+    tiles = torch.from_numpy(numbers)
+    given, before = some(tokens, depth), some(tokens, sum(columns))
+    got = arenas.add(1, Projection(0), tiles, given, before.clone())
+    alone = arenas.delta(1, Projection(0), tiles, given)
     for row, slot in enumerate(slots):
         added = torch.zeros(sum(columns))
         if slot is not None:
@@ -126,7 +129,10 @@ def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
                 of = slice(int(ends[group]), int(ends[group + 1]))
                 added[of] = arena.up[slot, 1, of] @ shrunk[group] * arena.scales[slot, 1, group]
         torch.testing.assert_close(got[row], before[row] + added, rtol=1e-4, atol=1e-3)
-    assert torch.equal(got[0], before[0])
+        torch.testing.assert_close(alone[row], added, rtol=1e-4, atol=1e-3)
+    for row in (0, -1):
+        assert torch.equal(got[row], before[row])
+        assert not alone[row].any()
 
 
 def test_kernels_that_add_something_else_are_found_before_the_site_serves(

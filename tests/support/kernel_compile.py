@@ -24,7 +24,7 @@ FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
     "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias",
 }  # fmt: skip
-FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales"}
+FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more"}
 LONGS = {"ids", "positions", "wanted_out"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
@@ -82,7 +82,8 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for rank in (16, 64)
         for kernel, more in (
             (adapter_kernels.shrink_rows, {"DEPTH": 128}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 64}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": False}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": True}),
         )
     ]
     return [
@@ -92,7 +93,8 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
         (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
-        (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
+        (layer_kernels.silu_times, {"BLOCK": 1024, "MORE": False}, {}),
+        (layer_kernels.silu_times, {"BLOCK": 1024, "MORE": True}, {}),
         (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
         (layer_kernels.best_of_span, {"SPAN": 8192, "PDL": pdl}, {"num_warps": 8}),
@@ -105,10 +107,13 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
-        (
-            skinny_gemm_kernels.add_parts_norm,
-            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
-            {"num_warps": 4},
+        *(
+            (
+                skinny_gemm_kernels.add_parts_norm,
+                {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "MORE": more, "PDL": pdl},
+                {"num_warps": 4},
+            )
+            for more in (False, True)
         ),
     ]
 

@@ -15,7 +15,7 @@ TILE_ROWS = tl.constexpr(16)
 def shrink_rows(
     x,  # [tokens, depth]
     down,  # [slots, layers, groups * RANK, depth], from the layer on
-    tiles,  # [tiles, 1 + TILE_ROWS]: slot, or -1 for none; tokens, or -1 for none
+    tiles,  # [tiles, 1 + TILE_ROWS]: slot, or -1 for the base; tokens, or -1 for none
     shrunk,  # [parts, tokens, groups * RANK] in float32
     tokens,
     depth,
@@ -60,7 +60,7 @@ def expand_rows(
     scales,  # [slots, layers, groups] in float32, from the layer on
     tiles,  # [tiles, 1 + TILE_ROWS]
     columns_of,  # [spans, 3]: group, first column, column after the last
-    out,  # [tokens, columns], added to in place
+    out,  # [tokens, columns], added to in place; ALONE: in float32, receives what is added, 0 for the base
     tokens,
     columns,
     width,
@@ -69,11 +69,12 @@ def expand_rows(
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of one program, at least those of a span
+    ALONE: tl.constexpr,
 ):
-    """Add scale * (shrunk up^T) to the rows of one tile, for one span of columns."""
+    """Compute scale * (shrunk up^T) for the rows of one tile and one span of columns."""
     tile = tiles + tl.program_id(0) * (1 + TILE_ROWS)
     slot = tl.load(tile).to(tl.int64)
-    if slot < 0:
+    if slot < 0 and not ALONE:
         return
     rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
     real = rows >= 0
@@ -82,6 +83,11 @@ def expand_rows(
     group = tl.load(span)
     n = tl.load(span + 1) + tl.arange(0, COLUMNS)
     exists = n < tl.load(span + 2)
+    to = out + at[:, None] * columns + n[None, :]
+    written = real[:, None] & exists[None, :]
+    if slot < 0:
+        tl.store(to, tl.zeros([TILE_ROWS, COLUMNS], tl.float32).to(out.dtype.element_ty), mask=written)
+        return
     r = tl.arange(0, RANK)
     given = tl.zeros([TILE_ROWS, RANK], tl.float32)
     for part in tl.static_range(PARTS):
@@ -91,8 +97,7 @@ def expand_rows(
         up + slot * slot_stride + n[None, :] * RANK + r[:, None], mask=exists[None, :], other=0.0
     )
     added = tl.dot(given.to(factor.dtype), factor, input_precision="ieee")
-    scale = tl.load(scales + slot * scale_stride + group)
-    to = out + at[:, None] * columns + n[None, :]
-    written = real[:, None] & exists[None, :]
-    before = tl.load(to, mask=written, other=0.0).to(tl.float32)
-    tl.store(to, (before + added * scale).to(out.dtype.element_ty), mask=written)
+    added *= tl.load(scales + slot * scale_stride + group)
+    if not ALONE:
+        added += tl.load(to, mask=written, other=0.0).to(tl.float32)
+    tl.store(to, added.to(out.dtype.element_ty), mask=written)

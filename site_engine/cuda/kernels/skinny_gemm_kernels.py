@@ -88,12 +88,14 @@ def _fetch(lines):
 @triton.jit
 def add_parts_norm(
     parts,  # [PARTS, rows, SIZE], float32: their sum is added
+    more,  # [rows, SIZE], float32, only if MORE: is added to the sum
     residual,  # [rows, SIZE]: becomes residual + added
     weight,  # [SIZE]
     out,  # [rows, SIZE]: the sum, normed by its root mean square
     epsilon,
     part_stride,
     PARTS: tl.constexpr,
+    MORE: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -110,6 +112,8 @@ def add_parts_norm(
     added = tl.load(parts + row + at, mask=here, other=0.0)
     for part in tl.static_range(1, PARTS):
         added += tl.load(parts + part * part_stride + row + at, mask=here, other=0.0)
+    if MORE:
+        added += tl.load(more + row + at, mask=here, other=0.0)
     total = (before.to(tl.float32) + added.to(before.dtype).to(tl.float32)).to(before.dtype)
     tl.store(residual + row + at, total, mask=here)
     wide = total.to(tl.float32)
