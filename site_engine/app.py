@@ -172,7 +172,7 @@ async def _serve(
     group.load_wanted()
     try:
         links.add(config.gateways)
-        log.info("serving %s in %d slots", ", ".join(site.models), config.slots or facts.slots)
+        log.info("serving %s in %d slots", ", ".join(site.models), facts.slots)
         return await run_until_shutdown(site, links, shutdown, config.drain_s)
     finally:
         ticking.cancel()
@@ -220,7 +220,7 @@ def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
         region=config.region,
         pool=config.pool,
         models=(model,),
-        slots=config.slots or facts.slots,
+        slots=facts.slots,
         kv_capacity_tokens=facts.kv_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,

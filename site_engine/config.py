@@ -6,6 +6,7 @@ One frozen object; an error names the setting. A secret is never part of its `re
 from __future__ import annotations
 
 import math
+import re
 import socket
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -102,6 +103,7 @@ class SiteConfig:
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
+    devices: tuple[str, ...] = ()  # several of them: an engine process for each, as cuda:0, cuda:1
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
@@ -159,6 +161,7 @@ class SiteConfig:
         _require(not joins or _is_address(self.enrol_at), "enrol_at", "must be host:port, where to join")
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        self._check_devices()
         known = self.sampling_defaults in SAMPLING_DEFAULTS
         _require(known, "sampling_defaults", f"must be one of {', '.join(SAMPLING_DEFAULTS)}")
 
@@ -167,8 +170,8 @@ class SiteConfig:
         """Whether the engine runs in a process of its own. No library is asked for a GPU: in the site's
         process that would take hold of it.
         """
-        if self.engine_process is not None:
-            return self.engine_process
+        if self.engine_process is not None or self.devices:
+            return self.engine_process is not False
         return self.device.startswith("cuda") or (self.device == "auto" and NVIDIA.exists())
 
     def secret(self) -> str:
@@ -187,6 +190,17 @@ class SiteConfig:
             return _read("key_file", self.key_file)
         _require(not self.key_env or bool(environ.get(self.key_env)), "key_env", f"{self.key_env} is not set")
         return environ.get(self.key_env, "") if self.key_env else ""
+
+    def _check_devices(self) -> None:
+        if not self.devices:
+            return
+        _require(self.engine == "native", "devices", "need the native engine")
+        _require(self.device == "auto", "device", "and devices exclude each other")
+        _require(self.engine_process is not False, "devices", "need engine_process, which is off")
+        for each in self.devices:
+            known = each == "cpu" or re.fullmatch(r"cuda:\d+", each) is not None
+            _require(known, "devices", f"has {each!r}; name them as cuda:0, cuda:1, or cpu")
+            _require(each == "cpu" or self.devices.count(each) == 1, "devices", f"names {each} twice")
 
     def _check_server(self) -> None:
         for each in self.features:
@@ -379,7 +393,16 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     "Path | None": parse_path,
     "tuple[str, ...]": parse_list,
 }
+
+
+def parse_devices(value: Any) -> tuple[str, ...]:
+    """Parse a list, or text with commas; `cpu` may stand there several times."""
+    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
+    return tuple(part.strip() for part in parts)
+
+
 _PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig) if each.name != "variants"}
+_PARSERS["devices"] = parse_devices
 
 
 def _read(name: str, path: Path) -> str:

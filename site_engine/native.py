@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -23,6 +24,7 @@ from site_engine.engine.process_messages import Described
 from site_engine.engine_client import Facts, Group, Listener, Prepared
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
+from site_engine.pool.pool import EnginePool
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
@@ -230,7 +232,7 @@ async def launch_engine(
     The process is ended if this is cancelled or fails.
     """
     startup, began_s = StartUp(time.monotonic), time.monotonic()
-    process = await EngineProcess.launch(engine_settings(config), time.monotonic, command)
+    process = await launch_core(config, command)
     reading = asyncio.create_task(_read_text(config.model, startup))
     try:
         described = await process.described()
@@ -257,6 +259,19 @@ async def launch_engine(
     parts = describe([*startup.parts, *process.start_parts], began_s)
     log.info("the engine started in %.1f s, in seconds from its begin: %s", ended_s - began_s, parts)
     return NativeEngine(prompts, process, tokenizer_of), facts
+
+
+async def launch_core(config: SiteConfig, command: Sequence[str]) -> EngineProcess | EnginePool:
+    """Start the process of the engine, or one for each of several devices."""
+    settings = engine_settings(config)
+    if not config.devices:
+        return await EngineProcess.launch(settings, time.monotonic, command)
+    on_cpu = [each for each in config.devices if not each.startswith("cuda")]
+    threads = config.threads or (max(1, (os.cpu_count() or 1) // len(on_cpu)) if on_cpu else None)
+    each = [settings | {"device": device, "devices": (), "threads": threads} for device in config.devices]
+    if len(each) == 1:
+        return await EngineProcess.launch(each[0], time.monotonic, command)
+    return await EnginePool.launch(each, time.monotonic, command, share_prefixes=config.share_prefixes)
 
 
 async def _read_text(source: str, startup: StartUp) -> tuple[Any, Vocabulary]:

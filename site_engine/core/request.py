@@ -114,6 +114,23 @@ class Admission(NamedTuple):
     max_tokens: int
 
 
+class Moved(NamedTuple):
+    """What another engine of this host knows of a request that it has begun, beside its tokens.
+
+    Times are on the host's monotonic clock. `kv` has the keys and values of the first `computed` tokens, by
+    layer; without them these tokens are computed again.
+    """
+
+    arrived_s: float
+    started_s: float | None = None
+    first_token_s: float | None = None
+    preemptions: int = 0
+    cached_tokens: int = 0
+    fingerprint: str = ""  # of the variant that answers
+    computed: int = 0
+    kv: tuple[bytes, ...] = ()
+
+
 class RemainingPoint(NamedTuple):
     """The expected number of remaining tokens after `generated` tokens, and its 90% quantile."""
 
@@ -322,6 +339,17 @@ class Request:
     def generated(self) -> int:
         """Return the number of response tokens so far, resumed ones included."""
         return len(self.tokens) - self.prompt_len
+
+    def to_move(self) -> Moved:
+        """Return what another engine has to know to go on, without keys and values."""
+        fingerprint = "" if self.variant is None else self.variant.fingerprint
+        times = self.arrived_s, self.started_s, self.first_token_s
+        return Moved(*times, self.preemptions, self.cached_tokens, fingerprint)
+
+    def take_up(self, moved: Moved) -> None:
+        """Go on as what another engine has begun."""
+        self.arrived_s, self.started_s, self.first_token_s = moved[:3]
+        self.preemptions, self.cached_tokens = moved.preemptions, moved.cached_tokens
 
     @property
     def has_adapter(self) -> bool:

@@ -278,14 +278,18 @@ class AdmissionQueue:
     def take(self, request: Request) -> None:
         """Remove a request that starts and charge its tenant the expected cost."""
         level = self._levels[request.lane, request.priority]
-        start = self._clock(request.tenant)
         self._floor = level.behind(self._clocks, self._floor)
         self._taken += 1
         self.remove(request.id)
         self._ageing.started(self._now_s, len(self._waiting))
-        request.charged = request.generated + request.expected_remaining()
-        self._clocks[request.tenant] = start + request.expected_remaining() + _prompt_work(request)
+        self.charge(request, _prompt_work(request))
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
+
+    def charge(self, request: Request, prompt_work: float = 0.0) -> None:
+        """Charge the tenant the tokens that a request is expected to take, until it is settled."""
+        request.charged = request.generated + request.expected_remaining()
+        start = self._clock(request.tenant)
+        self._clocks[request.tenant] = start + request.expected_remaining() + prompt_work
 
     def settle(self, request: Request) -> None:
         """Charge the tenant of an ended request for its real tokens instead of the expected ones."""

@@ -78,8 +78,8 @@ class Scheduler:
         self.swap = swap
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
-        self.reservation = Reservation(pool, policy.remaining, lambda: self._token_budget - len(self.running))
-        self._token_budget = token_budget
+        self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
+        self.token_budget = token_budget
         self._policy = policy
         self._share_prefixes = share_prefixes
         self._adapters = adapters
@@ -158,6 +158,15 @@ class Scheduler:
             self.queue.remove(request.id)
         request.state = State.FINISHED
 
+    def adopt(self, request: Request) -> None:
+        """Take a request that another engine has begun, whose keys and values wait in `swap`.
+
+        It starts as one that was preempted does, and its tenant is charged for what is left.
+        """
+        self.queue.charge(request)
+        request.state = State.SWAPPED
+        self.preempted.append(request)
+
     # ---- running requests
 
     def _plan_decodes(self, plan: SchedulePlan) -> int:
@@ -168,7 +177,7 @@ class Scheduler:
             start = request.computed
             if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
                 decodes.append(ScheduledChunk(request, start, 1, True))
-        return self._token_budget - len(decodes)
+        return self.token_budget - len(decodes)
 
     def _plan_prefills(self, plan: SchedulePlan, budget: int) -> int:
         for request in self.running:
@@ -308,7 +317,8 @@ class Scheduler:
         request.row = self._rows.pop()
         request.state = State.PREFILL
         request.started_s = now if request.started_s is None else request.started_s
-        request.cached_tokens = request.computed
+        if not request.swapped:  # else it keeps all that it had
+            request.cached_tokens = request.computed
         if self._adapters is not None:
             self._adapters.hold(request)
         self._started += 1

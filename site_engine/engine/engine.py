@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.deadlines import Deadlines
-from site_engine.core.load import LoadFigures, Meter, condense
+from site_engine.core.load import LoadFigures, Meter
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import (
     Admission,
     Finish,
     Grammar,
+    Moved,
     Output,
     RejectionReason,
     RemainingCurve,
@@ -25,13 +26,14 @@ from site_engine.core.request import (
 )
 from site_engine.core.request_queue import AdmissionQueue, has_place
 from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.engine.load_figures import load_figures
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import Poison
-from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
+from site_engine.model.kv_swap import host_swap
 from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
@@ -76,11 +78,13 @@ class SiteEngine:
         )
         self._token_budget = settings.token_budget_on(model.device.type)
         self._meter = Meter()
+        cost = self._meter.fit.cost
+        self._swap = host_swap(self._kv_cache, settings.swap_tokens, cost, self._token_budget, clock)
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
             PrefixTree(self._pool) if settings.prefix_cache else None,
-            self._swap_space() if settings.swap_tokens else None,
+            self._swap,
             slots=settings.slots,
             token_budget=self._token_budget,
             policy=settings.policy,
@@ -163,19 +167,26 @@ class SiteEngine:
 
     # ---- between iterations
 
-    def submit(self, request: Request) -> Admission:
-        """Queue a request. Raises RequestRejected with a reason a person can act on."""
+    def submit(self, request: Request, moved: Moved | None = None) -> Admission:
+        """Queue a request. Raises RequestRejected with a reason a person can act on.
+
+        `moved`: another engine has begun it, knew this of it, and admitted it: no queue is too long for it.
+        """
         if request.id in self._live:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
         variants = {} if self._variants is None else self._variants.served
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
         validate_request(
-            request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size, variants=variants
+            request,
+            limit_tokens=self.limit_tokens,
+            vocab_size=self._model.vocab_size,
+            variants=variants,
+            moved=moved,
         )
         request.variant = request.variant or variants.get(request.chain)
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
-        if not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
+        if moved is None and not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
             raise RequestRejected(
                 RejectionReason.FULL, f"{len(queue)} requests already wait, of {max_pending} at most"
             )
@@ -196,8 +207,8 @@ class SiteEngine:
             raise RequestRejected(
                 RejectionReason.INVALID, "what was delivered is not what was asked for", "resume"
             )
+        self._enqueue(request, moved)
         self._live[request.id] = processor
-        queue.push(request)
         if finish is not None:
             self._finish(processor, finish)
             return Admission(position, request.max_tokens)
@@ -206,6 +217,37 @@ class SiteEngine:
         if self._overlapped is not None and request.sampling.prompt_logprobs:
             self._needs_host.add(request.id)
         return Admission(position, request.max_tokens)
+
+    def _enqueue(self, request: Request, moved: Moved | None) -> None:
+        """Queue a request; one that another engine has begun with the keys and values that came with it."""
+        if moved is not None:
+            request.take_up(moved)
+        if moved is not None and 0 < moved.computed < len(request.tokens):
+            self._swap.put(request.id, self._kv_cache.from_bytes(moved.kv))
+            request.swapped = moved.computed
+            self._scheduler.adopt(request)
+        else:
+            self._scheduler.queue.push(request)
+
+    def export(self, request_id: str) -> tuple[list[Output], Moved | None]:
+        """Take a request out, for another engine; return the outputs that were under way, which may end it.
+
+        What the engine has charged its tenant becomes what the request took here.
+        """
+        pending, self._pending = self._pending, None
+        self._publish_step(pending, self._launched_s)
+        outputs, self._outputs = self._outputs, []
+        processor = self._live.get(request_id)
+        if processor is None:
+            return outputs, None
+        request = processor.request
+        moved, computed = request.to_move(), request.computed
+        unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
+        if request.row >= 0 and computed and not unread_prompt:
+            pages = request.pages[: self._pool.pages_for(computed)]
+            moved = moved._replace(computed=computed, kv=self._kv_cache.to_bytes(pages))
+        self._forget(request)
+        return outputs, moved
 
     def _start_grammar(self, request: Request, grammar: Grammar) -> None:
         """Start at the grammar's beginning, also for a resumed request: its tokens are replayed."""
@@ -263,49 +305,13 @@ class SiteEngine:
 
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""
-        scheduler, queue = self._scheduler, self._scheduler.queue
-        remaining = [request.expected_remaining() for request in scheduler.running]
-        # at least one each: an overlapped step counts a token as computed before it is there
-        unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
-        preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
-        values, weight = condense(remaining)
-        cost = self._meter.fit.cost()
-        longest_s = cost.seconds(self.settings.slots, self._token_budget, self._kv_cache.tokens)
-        prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in preempted)
-        response_tokens = queue.response_tokens + sum(expected for _, expected in preempted)
-        return LoadFigures(
-            running=len(scheduler.running),
-            pending=len(queue) + len(preempted),
-            token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
-            kv_free_tokens=self._pool.available * self._pool.page_size,
-            kv_reserved_tokens=scheduler.reservation.reserved_tokens(),
-            tokens_per_s=self._meter.tokens_per_s,
-            seconds_per_iteration=self._meter.seconds_per_iteration,
-            iteration=cost,
-            running_remaining=values,
-            running_weight=weight,
-            pending_prompt_tokens=prompt_tokens,
-            pending_response_tokens=response_tokens,
-            tokens_total=self._meter.tokens_total,
-            prompt_tokens_total=self._meter.prompt_tokens_total,
-            unread_tokens=unread,
-            longest_iteration_s=max(longest_s, self.settings.iteration_floor_s),
+        return load_figures(
+            self._scheduler, self._meter, slots=self.settings.slots, floor_s=self.settings.iteration_floor_s
         )
 
     def forget_totals(self) -> None:
         """Reset the totals of tokens served; keep the measured costs."""
         self._meter.tokens_total = self._meter.prompt_tokens_total = 0
-
-    def _swap_space(self) -> HostSwap:
-        copy_s = copy_seconds_per_token(self._kv_cache, self._clock)
-
-        def worth(tokens: int) -> bool:
-            """Return whether copying both ways takes less time than computing all tokens again in chunks."""
-            cost = self._meter.fit.cost()
-            again_s = tokens * (cost.per_token_s + cost.per_kv_token_s * tokens / (2 * self._token_budget))
-            return 2 * tokens * copy_s < again_s
-
-        return HostSwap(self._kv_cache, self.settings.swap_tokens, worth)
 
     def _apply_control(self, now: float) -> None:
         """End the requests that were cancelled or are past their deadline."""

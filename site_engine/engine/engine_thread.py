@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
+from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
 from site_engine.engine_client import Group, Listener, LoadSeen
@@ -48,8 +48,13 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def submit(self, request: Request) -> Admission: ...
+    def submit(self, request: Request, moved: Moved | None = None) -> Admission: ...
     def cancel(self, request_id: str) -> object: ...
+
+    def export(self, request_id: str) -> tuple[Sequence[Output], Moved | None]:
+        """Take a request out, for another engine; return also what was under way, which may end it."""
+        ...
+
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...
@@ -130,11 +135,16 @@ class EngineThread:
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._thread.join(within_s)
 
-    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
-        """Submit a group, all of its requests or none; reply with the admission or the refusal."""
+    def submit(
+        self, group: Group, reply: Callable[[Admission | NotServed], None], moved: Moved | None = None
+    ) -> None:
+        """Submit a group, all of its requests or none; reply with the admission or the refusal.
+
+        `moved`: the one request of the group was begun by another engine, which knew this of it.
+        """
 
         def run() -> None:
-            self._calls.append(partial(reply, self._admit(group)))
+            self._calls.append(partial(reply, self._admit(group, moved)))
             self._load_wanted = True  # older figures, sent after the reply, would not count this request
 
         self._ask(run)
@@ -155,6 +165,20 @@ class EngineThread:
 
         def run() -> None:
             self._calls.append(partial(reply, [self._release_group(group) for group in groups]))
+
+        self._ask(run)
+
+    def export(self, request_id: str, reply: Callable[[Moved | None], None]) -> None:
+        """Take a request out of the engine, for another; reply with nothing if it is not here."""
+
+        def run() -> None:
+            moved = None
+            if request_id in self._live and not self._broken:
+                outputs, moved = self._engine.export(request_id)
+                self._publish(outputs)
+            if moved is not None:
+                del self._live[request_id]
+            self._calls.append(partial(reply, moved))
 
         self._ask(run)
 
@@ -319,14 +343,14 @@ class EngineThread:
             self._longest_iteration_s = figures.longest_iteration_s
             self._calls.append(partial(self.listener.load, LoadSeen(figures, now)))
 
-    def _admit(self, group: Group) -> Admission | NotServed:
+    def _admit(self, group: Group, moved: Moved | None) -> Admission | NotServed:
         if self._broken:
             return NotServed(Reason.INTERNAL, f"the engine of this site is broken: {self._broken}")
         taken: list[str] = []
         answers = []
         try:
             for request in group:
-                answers.append(self._engine.submit(request))
+                answers.append(self._engine.submit(request, moved))
                 taken.append(request.id)
         except RequestRejected as refused:
             self._engine.release(taken)

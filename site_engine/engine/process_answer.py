@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from site_engine.core.request import Finish, Output, Request, Timings, TokenLogprob
+from site_engine.core.request import Finish, Moved, Output, Request, Timings, TokenLogprob
 from site_engine.engine.process_messages import Detail, RankedToken
 from site_engine.text.answer_text import AnswerText, end_tokens
 from site_engine.text.detokenize import Vocabulary
@@ -15,17 +15,47 @@ class Answer:
     computes is dropped.
     """
 
-    __slots__ = ("_ends", "_first_s", "_generated", "_text", "_timings", "_vocabulary", "ended", "request")
+    __slots__ = (
+        "_ends",
+        "_first_s",
+        "_text",
+        "_timings",
+        "_vocabulary",
+        "ended",
+        "fingerprint",
+        "request",
+        "token_ids",
+    )
 
-    def __init__(self, request: Request, vocabulary: Vocabulary, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        vocabulary: Vocabulary,
+        eos_token_ids: Collection[int],
+        fingerprint: str = "",
+    ) -> None:
         self.request = request
+        self.fingerprint = fingerprint  # of the variant that answers
         self.ended = False  # by its text
+        self.token_ids: list[int] = []  # of the answer, beyond the resumed ones
         self._vocabulary = vocabulary
         self._ends = end_tokens(request, eos_token_ids)
         self._text = AnswerText(request, vocabulary, self._ends)
-        self._generated = len(request.resumed)
         self._timings: Timings | None = None  # as of its last start
         self._first_s = 0.0
+
+    @property
+    def generated(self) -> int:
+        return len(self.request.resumed) + len(self.token_ids)
+
+    def to_move(self) -> Moved:
+        """Return what is known here, for an engine that goes on where another was lost."""
+        arrived_s, begun = self.request.arrived_s, self._timings
+        if begun is None:
+            return Moved(arrived_s, fingerprint=self.fingerprint)
+        started_s = arrived_s + begun.queued_s
+        first_token_s = started_s + begun.prefill_s
+        return Moved(arrived_s, started_s, first_token_s, begun.preemptions, fingerprint=self.fingerprint)
 
     def replay(self) -> None:
         """Read the tokens generated at another site."""
@@ -42,14 +72,15 @@ class Answer:
     def take(self, token_ids: Sequence[int], now: float) -> Output:
         """Return the output of some tokens, of which none ends the answer for the engine."""
         text, finish, count = self._text.take_carried(), None, 0
+        before = self.generated
         for count, token_id in enumerate(token_ids, start=1):
-            more, finish = self._text.read(token_id, self._generated + count, None)
+            more, finish = self._text.read(token_id, before + count, None)
             text += more
             if finish is not None:
                 break
-        self._generated += count
+        self.token_ids += token_ids[:count]
         output = Output(
-            self.request.id, text, tuple(token_ids[:count]), finish, completion_tokens=self._generated
+            self.request.id, text, tuple(token_ids[:count]), finish, completion_tokens=before + count
         )
         return self._text.with_thought(output if finish is None else self._ended(output, now))
 
@@ -64,8 +95,8 @@ class Answer:
         if detail.timings is not None:
             self._first_s = now if self._timings is None else self._first_s
             self._timings = detail.timings
-        self._generated += 1
-        text, finish = self._text.read(token_id, self._generated, detail.finish)
+        self.token_ids.append(token_id)
+        text, finish = self._text.read(token_id, self.generated, detail.finish)
         output = Output(
             self.request.id,
             self._text.take_carried() + text,
@@ -75,7 +106,7 @@ class Answer:
             self._logprobs(detail.logprobs),
             self._logprobs(detail.prompt_logprobs),
             detail.timings,
-            self._generated,
+            self.generated,
             stop_sequence="" if finish is None else self._text.stopped,
         )
         by_text = finish is not None and detail.finish is None
@@ -84,7 +115,7 @@ class Answer:
     def end(self, finish: Finish, error: str = "", timings: Timings | None = None) -> Output:
         """Return the output of an answer that ends without another token."""
         output = Output(
-            self.request.id, finish=finish, error=error, timings=timings, completion_tokens=self._generated
+            self.request.id, finish=finish, error=error, timings=timings, completion_tokens=self.generated
         )
         if finish not in {Finish.STOP, Finish.LENGTH}:
             return output

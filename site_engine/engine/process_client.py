@@ -14,10 +14,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission, Finish, Output, Timings
+from site_engine.core.request import Admission, Finish, Moved, Output, Timings
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
@@ -36,6 +36,16 @@ AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
 """Of an answer that had ended before it came here."""
 
 
+AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]
+
+
+class Orphans(NamedTuple):
+    """What a lost process leaves: answers that it had admitted, and groups that wait for admission."""
+
+    answers: list[Answer]
+    unadmitted: list[tuple[list[Answer], AdmissionReply]]
+
+
 def spawn(command: Sequence[str], connection: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process that has this end of the connection, and finds the packages where this one does."""
     descriptor = connection.fileno()
@@ -50,10 +60,14 @@ def spawn(command: Sequence[str], connection: socket.socket) -> subprocess.Popen
 class EngineProcess(asyncio.Protocol):
     """An engine in a process that this one has started. When the process ends or breaks, each request fails,
     and the listener is told once.
+
+    A request has a number here. One that goes on in another process leaves its number behind: rows that still
+    name it are dropped.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], clock: Callable[[], float]) -> None:
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
+        self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests instead of their failing
         self._chains: dict[str, Chain] = {}
         self._process = process
         self._clock = clock
@@ -67,7 +81,8 @@ class EngineProcess(asyncio.Protocol):
         self._next_call, self._next_number = count(1), count(1)
         self._answers: dict[int, Answer] = {}
         self._numbers: dict[str, int] = {}  # of the answers, by request id
-        self._admissions: dict[int, tuple[list[int], Callable[[Admission | NotServed], None]]] = {}
+        self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
+        self._exports: dict[int, Callable[[Answer, Moved | None], None]] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
         self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
         self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
@@ -133,30 +148,52 @@ class EngineProcess(asyncio.Protocol):
         self._stopping = True
         self._process.kill()
 
+    def give_up(self, reason: str) -> None:
+        """End the process as one that is lost."""
+        self._lose(reason)
+
     def stalled_s(self) -> float:
         """Return how long the engine has not moved, or its process has said nothing, if that is too long."""
         silent_s = self._stall_watch.look(self._heard_s, self._clock())
         is_silent = silent_s > STALLED_AFTER_S + 2 * self._longest_iteration_s
         return max(self._stalled_s, silent_s if is_silent else 0.0)
 
-    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
+    def submit(self, group: Group, reply: AdmissionReply) -> None:
         """Submit a group, all of its requests or none; reply with the admission or the refusal."""
-        chain = group[0].chain
-        eos = self._chains[chain].eos_token_ids if chain in self._chains else self._eos_token_ids
-        answers = [Answer(each, self.vocabulary, eos) for each in group]
+        chain = self._chains.get(group[0].chain)
+        eos, fingerprint = self._eos_token_ids, ""
+        if chain is not None:
+            eos, fingerprint = chain.eos_token_ids, chain.fingerprint
+        answers = [Answer(each, self.vocabulary, eos, fingerprint) for each in group]
         for answer in answers:
             answer.replay()
-        if self._broken:
-            reply(self._refusal())
-        elif any(answer.contradicts_delivered for answer in answers):
+        if any(answer.contradicts_delivered for answer in answers):
             message = "what was delivered is not what was asked for"
             reply(NotServed(Reason.INVALID, message, "resume"))
         else:
-            call, numbers = next(self._next_call), [next(self._next_number) for _ in group]
-            self._answers.update(zip(numbers, answers, strict=True))
-            self._numbers.update((each.id, number) for each, number in zip(group, numbers, strict=True))
-            self._admissions[call] = numbers, reply
-            self._send(pm.to_submit(call, numbers, group))
+            self.place(answers, reply)
+
+    def place(self, answers: Sequence[Answer], reply: AdmissionReply, moved: Moved | None = None) -> None:
+        """Submit requests whose answers are kept here from now on; one that another engine has begun alone,
+        with what is known of it.
+        """
+        if self._broken:
+            reply(self._refusal())
+            return
+        call, numbers = next(self._next_call), [next(self._next_number) for _ in answers]
+        self._answers.update(zip(numbers, answers, strict=True))
+        group = [answer.request for answer in answers]
+        self._numbers.update((each.id, number) for each, number in zip(group, numbers, strict=True))
+        self._admissions[call] = numbers, reply
+        self._send(pm.to_submit(call, numbers, group, answers[0].token_ids, moved))
+
+    def export(self, request_id: str, reply: Callable[[Answer, Moved | None], None]) -> None:
+        """Take a request that is here out of the engine; reply with its answer and with what another engine
+        needs. Without that it stays, or has ended. A process that is lost before does not reply.
+        """
+        number = self._numbers[request_id]
+        self._exports[number] = reply
+        self._send(pm.Export(number))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
@@ -230,20 +267,26 @@ class EngineProcess(asyncio.Protocol):
                 self._admitted(message)
             case pm.Released():
                 self._released(message)
+            case pm.Exported():
+                self._exported(message)
             case pm.VariantAdded() | pm.VariantRemoved():
                 self._variant_answered(message)
             case pm.Alive():
                 self._stalled_s = message.stalled_s
-            case pm.Described():
-                self._described.set_result(message)
-            case pm.Ready():
-                self._eos_token_ids = message.facts.eos_token_ids
-                self.start_parts = message.parts
-                self._ready.set_result(message.facts)
-            case pm.Refused():
-                self._ready.set_exception(ConfigError(message.message))
+            case pm.Described() | pm.Ready() | pm.Refused():
+                self._starting(message)
             case pm.Broken():
                 self._lose(message.reason)
+
+    def _starting(self, message: pm.Described | pm.Ready | pm.Refused) -> None:
+        if isinstance(message, pm.Described):
+            self._described.set_result(message)
+        elif isinstance(message, pm.Refused):
+            self._ready.set_exception(ConfigError(message.message))
+        else:
+            self._eos_token_ids = message.facts.eos_token_ids
+            self.start_parts = message.parts
+            self._ready.set_result(message.facts)
 
     def _load(self, message: pm.Load) -> None:
         self._longest_iteration_s = message.figures.longest_iteration_s
@@ -268,6 +311,17 @@ class EngineProcess(asyncio.Protocol):
         if ended := [number for number in numbers if self._answers[number].ended]:
             self._publish([self._answers[number].end(Finish.STOP, timings=AT_ONCE) for number in ended])
             self._send(pm.Cancel(ended))
+
+    def _exported(self, message: pm.Exported) -> None:
+        reply = self._exports.pop(message.number)
+        answer = self._answers.get(message.number)
+        if answer is None:
+            return
+        gone = message.moved is not None
+        if gone:
+            self._forget([message.number])
+        if not answer.ended:
+            reply(answer, message.moved)
 
     def _variant_answered(self, message: pm.VariantAdded | pm.VariantRemoved) -> None:
         if isinstance(message, pm.VariantRemoved):
@@ -295,7 +349,9 @@ class EngineProcess(asyncio.Protocol):
                     continue
                 if number in unread:
                     self._read_tokens(number, unread.pop(number), outputs)
-                answer = self._answers[number]
+                answer = self._answers.get(number)
+                if answer is None:
+                    continue
                 if not answer.ended:
                     output = answer.take_detailed(token_id, detail, self._heard_s)
                     outputs.append(output)
@@ -308,8 +364,8 @@ class EngineProcess(asyncio.Protocol):
         self._publish(outputs)
 
     def _read_tokens(self, number: int, token_ids: Sequence[int], outputs: list[Output]) -> None:
-        answer = self._answers[number]
-        if not answer.ended:
+        answer = self._answers.get(number)
+        if answer is not None and not answer.ended:
             output = answer.take(token_ids, self._heard_s)
             outputs.append(output)
             if output.finish is not None:  # the engine goes on: its text has ended it
@@ -336,10 +392,7 @@ class EngineProcess(asyncio.Protocol):
             self._ready.cancel()  # nobody waits for it
         elif not self._ready.done():
             self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
-        admissions, self._admissions = self._admissions, {}
-        for numbers, reply in admissions.values():
-            self._forget(numbers)
-            reply(self._refusal())
+        orphans = self._orphans()
         releases, self._releases = self._releases, {}
         for groups, decide in releases.values():
             decide([False] * len(groups))
@@ -347,11 +400,27 @@ class EngineProcess(asyncio.Protocol):
         removing, self._removing = self._removing, {}
         for answer_variant in (*adding.values(), *(removed for _, removed in removing.values())):
             answer_variant(VariantRefused(self._refusal().message))
-        running = [answer for answer in self._answers.values() if not answer.ended]
-        self._forget(list(self._answers))
-        self._publish([each.end(Finish.FAILED, f"the engine is broken: {reason}") for each in running])
+        if self.on_lost is not None:
+            self.on_lost(orphans)
+        else:
+            for _, reply in orphans.unadmitted:
+                reply(self._refusal())
+            message = f"the engine is broken: {reason}"
+            self._publish([each.end(Finish.FAILED, message) for each in orphans.answers])
         if self._listener is not None and not self._stopping:
             self._listener.broken(reason)
+
+    def _orphans(self) -> Orphans:
+        """Forget every request and return those that have not ended."""
+        admissions, self._admissions = self._admissions, {}
+        unadmitted = []
+        for numbers, reply in admissions.values():
+            unadmitted.append(([self._answers[number] for number in numbers], reply))
+            self._forget(numbers)
+        left = [answer for answer in self._answers.values() if not answer.ended]
+        self._forget(list(self._answers))
+        self._exports.clear()
+        return Orphans(left, unadmitted)
 
     def _reap(self) -> None:
         if not self._stopping:

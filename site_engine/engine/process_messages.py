@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,6 +21,7 @@ from site_engine.core.request import (
     Admission,
     Finish,
     Lane,
+    Moved,
     Output,
     RemainingCurve,
     Request,
@@ -48,7 +50,10 @@ class Start(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """The choices of one attempt. They differ in number, id and choice; all else they share."""
+    """The choices of one attempt. They differ in number, id and choice; all else they share.
+
+    `moved`: the one request here has been begun by another engine, and `resumed` has all of its tokens.
+    """
 
     call: int
     numbers: list[int]
@@ -66,6 +71,7 @@ class Submit(Message, frozen=True):
     chain: str = ""
     any_order: bool = False
     prefill_heavy: bool = False
+    moved: Moved | None = None
 
 
 class Cancel(Message, frozen=True):
@@ -75,6 +81,12 @@ class Cancel(Message, frozen=True):
 class Release(Message, frozen=True):
     call: int
     groups: list[list[int]]
+
+
+class Export(Message, frozen=True):
+    """A request is to go on in another engine."""
+
+    number: int
 
 
 class WantLoad(Message, frozen=True):
@@ -135,6 +147,15 @@ class Released(Message, frozen=True):
     decisions: list[bool]
 
 
+class Exported(Message, frozen=True):
+    """The answer to an Export, after the last row of the request. Without `moved` the request is still here,
+    or has ended.
+    """
+
+    number: int
+    moved: Moved | None
+
+
 class VariantAdded(Message, frozen=True):
     """The answer to an AddVariant: the chain, or why there is none."""
 
@@ -191,13 +212,16 @@ class Alive(Message, frozen=True):
     stalled_s: float
 
 
-ToEngine: TypeAlias = Start | Submit | Cancel | Release | WantLoad | AddVariant | RemoveVariant | Stop
+ToEngine: TypeAlias = (
+    Start | Submit | Cancel | Release | Export | WantLoad | AddVariant | RemoveVariant | Stop
+)
 FromEngine: TypeAlias = (
     Described
     | Ready
     | Refused
     | Admitted
     | Released
+    | Exported
     | Step
     | Load
     | Broken
@@ -241,16 +265,29 @@ class Frames:
 # ---- requests and outputs
 
 
-def to_submit(call: int, numbers: list[int], group: Group) -> Submit:
+def to_submit(
+    call: int,
+    numbers: list[int],
+    group: Group,
+    generated: Sequence[int] = (),
+    moved: Moved | None = None,
+) -> Submit:
+    """Pack the requests of a group, or the one that another engine has begun and that has `generated` tokens.
+
+    The log probabilities of its prompt came with the first of them.
+    """
     first = group[0]
+    sampling = first.sampling
+    if generated and sampling.prompt_logprobs:
+        sampling = replace(sampling, prompt_logprobs=False)
     return Submit(
         call,
         numbers,
         [each.id for each in group],
         [each.choice for each in group],
         array("i", first.prompt).tobytes(),
-        array("i", first.resumed).tobytes(),
-        first.sampling,
+        array("i", (*first.resumed, *generated)).tobytes(),
+        sampling,
         first.remaining,
         first.lane,
         first.priority,
@@ -260,6 +297,7 @@ def to_submit(call: int, numbers: list[int], group: Group) -> Submit:
         first.chain,
         first.any_order,
         first.prefill_heavy,
+        moved,
     )
 
 

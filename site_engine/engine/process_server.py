@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from site_engine.core.chain import Chain
-from site_engine.core.request import Admission, Grammar, Output
+from site_engine.core.request import Admission, Grammar, Moved, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
@@ -130,6 +130,8 @@ class EngineServer:
                 self._cancel(message.numbers)
             case pm.Release():
                 self._release(message)
+            case pm.Export():
+                self._export(message.number)
             case pm.WantLoad():
                 self._thread.request_load()
             case pm.AddVariant():
@@ -157,7 +159,7 @@ class EngineServer:
             else:
                 for request in group:
                     request.grammar = grammar
-                self._thread.submit(group, reply)
+                self._thread.submit(group, reply, message.moved)
             self._compiling.difference_update(message.numbers)
 
         self._ids.update(zip(message.numbers, message.ids, strict=True))
@@ -166,7 +168,7 @@ class EngineServer:
             self._compiling.update(message.numbers)
             self._compiler.submit(compile_first)
         else:
-            self._thread.submit(group, reply)
+            self._thread.submit(group, reply, message.moved)
 
     def _cancel(self, numbers: list[int]) -> None:
         """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""
@@ -186,6 +188,16 @@ class EngineServer:
             self._put(pm.Released(message.call, decisions))
 
         self._thread.release(groups, reply)
+
+    def _export(self, number: int) -> None:
+        request_id = self._ids.get(number, "")
+
+        def reply(moved: Moved | None) -> None:
+            if moved is not None:
+                self._forget([request_id])
+            self._put(pm.Exported(number, moved))
+
+        self._thread.export(request_id, reply)
 
     # ---- on the engine thread
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
+from types import MappingProxyType
 
-from site_engine.core.request import RejectionReason, Request, RequestRejected, Sampling
+from site_engine.core.request import (
+    Moved,
+    RejectionReason,
+    Request,
+    RequestRejected,
+    Sampling,
+    ServedVariant,
+)
 
 
 def validate_request(
-    request: Request, *, limit_tokens: int, vocab_size: int, variants: Container[str] = ()
+    request: Request,
+    *,
+    limit_tokens: int,
+    vocab_size: int,
+    variants: Mapping[str, ServedVariant] = MappingProxyType({}),
+    moved: Moved | None = None,
 ) -> None:
     """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
     if request.chain and request.variant is None and request.chain not in variants:
         raise RequestRejected(
             RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served here any more", "model"
+        )
+    if moved is not None and request.chain and variants[request.chain].fingerprint != moved.fingerprint:
+        raise RequestRejected(
+            RejectionReason.MODEL_UNKNOWN,
+            f"{request.chain} has other contents here than where the answer began",
+            "model",
         )
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")

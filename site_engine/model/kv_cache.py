@@ -76,6 +76,21 @@ class KVCache:
         for room, one in zip((*self.keys, *self.values), kept, strict=True):
             room.index_copy_(0, index, one.to(room.device, non_blocking=True))
 
+    def to_bytes(self, pages: list[int]) -> tuple[bytes, ...]:
+        """Return the contents of pages for another process, which `from_bytes` reads."""
+        return tuple(one.view(torch.uint8).numpy().tobytes() for one in self.copy_out(pages))
+
+    def from_bytes(self, contents: Sequence[bytes]) -> list[torch.Tensor]:
+        """Return what `copy_in` takes. Raises ValueError for the contents of a cache of another shape."""
+        rooms = (*self.keys, *self.values)
+        kept = [
+            torch.frombuffer(bytearray(one), dtype=room.dtype).view(-1, *room.shape[1:])
+            for room, one in zip(rooms, contents, strict=True)
+        ]
+        if len({one.shape[0] for one in kept}) != 1:
+            raise ValueError("keys and values of different lengths")
+        return kept
+
     def _index(self, pages: list[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.long, device=self.device)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from site_engine.core.load import IterationCost
 from site_engine.model.kv_cache import KVCache
 
 TRIAL_PAGES = 64
@@ -29,6 +30,11 @@ class HostSwap:
         self.used_tokens += room
         return True
 
+    def put(self, request_id: str, kept: list[torch.Tensor]) -> None:
+        """Keep what another engine has copied out, beyond the limit, too."""
+        self._kept[request_id] = kept
+        self.used_tokens += kept[0].shape[0] * self._kv_cache.page_size
+
     def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
         kept = self._kept[request_id]
         count = kept[0].shape[0]
@@ -37,6 +43,25 @@ class HostSwap:
 
     def drop(self, request_id: str) -> None:
         self.used_tokens -= self._kept.pop(request_id)[0].shape[0] * self._kv_cache.page_size
+
+
+def host_swap(
+    kv_cache: KVCache,
+    tokens: int,
+    cost: Callable[[], IterationCost],
+    token_budget: int,
+    clock: Callable[[], float],
+) -> HostSwap:
+    """Return room for `tokens` tokens, used where it saves time by the engine's `cost` of an iteration."""
+    copy_s = copy_seconds_per_token(kv_cache, clock) if tokens else 0.0
+
+    def worth(tokens: int) -> bool:
+        """Return whether copying both ways takes less time than computing all tokens again in chunks."""
+        now = cost()
+        again_s = tokens * (now.per_token_s + now.per_kv_token_s * tokens / (2 * token_budget))
+        return 2 * tokens * copy_s < again_s
+
+    return HostSwap(kv_cache, tokens, worth)
 
 
 def copy_seconds_per_token(kv_cache: KVCache, clock: Callable[[], float]) -> float:

@@ -31,7 +31,7 @@ def config(gateway: Gateway, **more: object) -> SiteConfig:
 
 
 def with_engine(engine: FakeEngine) -> Loaded:
-    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY, slots=engine.slots)
 
 
 def start(gateway: Gateway, engine: FakeEngine, **more: object) -> asyncio.Task[int]:

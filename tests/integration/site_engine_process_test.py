@@ -16,6 +16,7 @@ from site_engine.app import MAX_LOST_IN_A_ROW, event_loop_factory, serve
 from site_engine.config import SiteConfig, VariantConfig
 from tests.support.child_processes import child_processes
 from tests.support.fake_engine_process import FAKE_COMMAND
+from tests.support.site_fakes import CONTEXT_TOKENS
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from tests.support.tiny_model import write_tiny_model
 from wire import federation_pb2 as pb
@@ -45,14 +46,16 @@ class Stage:
             token=TOKEN,
             slots=2,
             iteration_floor_s=0.03,
-            engine_process=True,
-            **settings,
+            **{"engine_process": True, **settings},
         )
         self.serving = asyncio.create_task(serve(config, command=command))
 
     def engine(self) -> int:
-        (pid,) = child_processes() - self._before
+        (pid,) = self.engines()
         return pid
+
+    def engines(self) -> set[int]:
+        return child_processes() - self._before
 
     async def linked(self) -> Session:
         while True:
@@ -101,6 +104,27 @@ def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again
         assert (first.boot_id != second.boot_id, list(second.attempts)) == (True, [])
 
     play(model_folder, scenario)
+
+
+def test_of_two_devices_one_is_lost_and_the_site_stays(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        session = await stage.linked()
+        (hello,) = session.received("hello")
+        assert (hello.slots, hello.kv_capacity_tokens) == (4, 4 * CONTEXT_TOKENS)
+        assert hello.models[0].context_tokens == CONTEXT_TOKENS
+        first, second = sorted(stage.engines())
+        for name in ("a", "b"):
+            await session.send(**assign(name, max_tokens=50))
+        await session.until(lambda: len(session.text("a")) >= 2 and len(session.text("b")) >= 2)
+        os.kill(first, signal.SIGKILL)
+        for name in ("a", "b"):
+            assert await session.finished(name) == pb.Delta.LENGTH
+            assert session.text(name) == ("abc" * 50)[:50]
+        await session.until(lambda: len(stage.engines()) == 2)
+        assert second in stage.engines()
+        assert not session.over.is_set()
+
+    play(model_folder, scenario, devices=("cpu", "cpu"), engine_process=None)
 
 
 def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_what_they_removed(

@@ -31,7 +31,7 @@ def load_fake(config: SiteConfig) -> Loaded:
     if config.model == UNSERVABLE:
         raise ConfigError("this model cannot be served")
     engine = FakeEngine(slots=config.slots or 2, max_pending=config.max_pending, width=0)
-    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY, slots=engine.slots)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.core.load import IterationCost, LoadFigures
-from site_engine.core.request import Admission, Finish, Output, RejectionReason, Request, RequestRejected
+from site_engine.core.request import (
+    Admission,
+    Finish,
+    Moved,
+    Output,
+    RejectionReason,
+    Request,
+    RequestRejected,
+)
 from site_engine.errors import VariantRefused
 from site_engine.messages import Hello, Model
 
@@ -48,6 +56,7 @@ class FakeEngine:
     doomed: set[str] = field(default_factory=set)  # these get none
     running: dict[str, _Running] = field(default_factory=dict)
     pending: dict[str, Request] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)  # tokens of pending ones, by another engine
     cancelled: list[Output] = field(default_factory=list)
     tokens_total: int = 0
     variants: dict[str, Chain] = field(default_factory=dict)
@@ -61,14 +70,16 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.pending or self.cancelled)
 
-    def submit(self, request: Request) -> Admission:
+    def submit(self, request: Request, moved: Moved | None = None) -> Admission:
         if request.chain and request.chain not in self.variants:
             raise RequestRejected(RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served", "model")
         room = CONTEXT_TOKENS - len(request.prompt)
         if room < 1:
             message = f"{len(request.prompt)} prompt tokens do not fit the context of {CONTEXT_TOKENS}"
             raise RequestRejected(RejectionReason.CONTEXT_LENGTH, message, "prompt")
-        if len(self.pending) >= self.max_pending:
+        if moved is not None:
+            self.begun[request.id], request.resumed = len(request.resumed), ()
+        elif len(self.pending) >= self.max_pending:
             raise RequestRejected(RejectionReason.FULL, f"{self.max_pending} requests wait already")
         self.pending[request.id] = request
         return Admission(len(self.pending) - 1, min(room, _limit(request)))
@@ -79,6 +90,10 @@ class FakeEngine:
         if run or waiting:
             tokens = run.tokens if run else 0
             self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
+
+    def export(self, request_id: str) -> tuple[list[Output], Moved | None]:
+        known = self.running.pop(request_id, None) or self.pending.pop(request_id, None)
+        return [], None if known is None else Moved(0.0)
 
     def release(self, request_ids: Sequence[str]) -> list[str]:
         return [each for each in request_ids if self.pending.pop(each, None) is not None]
@@ -109,7 +124,10 @@ class FakeEngine:
         outputs, self.cancelled = self.cancelled, []
         while self.pending and len(self.running) < self.slots:
             request = self.pending.pop(next(iter(self.pending)))
-            self.running[request.id] = _Running(request, self._max_tokens(request), len(request.prompt))
+            begun = self.begun.pop(request.id, 0)
+            self.running[request.id] = _Running(
+                request, self._max_tokens(request), len(request.prompt), begun
+            )
         if self.failures:
             self.cancelled = outputs
             raise self.failures.pop(0)

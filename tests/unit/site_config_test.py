@@ -22,6 +22,19 @@ from site_engine.telemetry.logs import JsonLines
 NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
 
 
+def test_devices_are_named_one_by_one_and_a_cpu_may_be_named_twice() -> None:
+    assert load(None, {}, **NEEDED, devices="cpu, cpu").devices == ("cpu", "cpu")
+    assert load(None, {"MICO_SITE_DEVICES": "cuda:0,cuda:1"}, **NEEDED).separates_engine
+    for wrong, words in (
+        ({"devices": "cuda:0,cuda:0"}, "names cuda:0 twice"),
+        ({"devices": "cuda"}, "name them as cuda:0"),
+        ({"devices": "cpu", "device": "cpu"}, "exclude each other"),
+        ({"devices": "cpu", "engine_process": "no"}, "need engine_process"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(None, {}, **NEEDED, **wrong)
+
+
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "site.toml"
     file.write_text(

@@ -1,0 +1,38 @@
+"""Report the load of an engine: what runs and waits, the free KV memory, the measured speed."""
+
+from __future__ import annotations
+
+from site_engine.core.load import LoadFigures, Meter, condense
+from site_engine.core.scheduler import Scheduler
+
+
+def load_figures(scheduler: Scheduler, meter: Meter, *, slots: int, floor_s: float) -> LoadFigures:
+    """Return the figures of now. No iteration is shorter than `floor_s`."""
+    queue, pool = scheduler.queue, scheduler.pool
+    remaining = [request.expected_remaining() for request in scheduler.running]
+    # at least one each: an overlapped step counts a token as computed before it is there
+    unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
+    preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
+    values, weight = condense(remaining)
+    cost = meter.fit.cost()
+    longest_s = cost.seconds(slots, scheduler.token_budget, pool.capacity * pool.page_size)
+    prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in preempted)
+    response_tokens = queue.response_tokens + sum(expected for _, expected in preempted)
+    return LoadFigures(
+        running=len(scheduler.running),
+        pending=len(queue) + len(preempted),
+        token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
+        kv_free_tokens=pool.available * pool.page_size,
+        kv_reserved_tokens=scheduler.reservation.reserved_tokens(),
+        tokens_per_s=meter.tokens_per_s,
+        seconds_per_iteration=meter.seconds_per_iteration,
+        iteration=cost,
+        running_remaining=values,
+        running_weight=weight,
+        pending_prompt_tokens=prompt_tokens,
+        pending_response_tokens=response_tokens,
+        tokens_total=meter.tokens_total,
+        prompt_tokens_total=meter.prompt_tokens_total,
+        unread_tokens=unread,
+        longest_iteration_s=max(longest_s, floor_s),
+    )

@@ -1,0 +1,382 @@
+"""Serve with several engine processes of one host, one for each device, as if they were one engine.
+
+Lives on the event loop's thread. Which engine computes a request is decided in `ownership.py`, which is best
+for it in `routing.py`. An engine that is lost is started again, alone: the others go on with its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from site_engine.core.chain import Chain, Variant
+from site_engine.core.request import Admission, Finish, Moved, Output
+from site_engine.core.startup import Part
+from site_engine.engine.process_answer import Answer
+from site_engine.engine.process_client import COMMAND, AdmissionReply, EngineProcess, Orphans
+from site_engine.engine.process_messages import Described
+from site_engine.engine_client import Facts, Group, Listener, LoadSeen
+from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
+from site_engine.pool import ownership
+from site_engine.pool.figures import idle_figures, join_facts, join_figures, mean_cost
+from site_engine.pool.ownership import Act, Owned, Phase
+from site_engine.pool.replica import Replica, served
+from site_engine.pool.routing import Work, blocks_of, choose, work_of
+from site_engine.pool.variants import PoolVariants
+from site_engine.text.detokenize import NoText, Vocabulary
+
+log = logging.getLogger(__name__)
+
+HUNG_AFTER_S = 20.0
+"""An engine without progress for so long is given up, where another moves."""
+SETTLED_AFTER_S = 300.0
+"""An engine that has served so long was not lost soon: it is started again at once."""
+MAX_WAIT_S = 60.0
+"""Between two starts of an engine that is lost soon, or does not start."""
+
+
+class EnginePool:
+    """Engines that are alike, each in a process. Its methods are those of one `EngineProcess`."""
+
+    def __init__(
+        self,
+        launch: Callable[[int], Coroutine[Any, Any, EngineProcess]],
+        processes: Sequence[EngineProcess],
+        clock: Callable[[], float],
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
+        """`launch` starts the process of the device at a place, and returns before it has loaded."""
+        self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
+        self._launch = launch
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._share_prefixes = share_prefixes
+        self._replicas = [Replica(place, process) for place, process in enumerate(processes)]
+        self._owned: dict[str, Owned] = {}  # requests that have not ended
+        self._limit_tokens = 0  # of a request, the same in every engine
+        self._variants = PoolVariants()
+        self._listener: Listener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @classmethod
+    async def launch(
+        cls,
+        settings: Sequence[Mapping[str, Any]],
+        clock: Callable[[], float],
+        command: Sequence[str] = COMMAND,
+        *,
+        share_prefixes: bool = False,
+    ) -> EnginePool:
+        """Start a process for each of the `settings`; all load at the same time: await `ready`."""
+
+        def launch(place: int) -> Coroutine[Any, Any, EngineProcess]:
+            return EngineProcess.launch(settings[place], clock, command)
+
+        processes = [await launch(place) for place in range(len(settings))]
+        return cls(launch, processes, clock, share_prefixes=share_prefixes)
+
+    # ---- start and end
+
+    @property
+    def start_parts(self) -> list[Part]:
+        return self._replicas[0].process.start_parts
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the engines that serve, by place."""
+        return [each.process.pid for each in self._serving()]
+
+    async def described(self) -> Described:
+        """Wait until a model is loaded. Raises ConfigError with the reason if it can't be."""
+        return await self._replicas[0].process.described()
+
+    async def ready(self) -> Facts:
+        """Wait until all engines can serve. Raises ConfigError with the reason of the first that can't."""
+        facts = await asyncio.gather(*(each.process.ready() for each in self._replicas))
+        for replica, its in zip(self._replicas, facts, strict=True):
+            replica.begin(replica.process, its, LoadSeen(idle_figures(its), self._clock()))
+        joined = join_facts(facts)
+        self._limit_tokens = joined.context_tokens
+        return joined
+
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
+        for each in self._replicas:
+            self._serve(each)
+
+    def stop(self) -> None:
+        """End all processes after their current iterations. May be called on any thread but the loop's."""
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+        ends = [each.process.stop if each.serves else each.process.kill for each in self._replicas]
+        with ThreadPoolExecutor(len(ends)) as threads:
+            list(threads.map(lambda end: end(), ends))
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._stopping = True
+        self._cancel_tasks()
+        for each in self._replicas:
+            each.process.kill()
+
+    def _cancel_tasks(self) -> None:
+        for each in self._tasks:
+            each.cancel()
+
+    def _serve(self, replica: Replica) -> None:
+        process = replica.process
+        process.vocabulary = self.vocabulary
+        process.on_lost = partial(self._take_over, replica)
+        process.start(Listener(self._outputs, partial(self._load, replica), partial(self._lost, replica)))
+
+    def _serving(self) -> list[Replica]:
+        return [each for each in self._replicas if each.serves]
+
+    # ---- requests
+
+    def submit(self, group: Group, reply: AdmissionReply) -> None:
+        """Submit a group to one engine, all of its requests or none; reply with what it says."""
+        first, work = group[0], work_of(group[0])
+        for request in group:
+            room = self._limit_tokens - len(request.prompt)
+            wanted = request.sampling.max_tokens
+            if room > 0 and (wanted is None or wanted > room):
+                request.sampling = replace(request.sampling, max_tokens=room)
+            request.arrived_s = self._clock()
+        blocks = blocks_of(first.prompt, ("" if self._share_prefixes else first.tenant, first.chain))
+        replica = self._best(work, blocks)
+        if replica is None:
+            reply(NotServed(Reason.INTERNAL, "all engines of this site are lost"))
+            return
+        replica.prefixes.add(blocks)
+        for request in group:
+            self._owned[request.id] = Owned(replica.place)
+            replica.given[request.id] = work
+        replica.process.submit(group, partial(self._admitted, [each.id for each in group], reply))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End requests; those that have ended are ignored."""
+        by_engine: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if request_id in self._owned:
+                one = self._owned[request_id] = ownership.cancel(self._owned[request_id])
+                by_engine.setdefault(one.engine, []).append(request_id)
+        for place, ids in by_engine.items():
+            self._replicas[place].process.cancel(ids)
+
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
+        """Release groups whose requests all still wait, in one engine; reply, group by group."""
+        decisions = [False] * len(groups)
+        by_engine: dict[int, list[int]] = {}
+        for at, group in enumerate(groups):
+            engines = {self._owned[each].engine for each in group if each in self._owned}
+            if len(engines) == 1 and all(each in self._owned for each in group):
+                by_engine.setdefault(engines.pop(), []).append(at)
+        left = set(by_engine)
+
+        def decided(place: int, found: list[bool]) -> None:
+            for at, gone in zip(by_engine[place], found, strict=True):
+                decisions[at] = gone
+                for request_id in groups[at] if gone else ():
+                    del self._owned[request_id]
+            left.remove(place)
+            if not left:
+                reply(decisions)
+
+        for place, places in by_engine.items():
+            its = [groups[at] for at in places]
+            self._replicas[place].process.release(its, partial(decided, place))
+        if not by_engine:
+            reply(decisions)
+
+    def where(self, request_id: str) -> int | None:
+        """Return the place of the engine that has a request, None if none has or it is on its way."""
+        one = self._owned.get(request_id)
+        return one.engine if one is not None and one.phase is Phase.HELD else None
+
+    def move(self, request_id: str, to: int) -> bool:
+        """Begin to move a request to the engine at a place; return whether it can be moved now."""
+        one = self._owned.get(request_id)
+        if one is None or not self._replicas[to].serves:
+            return False
+        self._owned[request_id], act = ownership.move(one, to)
+        if act is Act.EXPORT:
+            self._replicas[one.engine].process.export(request_id, self._exported)
+        return act is Act.EXPORT
+
+    def _best(self, work: Work, blocks: Sequence[int] = ()) -> Replica | None:
+        """Return the engine where a request finishes first, None if all are lost."""
+        serving = self._serving()
+        able = [each for each in serving if not each.stalled] or serving
+        if not able:
+            return None
+        cached = [each.prefixes.cached_tokens(blocks) for each in able]
+        return able[choose(work, cached, [each.now() for each in able], mean_cost(served(able)))]
+
+    # ---- variants
+
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
+        """Load a variant in every engine and publish it; reply with its chain or the refusal of any."""
+
+        async def add() -> None:
+            reply(await self._variants.add(variant, self._processes))
+
+        self._begin(add())
+
+    def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
+        """Remove a variant: requests that are here end with it, new ones are refused."""
+
+        async def remove() -> None:
+            reply(await self._variants.remove(variant_id, self._processes))
+
+        self._begin(remove())
+
+    def _processes(self) -> list[EngineProcess]:
+        return [each.process for each in self._serving()]
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- load
+
+    def request_load(self) -> None:
+        for each in self._serving():
+            each.process.request_load()
+
+    def stalled_s(self) -> float:
+        """Return how long all engines have not moved. One that hangs alone is given up."""
+        serving = self._serving()
+        stalls = [each.process.stalled_s() for each in serving]
+        for replica, stalled_s in zip(serving, stalls, strict=True):
+            replica.stalled = stalled_s > 0
+            if stalled_s > HUNG_AFTER_S and min(stalls) == 0:
+                replica.process.give_up(f"it has not moved for {stalled_s:.0f} s")
+        return min(stalls, default=0.0)
+
+    def _load(self, replica: Replica, seen: LoadSeen) -> None:
+        replica.reported(seen)
+        serving = self._serving()
+        if self._listener is not None and serving:
+            figures = join_figures(served(serving))
+            before = [each.tokens_before for each in self._replicas]
+            figures = figures._replace(
+                tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
+                prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
+            )
+            self._listener.load(LoadSeen(figures, max(each.seen.at_s for each in serving)))
+
+    # ---- from the engines
+
+    def _outputs(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._owned.pop(output.request_id, None)
+        if self._listener is not None:
+            self._listener.outputs(outputs)
+
+    def _admitted(
+        self, request_ids: Sequence[str], reply: AdmissionReply, answer: Admission | NotServed
+    ) -> None:
+        for request_id in request_ids:
+            one = self._owned[request_id]
+            self._replicas[one.engine].admitted.append(request_id)
+            self._owned[request_id] = ownership.accepted(one)
+        reply(answer)
+        if isinstance(answer, NotServed):
+            for request_id in request_ids:
+                self._owned.pop(request_id, None)
+
+    def _exported(self, answer: Answer, moved: Moved | None) -> None:
+        one = self._owned[answer.request.id]
+        if moved is None:
+            self._owned[answer.request.id] = ownership.stayed(one)
+            return
+        to = one.to if one.to is not None and self._replicas[one.to].serves else self._other(answer)
+        self._go_on([answer], self._reply_of(answer), moved, partial(ownership.exported, to=to))
+
+    def _reply_of(self, answer: Answer) -> AdmissionReply:
+        """Return the reply for an answer that goes on: it has been admitted before."""
+
+        def reply(admission: Admission | NotServed) -> None:
+            if isinstance(admission, NotServed):
+                cancelled = self._owned[answer.request.id].cancelled
+                finish = Finish.CANCELLED if cancelled else Finish.FAILED
+                self._outputs([answer.end(finish, "" if cancelled else admission.message)])
+
+        return partial(self._admitted, [answer.request.id], reply)
+
+    def _go_on(
+        self,
+        answers: Sequence[Answer],
+        reply: AdmissionReply,
+        moved: Moved,
+        change: Callable[[Owned], tuple[Owned, Act]],
+    ) -> None:
+        """Carry out a change of requests that no engine has: give them to another, or end them."""
+        for answer in answers:
+            self._owned[answer.request.id], act = change(self._owned[answer.request.id])
+        if act is not Act.PLACE:
+            reply(NotServed(Reason.INTERNAL, "its engine is lost, and no other goes on with it"))
+            return
+        replica = self._replicas[self._owned[answers[0].request.id].engine]
+        for answer in answers:
+            replica.given[answer.request.id] = work_of(answer.request, len(answer.token_ids))
+        replica.process.place(answers, reply, moved)
+
+    def _other(self, answer: Answer) -> int | None:
+        best = self._best(work_of(answer.request, len(answer.token_ids)))
+        return None if best is None else best.place
+
+    # ---- losses
+
+    def _take_over(self, replica: Replica, orphans: Orphans) -> None:
+        """Let the other engines go on with the requests of one that is lost."""
+        replica.end()
+        left = [([answer], self._reply_of(answer)) for answer in orphans.answers] + orphans.unadmitted
+        if not self._stopping:
+            log.warning("engine %d is lost; the others go on with its %d requests", replica.place, len(left))
+        for answers, reply in left:
+            to = None if self._stopping else self._other(answers[0])
+            self._go_on(answers, reply, answers[0].to_move(), partial(ownership.lost, to=to))
+
+    def _lost(self, replica: Replica, reason: str) -> None:
+        """Start a lost engine again. Without any other, all of the site is."""
+        replica.serves = False
+        if self._serving():
+            self._begin(self._restart(replica))
+        elif self._listener is not None:
+            self._listener.broken(reason)
+
+    async def _restart(self, replica: Replica) -> None:
+        """Start a lost engine until it serves: at once, and ever more rarely if it is lost soon again."""
+        if self._clock() - replica.began_s > SETTLED_AFTER_S:
+            replica.wait_s = 0.0
+        while True:
+            await asyncio.sleep(replica.wait_s)
+            replica.wait_s = min(max(1.0, 2 * replica.wait_s), MAX_WAIT_S)
+            process = await self._launch(replica.place)
+            try:
+                facts = await process.ready()
+                if min(facts.context_tokens, facts.kv_tokens) < self._limit_tokens:
+                    raise ConfigError(f"it has room for {facts.kv_tokens} tokens of keys and values only")
+                async with self._variants.changing:
+                    await self._variants.load(process)
+                    replica.begin(process, facts, LoadSeen(idle_figures(facts), self._clock()))
+                    self._serve(replica)
+            except BaseException as exc:
+                process.kill()
+                if not isinstance(exc, ConfigError | VariantRefused):
+                    raise
+                log.error("engine %d does not start again: %s", replica.place, exc)
+            else:
+                log.warning("engine %d serves again", replica.place)
+                return

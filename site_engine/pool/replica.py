@@ -1,0 +1,55 @@
+"""One engine of a pool as the pool sees it: its process, its last report, what it was given since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+from site_engine.core.load import LoadFigures
+from site_engine.engine.process_client import EngineProcess
+from site_engine.engine_client import Facts, LoadSeen
+from site_engine.pool.routing import Engine, PrefixIndex, Work
+
+
+class Replica:
+    """The engine at a place of the pool, through all of its processes."""
+
+    def __init__(self, place: int, process: EngineProcess) -> None:
+        self.place = place
+        self.process = process
+        self.serves = False
+        self.stalled = False
+        self.began_s = 0.0
+        self.wait_s = 0.0  # before it is started again
+        self.tokens_before = (0, 0)  # generated, and of prompts, by the processes before this one
+
+    def begin(self, process: EngineProcess, facts: Facts, load: LoadSeen) -> None:
+        """Take up a process that can serve; `load` is what an idle engine reports."""
+        self.process, self.facts, self.seen = process, facts, load
+        self.began_s = load.at_s
+        self.given: dict[str, Work] = {}  # to requests that no report counts yet
+        self.admitted: list[str] = []  # of these
+        self.prefixes = PrefixIndex(facts.kv_tokens)
+        self.serves, self.stalled = True, False
+
+    def reported(self, seen: LoadSeen) -> None:
+        """Take a report, which counts all that was admitted before."""
+        self.seen = seen
+        for request_id in self.admitted:
+            self.given.pop(request_id, None)
+        self.admitted.clear()
+
+    def end(self) -> None:
+        """Note that the process is lost."""
+        self.serves = False
+        figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
+        self.tokens_before = tokens + figures.tokens_total, prompt_tokens + figures.prompt_tokens_total
+
+    def now(self) -> Engine:
+        given = reduce(Work.with_one, self.given.values(), Work())
+        return Engine(self.seen.figures, self.facts.slots, self.facts.kv_tokens, given)
+
+
+def served(replicas: Sequence[Replica]) -> list[LoadFigures]:
+    """Return the figures of the engines that serve."""
+    return [each.seen.figures for each in replicas if each.serves]

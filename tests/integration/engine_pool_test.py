@@ -1,0 +1,262 @@
+"""Several engine processes as one engine: each answer is whole, whichever of them are lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from site_engine.app import event_loop_factory
+from site_engine.core.chain import Chain, Variant
+from site_engine.core.request import Admission, Finish, Output, Request, Sampling
+from site_engine.engine_client import Facts, Listener, LoadSeen
+from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
+from site_engine.pool.pool import EnginePool
+from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
+from tests.support.site_fakes import CONTEXT_TOKENS
+
+WITHIN_S = 60.0
+
+
+@dataclass
+class Heard:
+    """A pool, and everything that it reports."""
+
+    pool: EnginePool
+    facts: Facts
+    outputs: list[Output] = field(default_factory=list)
+    loads: list[LoadSeen] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listener(self) -> Listener:
+        def note(found: list, *new: object) -> None:
+            found.extend(new)
+            self.changed.set()
+
+        return Listener(
+            lambda outputs: note(self.outputs, *outputs),
+            lambda seen: note(self.loads, seen),
+            lambda reason: note(self.broken, reason),
+        )
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def submit(self, name: str, text: str = "abc", **rules: Any) -> Admission | NotServed:
+        answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+        self.pool.submit([Request(name, tuple(map(ord, text)), Sampling(**rules))], answer.set_result)
+        return await asyncio.wait_for(answer, WITHIN_S)
+
+    async def two_serve(self) -> None:
+        """Wait until both engines serve. Each load report is a look."""
+
+        def look() -> bool:
+            self.pool.request_load()
+            return len(self.pool.pids) == 2
+
+        await self.until(look)
+
+    def text(self, name: str) -> str:
+        return "".join(each.text for each in self.outputs if each.request_id == name)
+
+    def finishes(self, name: str) -> list[Finish]:
+        return [each.finish for each in self.outputs if each.request_id == name and each.finish]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(scenario)
+
+
+@asynccontextmanager
+async def launched(count: int = 2, **settings: object) -> AsyncIterator[Heard]:
+    pool = await EnginePool.launch([fake_settings(**settings)] * count, time.monotonic, FAKE_COMMAND)
+    try:
+        heard = Heard(pool, await pool.ready())
+        pool.vocabulary = LETTERS
+        pool.start(heard.listener())
+        yield heard
+    finally:
+        await asyncio.to_thread(pool.stop)
+
+
+def test_requests_are_spread_and_the_figures_are_sums() -> None:
+    async def scenario() -> None:
+        async with launched(slots=1, iteration_floor_s=0.01) as heard:
+            assert heard.facts.kv_tokens == 2 * CONTEXT_TOKENS
+            assert heard.facts.context_tokens == CONTEXT_TOKENS
+            for name in ("a", "b"):
+                assert await heard.submit(name, max_tokens=50) == (0, 50)
+            await heard.until(lambda: heard.text("a") and heard.text("b"))
+            await heard.until(lambda: heard.loads[-1].figures.running == 2)
+            assert heard.loads[-1].figures.kv_free_tokens == 0
+            heard.pool.cancel(["a", "unknown"])
+            await heard.until(lambda: heard.finishes("a"))
+            await heard.until(lambda: heard.finishes("b"))
+            assert (heard.finishes("a"), heard.finishes("b")) == ([Finish.CANCELLED], [Finish.LENGTH])
+            assert heard.text("b") == ("abc" * 50)[:50]
+            await heard.until(lambda: heard.loads[-1].figures.running == 0)
+
+    run(scenario())
+
+
+def test_one_of_64_streams_engines_is_killed_and_every_stream_goes_on() -> None:
+    async def scenario() -> None:
+        async with launched(slots=32, max_pending=64, iteration_floor_s=0.01) as heard:
+            names = [f"stream {at}" for at in range(64)]
+            for at, name in enumerate(names):
+                assert isinstance(await heard.submit(name, f"{at:02} go", max_tokens=40), Admission)
+            await heard.until(lambda: all(heard.text(name) for name in names))
+            first, second = heard.pool.pids
+            os.kill(first, signal.SIGKILL)
+            await heard.until(lambda: all(heard.finishes(name) for name in names))
+            for at, name in enumerate(names):
+                assert heard.finishes(name) == [Finish.LENGTH]
+                assert heard.text(name) == (f"{at:02} go" * 40)[:40]
+                counts = [each.completion_tokens for each in heard.outputs if each.request_id == name]
+                assert counts == sorted(set(counts))
+            await heard.two_serve()
+            assert heard.broken == []
+            (new,) = set(heard.pool.pids) - {second}
+            assert new != first
+            totals = [each.figures.tokens_total for each in heard.loads]
+            assert totals == sorted(totals)
+
+    run(scenario())
+
+
+def test_what_waits_for_admission_when_its_engine_dies_is_admitted_by_the_other() -> None:
+    async def scenario() -> None:
+        async with launched() as heard:
+            for pid in heard.pool.pids:
+                os.kill(pid, signal.SIGSTOP)
+            waiting = [asyncio.create_task(heard.submit(name, max_tokens=5)) for name in ("a", "b")]
+            await asyncio.sleep(0)
+            first, second = heard.pool.pids
+            os.kill(first, signal.SIGKILL)
+            os.kill(second, signal.SIGCONT)
+            assert all(isinstance(each, Admission) for each in await asyncio.gather(*waiting))
+            await heard.until(lambda: heard.finishes("a") and heard.finishes("b"))
+            assert (heard.text("a"), heard.text("b")) == ("abcab", "abcab")
+
+    run(scenario())
+
+
+def test_a_request_that_loses_engine_after_engine_fails() -> None:
+    async def scenario() -> None:
+        async with launched(4, slots=4, iteration_floor_s=0.05) as heard:
+            pids = heard.pool.pids
+            await heard.submit("poison", max_tokens=60)
+            for _ in range(3):
+                await heard.until(lambda: heard.pool.where("poison") is not None)
+                place = heard.pool.where("poison")
+                assert place is not None
+                os.kill(pids[place], signal.SIGKILL)
+                await heard.until(
+                    lambda place=place: (
+                        heard.finishes("poison") or heard.pool.where("poison") not in {place, None}
+                    )
+                )
+            assert heard.finishes("poison") == [Finish.FAILED]
+            assert heard.text("poison") == ("abc" * 60)[: len(heard.text("poison"))]
+            assert heard.broken == []
+
+    run(scenario())
+
+
+def test_without_any_engine_the_pool_is_broken_once() -> None:
+    async def scenario() -> None:
+        async with launched(iteration_floor_s=0.05) as heard:
+            await heard.submit("a", max_tokens=60)
+            for pid in heard.pool.pids:
+                os.kill(pid, signal.SIGKILL)
+            await heard.until(lambda: heard.broken)
+            assert heard.finishes("a") == [Finish.FAILED]
+            refused = await heard.submit("late")
+            assert isinstance(refused, NotServed)
+            assert refused.reason is Reason.INTERNAL
+            decided: list[list[bool]] = []
+            heard.pool.release([["a"]], decided.append)
+            assert decided == [[False]]
+            assert heard.pool.stalled_s() == 0.0
+        assert len(heard.broken) == 1
+
+    run(scenario())
+
+
+def test_groups_are_released_by_their_engines() -> None:
+    async def scenario() -> None:
+        async with launched(slots=1, iteration_floor_s=0.02) as heard:
+            for name in ("a", "b", "c", "d"):
+                await heard.submit(name, max_tokens=30)
+            decided: list[list[bool]] = []
+
+            def note(found: list[bool]) -> None:
+                decided.append(found)
+                heard.changed.set()
+
+            heard.pool.release([["a"], ["c"], ["unknown"], ["d"], ["c", "d"]], note)
+            await heard.until(lambda: decided)
+            assert decided == [[False, True, False, True, False]]
+            await heard.until(lambda: heard.finishes("a") and heard.finishes("b"))
+            assert not heard.finishes("c")
+
+    run(scenario())
+
+
+def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None:
+    async def scenario() -> None:
+        async with launched() as heard:
+
+            async def added(variant: Variant) -> Chain | VariantRefused:
+                answer: asyncio.Future[Chain | VariantRefused] = asyncio.get_running_loop().create_future()
+                heard.pool.add_variant(variant, answer.set_result)
+                return await asyncio.wait_for(answer, WITHIN_S)
+
+            assert isinstance(await added(Variant("bad", "/broken")), VariantRefused)
+            assert isinstance(await added(Variant("acme", "/acme")), Chain)
+            os.kill(heard.pool.pids[0], signal.SIGKILL)
+            await heard.until(lambda: len(heard.pool.pids) == 1)
+            await heard.two_serve()
+            os.kill(heard.pool.pids[1], signal.SIGKILL)  # the new one is alone then
+            await heard.until(lambda: len(heard.pool.pids) == 1)
+            answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+            request = Request("r", (97, 98), Sampling(max_tokens=3), chain="acme")
+            heard.pool.submit([request], answer.set_result)
+            assert await asyncio.wait_for(answer, WITHIN_S) == (0, 3)
+
+            def removed(found: VariantRefused | None) -> None:
+                gone.append(found)
+                heard.changed.set()
+
+            gone: list[VariantRefused | None] = []
+            heard.pool.remove_variant("acme", removed)
+            await heard.until(lambda: gone)
+            assert gone == [None]
+
+    run(scenario())
+
+
+def test_a_model_that_cannot_be_served_is_refused() -> None:
+    async def scenario() -> None:
+        settings = [fake_settings(), fake_settings(model=UNSERVABLE)]
+        pool = await EnginePool.launch(settings, time.monotonic, FAKE_COMMAND)
+        try:
+            await pool.ready()
+        except ConfigError as refused:
+            assert "cannot be served" in str(refused)
+        else:
+            raise AssertionError("it was ready")
+        finally:
+            pool.kill()
+
+    run(scenario())
