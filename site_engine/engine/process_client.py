@@ -144,9 +144,10 @@ class EngineProcess(asyncio.Protocol):
             self._process.wait()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once. May be called on any thread."""
         self._stopping = True
         self._process.kill()
+        self._loop.call_soon_threadsafe(self._transport.abort)
 
     def give_up(self, reason: str) -> None:
         """End the process as one that is lost."""

@@ -17,6 +17,7 @@ from site_engine.core.request import Admission, Finish, Output, Request, Samplin
 from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool.pool import EnginePool
+from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
 from tests.support.site_fakes import CONTEXT_TOKENS
 
@@ -56,12 +57,12 @@ class Heard:
         self.pool.submit([Request(name, tuple(map(ord, text)), Sampling(**rules))], answer.set_result)
         return await asyncio.wait_for(answer, WITHIN_S)
 
-    async def two_serve(self) -> None:
-        """Wait until both engines serve. Each load report is a look."""
+    async def serving(self, count: int) -> None:
+        """Wait until so many engines serve. Each load report is a look."""
 
         def look() -> bool:
             self.pool.request_load()
-            return len(self.pool.pids) == 2
+            return len(self.pool.pids) == count
 
         await self.until(look)
 
@@ -124,7 +125,7 @@ def test_one_of_64_streams_engines_is_killed_and_every_stream_goes_on() -> None:
                 assert heard.text(name) == (f"{at:02} go" * 40)[:40]
                 counts = [each.completion_tokens for each in heard.outputs if each.request_id == name]
                 assert counts == sorted(set(counts))
-            await heard.two_serve()
+            await heard.serving(2)
             assert heard.broken == []
             (new,) = set(heard.pool.pids) - {second}
             assert new != first
@@ -225,10 +226,10 @@ def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None
             assert isinstance(await added(Variant("bad", "/broken")), VariantRefused)
             assert isinstance(await added(Variant("acme", "/acme")), Chain)
             os.kill(heard.pool.pids[0], signal.SIGKILL)
-            await heard.until(lambda: len(heard.pool.pids) == 1)
-            await heard.two_serve()
+            await heard.serving(1)
+            await heard.serving(2)
             os.kill(heard.pool.pids[1], signal.SIGKILL)  # the new one is alone then
-            await heard.until(lambda: len(heard.pool.pids) == 1)
+            await heard.serving(1)
             answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
             request = Request("r", (97, 98), Sampling(max_tokens=3), chain="acme")
             heard.pool.submit([request], answer.set_result)
@@ -257,6 +258,10 @@ def test_a_model_that_cannot_be_served_is_refused() -> None:
         else:
             raise AssertionError("it was ready")
         finally:
+            pids = [each.process.pid for each in pool._replicas]
             pool.kill()
+            async with asyncio.timeout(WITHIN_S):
+                while any(is_there(pid, as_zombie=True) for pid in pids):  # noqa: ASYNC110 - nothing reports it
+                    await asyncio.sleep(0.01)
 
     run(scenario())
