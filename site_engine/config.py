@@ -304,6 +304,7 @@ def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, A
     for name in ("identity", "tls_cert", "pool"):
         whose = "is of one site" if name != "pool" else "counts machines by their sites"
         _require(name not in settings, name, f"{whose}: run a process for each [[group]]")
+    _require("devices" not in settings, "devices", "are of one [[group]]: run a process for each")
     for group in groups:
         has_kv = bool(group.get("kv_tokens"))
         _require(has_kv, f"group {group['group']}", "needs kv_tokens: groups of a process share one device")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Output, Request
+from site_engine.core.request import Admission, Moved, Output
 from site_engine.engine.engine_thread import Engine
 from site_engine.engine.training_loop import TrainingLoop
 
@@ -83,7 +83,8 @@ class SharedEngine:
         self._turns = turns
         self._member = member
         self._longest_s = longest_s
-        self.submit: Callable[[Request], Admission] = engine.submit
+        self.submit: Callable[..., Admission] = engine.submit
+        self.export: Callable[[str], tuple[Sequence[Output], Moved | None]] = engine.export
         self.cancel: Callable[[str], object] = engine.cancel
         self.release: Callable[[Sequence[str]], Sequence[str]] = engine.release
         self.load_variant: Callable[[Variant], Callable[[], Chain]] = engine.load_variant

@@ -1,9 +1,9 @@
-"""Every order of messages, losses, moves and cancels of one request of a pool: no token is lost or taken twice,
-no engine keeps it, and it ends.
+"""Every order of messages, losses, moves and cancels of one request of a pool: no token is lost or taken
+twice, no engine keeps the request, and it ends.
 
 The decisions are those of `site_engine/pool/ownership.py`. Around them stands a model of what carries them
-out: engines that compute a token ahead, pipes that keep order, and a pool that hears of a loss before or after
-it has read what the pipe still holds.
+out: engines that compute a token ahead, pipes that keep order, and a pool that hears of a loss before or
+after it has read what the pipe still holds.
 """
 
 from __future__ import annotations

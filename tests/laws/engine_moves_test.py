@@ -1,0 +1,235 @@
+"""A request that goes on in another engine answers as one that is left alone, whatever it asks for."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from site_engine.core.request import Finish, Lane, Moved, Output, Request, RequestRejected, Sampling
+from site_engine.engine.engine import SiteEngine
+from site_engine.text.grammar import Grammars
+from tests.support.engine_models import (
+    SHAPES,
+    TOO_SHORT,
+    Collected,
+    assert_idle,
+    engine_for,
+    family,
+    gather,
+    greedy,
+    tokenizer,
+)
+
+COUNT = 40
+GRAMMARS = ("start: /[a-z]{4,20}/", "start: /(.|\\n){1,30}/")
+
+
+def random_request(at: int, draw: Random, grammars: Grammars) -> Request:
+    """A request of any kind: stop strings, penalties, seeds, log probabilities, grammars, resumed ones."""
+
+    def some(chance: float) -> bool:
+        return draw.random() < chance
+
+    logprobs = draw.randrange(3) if some(0.2) else None
+    resumed = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 6))) if some(0.2) else ()
+    return Request(
+        str(at),
+        [draw.randrange(256) for _ in range(draw.randrange(1, 40))],
+        Sampling(
+            max_tokens=draw.randrange(6, 40),
+            temperature=draw.choice((0.0, 0.9)),
+            top_p=draw.choice((1.0, 0.8)),
+            seed=draw.randrange(1000) if some(0.5) else None,
+            stop=tuple(draw.sample(("a", "e", "th", " "), 2)) if some(0.2) else (),
+            min_tokens=draw.randrange(6) if some(0.2) else 0,
+            presence_penalty=0.7 if some(0.2) else 0.0,
+            repetition_penalty=1.2 if some(0.2) else 1.0,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs is not None and some(0.5),
+        ),
+        TOO_SHORT,
+        lane=draw.choice((Lane.CHAT, Lane.BATCH)),
+        tenant=f"tenant {at % 3}",
+        grammar=grammars.compile(draw.choice(GRAMMARS), "") if some(0.2) and not resumed else None,
+        resumed=resumed,
+    )
+
+
+def again(request: Request, generated: list[int]) -> Request:
+    """Return the request as another engine gets it, with all tokens so far."""
+    sampling = request.sampling
+    if generated:
+        sampling = Sampling(
+            **{name: getattr(sampling, name) for name in sampling.__slots__} | {"prompt_logprobs": False}
+        )
+    return Request(
+        request.id,
+        request.prompt,
+        sampling,
+        TOO_SHORT,
+        request.lane,
+        request.priority,
+        request.tenant,
+        request.deadline_s,
+        request.choice,
+        (*request.resumed, *generated),
+        grammar=request.grammar,
+    )
+
+
+class Pair:
+    """Two engines, between which requests go back and forth while they run."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        self.draw = Random(seed)
+        self.engines = [engine_for(family("llama").served, **settings) for _ in range(2)]
+        self.known: dict[str, Request] = {}
+        self.got: dict[str, Collected] = {}
+        self.moves = self.with_memory = 0
+
+    def run(self, requests: list[Request]) -> dict[str, Collected]:
+        waiting = list(requests)
+        while waiting or any(each.has_work for each in self.engines):
+            if waiting:
+                request = waiting.pop()
+                self.known[request.id] = request
+                self.draw.choice(self.engines).submit(request)
+            for engine in self.engines:
+                self.heard(engine.step())
+                if self.draw.random() < 0.7:
+                    self.move(engine)
+        return self.got
+
+    def heard(self, outputs: list[Output]) -> None:
+        gather(outputs, self.got)
+        for output in outputs:
+            if output.finish is not None:
+                del self.known[output.request_id]
+
+    def move(self, engine: SiteEngine) -> None:
+        """Move a request that is there; sometimes without what was computed, as after a loss."""
+        if not self.known:
+            return
+        request = self.known[self.draw.choice(list(self.known))]
+        outputs, moved = engine.export(request.id)
+        self.heard(outputs)
+        if moved is None:
+            return
+        if self.draw.random() < 0.3:
+            moved = moved._replace(computed=0, kv=())
+        generated = self.got[request.id].token_ids if request.id in self.got else []
+        other = self.engines[1 - self.engines.index(engine)]
+        other.submit(again(request, generated), moved)
+        self.moves += 1
+        self.with_memory += moved.computed > 0
+
+
+def alone(requests: list[Request]) -> dict[str, Collected]:
+    engine, got = engine_for(family("llama").served), {}
+    for request in requests:
+        engine.submit(request)
+        while engine.has_work:
+            gather(engine.step(), got)
+    return got
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_moved_requests_have_the_tokens_and_log_probabilities_of_requests_left_alone(shape: int) -> None:
+    grammars = Grammars(tokenizer(), family("llama").served.vocab_size, ())
+
+    def requests() -> list[Request]:
+        draw = Random(shape)
+        return [random_request(at, draw, grammars) for at in range(COUNT)]
+
+    expected, pair = alone(requests()), Pair(shape, **SHAPES[shape])
+    got = pair.run(requests())
+    for name, one in expected.items():
+        other = got[name]
+        assert other.last is not None
+        assert one.last is not None
+        assert other.token_ids == one.token_ids, name
+        # the text of an engine that goes on begins there: whoever moves a request keeps its text
+        if one.last.finish is not Finish.STOP or not one.last.stop_sequence:
+            assert other.last.finish is one.last.finish, name
+        ours, theirs = ([each for output in its.outputs for each in output.logprobs] for its in (one, other))
+        assert [each.token for each in ours] == [each.token for each in theirs]
+        assert [each.logprob for each in theirs] == pytest.approx([each.logprob for each in ours], abs=1e-4)
+        prompts = [sum(len(each.prompt_logprobs) for each in its.outputs) for its in (one, other)]
+        assert prompts[0] == prompts[1], name
+    assert pair.moves > 60
+    assert pair.with_memory > 20
+    for engine in pair.engines:
+        assert_idle(engine)
+        assert engine._scheduler.swap.used_tokens == 0
+        engine._scheduler.prefixes.clear()
+        assert engine._pool.used == 0
+
+
+def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> None:
+    engines = [engine_for(family("llama").served, prefix_cache=False) for _ in range(2)]
+    request = greedy("r", [1, 2, 3, 4, 5], 30)
+    request.tenant = "acme"
+    got: dict[str, Collected] = {}
+    engines[0].submit(request)
+    for _ in range(10):
+        gather(engines[0].step(), got)
+    outputs, moved = engines[0].export("r")
+    gather(outputs, got)
+    assert moved is not None
+    first = engines[0]._scheduler.queue._clock("acme")
+    other = again(request, got["r"].token_ids)
+    other.sampling, other.tenant = request.sampling, "acme"
+    engines[1].submit(other, moved)
+    while engines[1].has_work:
+        gather(engines[1].step(), got)
+    second = engines[1]._scheduler.queue._clock("acme")
+    assert len(got["r"].token_ids) == 30
+    assert first + second == pytest.approx(30 + 5 * 0.02)
+
+
+def test_a_deadline_and_the_times_of_the_begin_go_with_a_request() -> None:
+    engines = [engine_for(family("llama").served) for _ in range(2)]
+    request = greedy("r", [1, 2, 3], 50)
+    request.deadline_s = 100.0
+    got: dict[str, Collected] = {}
+    engines[0].submit(request)
+    for _ in range(4):
+        gather(engines[0].step(), got)
+    outputs, moved = engines[0].export("r")
+    gather(outputs, got)
+    assert moved is not None
+    other = again(request, got["r"].token_ids)
+    other.sampling, other.deadline_s = request.sampling, 100.0
+    engines[1].submit(other, moved)
+    assert (other.arrived_s, other.started_s, other.first_token_s) == (
+        request.arrived_s,
+        request.started_s,
+        request.first_token_s,
+    )
+    gather(engines[1].step(), got)
+    engines[1]._clock.now_s = 100.0
+    while engines[1].has_work:
+        gather(engines[1].step(), got)
+    last = got["r"].last
+    assert last is not None
+    assert (last.finish, last.error) == (Finish.FAILED, "its deadline passed before it was done")
+
+
+def test_an_engine_with_another_variant_of_the_name_refuses() -> None:
+    engine = engine_for(family("llama").served)
+    request = greedy("r", [1, 2, 3], 5)
+    request.chain = "acme"
+    with pytest.raises(RequestRejected, match="not served here"):
+        engine.submit(request, Moved(0.0, fingerprint="of another"))
+    assert_idle(engine)
+
+
+def test_what_has_ended_or_never_came_is_not_exported() -> None:
+    engine = engine_for(family("llama").served)
+    assert engine.export("unknown") == ([], None)
+    engine.submit(greedy("r", [1, 2, 3], 1))
+    while engine.has_work:
+        engine.step()
+    assert engine.export("r") == ([], None)
