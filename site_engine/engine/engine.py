@@ -177,13 +177,7 @@ class SiteEngine:
         variants = {} if self._variants is None else self._variants.served
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
-        validate_request(
-            request,
-            limit_tokens=self.limit_tokens,
-            vocab_size=self._model.vocab_size,
-            variants=variants,
-            moved=moved,
-        )
+        validate_request(request, self.limit_tokens, self._model.vocab_size, variants, moved)
         request.variant = request.variant or variants.get(request.chain)
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if moved is None and not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from types import MappingProxyType
 
 from site_engine.core.request import (
     Moved,
@@ -18,11 +17,10 @@ from site_engine.core.request import (
 
 def validate_request(
     request: Request,
-    *,
     limit_tokens: int,
     vocab_size: int,
-    variants: Mapping[str, ServedVariant] = MappingProxyType({}),
-    moved: Moved | None = None,
+    variants: Mapping[str, ServedVariant],
+    moved: Moved | None,
 ) -> None:
     """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
     if request.chain and request.variant is None and request.chain not in variants:
