@@ -86,8 +86,8 @@ def test_who_is_preempted_is_not_in_the_same_plan() -> None:
     scheduler: Any = engine._scheduler
     plan_ = scheduler.plan
 
-    def watched(now: float) -> Any:
-        plan = plan_(now)
+    def watched(now: float, **limits: int) -> Any:
+        plan = plan_(now, **limits)
         assert not {entry.request for entry in plan.chunks} & set(scheduler.preempted)
         assert plan.tokens <= 64
         return plan
