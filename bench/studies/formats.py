@@ -131,25 +131,28 @@ def pieces_of(api: Format, reply: Reply) -> list[str]:
     return [piece for event in events if (piece := api.piece(event))]
 
 
-async def compare(pair: tuple[str, str], options: argparse.Namespace) -> dict[str, Rounds]:
-    """Start the two gateways of a pair and ask both in every round, after one that warms up."""
+async def compare(pair: tuple[str, str], turn: int, options: argparse.Namespace) -> dict[str, Rounds]:
+    """Start the two gateways of a pair, now one first and now the other, and ask both in every round, after
+    one that warms up.
+    """
     counts = {"query": options.queries, "lone_query": options.lone, "chunk": options.streams}
     found: dict[str, Rounds] = {part: [] for part in LOADS}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-")))
-        both = []
-        for number, name in enumerate(pair):
+        started = {}
+        for number, name in enumerate(pair[:: -1 if turn % 2 else 1]):
             api, version = name.split()
             own = folder / str(number)
             own.mkdir()
             workspace = Workspace(own, own, tree=options.before if version == "before" else Path.cwd())
             await stack.enter_async_context(upstream(workspace, ITERATION_MS))
-            both.append((await stack.enter_async_context(mico(workspace)), FORMATS[api]))
-        for turn in range(options.rounds + 1):
+            started[name] = (await stack.enter_async_context(mico(workspace)), FORMATS[api])
+        for number in range(options.rounds + 1):
             for part, load in LOADS.items():
-                one, other = await asyncio.gather(*(cost(*asked, load, counts[part]) for asked in both))
-                if turn:
-                    found[part].append((one, other))
+                asked = [cost(*each, load, counts[part]) for each in started.values()]
+                costs = dict(zip(started, await asyncio.gather(*asked), strict=True))
+                if number:
+                    found[part].append((costs[pair[0]], costs[pair[1]]))
     return found
 
 
@@ -161,7 +164,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number in range(options.starts):
         for pair, most in pairs.items():
-            starts[pair].append(await compare(pair, options))
+            starts[pair].append(await compare(pair, number, options))
             found[" / ".join(pair)] = {
                 part: summary([each[part] for each in starts[pair]], most) for part in LOADS
             }

@@ -11,10 +11,12 @@ from gateway.quotas.limits import Kind
 Header = tuple[bytes, bytes]
 QuotaLookup = Callable[[Caller, Kind], QuotaStatus | None]
 
-_NAMES = ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
-RATE_HEADERS = tuple(
-    f"x-ratelimit-{what}-{name.decode()}" for what in ("limit", "remaining", "reset") for _, name in _NAMES
-)
+_PARTS = ("limit", "remaining", "reset")
+_NAMES = {
+    kind: tuple(f"x-ratelimit-{part}-{name}".encode() for part in _PARTS)
+    for kind, name in ((Kind.REQUESTS, "requests"), (Kind.TOKENS, "tokens"))
+}
+RATE_HEADERS = tuple(each.decode() for names in zip(*_NAMES.values(), strict=True) for each in names)
 
 
 def no_quota(caller: Caller, kind: Kind) -> QuotaStatus | None:
@@ -24,13 +26,13 @@ def no_quota(caller: Caller, kind: Kind) -> QuotaStatus | None:
 def rate_headers(caller: Caller, quota_status: QuotaLookup) -> list[Header]:
     """Render the caller's tightest quotas per minute; no headers without a quota."""
     headers: list[Header] = []
-    for kind, name in _NAMES:
+    for kind, (limit, remaining, reset) in _NAMES.items():
         quota = quota_status(caller, kind)
         if quota is not None:
             headers += [
-                (b"x-ratelimit-limit-" + name, b"%d" % quota.limit),
-                (b"x-ratelimit-remaining-" + name, b"%d" % quota.remaining),
-                (b"x-ratelimit-reset-" + name, duration(quota.reset_s).encode()),
+                (limit, b"%d" % quota.limit),
+                (remaining, b"%d" % quota.remaining),
+                (reset, duration(quota.reset_s).encode()),
             ]
     return headers
 
