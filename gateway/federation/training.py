@@ -98,11 +98,15 @@ def _report(message: pb.Training, now_s: float) -> RunReport:
         tuple(each for each in figures if isfinite(each.loss) and isfinite(each.accuracy)),
         message.tokens_per_s if isfinite(message.tokens_per_s) else 0.0,
         message.end,
-        codec.reason(message.error_code),
+        _word(message.error_code),
         codec.reason(message.error),
-        codec.reason(message.revision),
+        _word(message.revision),
         now_s,
     )
+
+
+def _word(text: str) -> str:
+    return "".join(filter(str.isprintable, text[: codec.MAX_NAME]))
 
 
 def _step(message: pb.TrainingStep) -> TrainedStep:

@@ -77,10 +77,13 @@ class Contents:
         async with self._engine.begin() as connection:
             return bool((await connection.execute(_delete(content))).rowcount)
 
-    async def find_leftovers(self, limit: int) -> list[Content]:
-        """Return content of jobs that ended, but what may be served."""
+    async def find_leftovers(self, limit: int, checkpoints_before: float) -> list[Content]:
+        """Return content of jobs that ended, but what may be served; of that checkpoints of jobs that were
+        created before a time.
+        """
+        old = and_(tuning_content.c.kind == Kind.CHECKPOINT, tuning_jobs.c.created_at < checkpoints_before)
         query = select(tuning_content).select_from(_JOIN)
-        query = query.where(tuning_jobs.c.status.not_in(UNFINISHED), ~_IS_MODEL).limit(limit)
+        query = query.where(tuning_jobs.c.status.not_in(UNFINISHED), or_(~_IS_MODEL, old)).limit(limit)
         async with self._engine.connect() as connection:
             return [content_of(row) for row in await connection.execute(query)]
 

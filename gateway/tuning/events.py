@@ -13,6 +13,7 @@ from gateway.store.tables import tuning_events
 from gateway.tuning.values import Event, StepFigures
 
 INFO, WARN, ERROR = "info", "warn", "error"
+MAX_MESSAGE_CHARS = 1_000
 
 
 class Events:
@@ -46,8 +47,8 @@ class Events:
         """Add an event. The transaction wrote the job's row before, so that nobody else adds one now."""
         last = select(func.max(tuning_events.c.number)).where(tuning_events.c.job_id == job_id)
         number = int(await connection.scalar(last) or 0) + 1
-        row = {"job_id": job_id, "number": number, "at": self._clock(), "level": level}
-        await connection.execute(insert(tuning_events), row | {"message": message, "data": data})
+        row = {"job_id": job_id, "number": number, "at": self._clock(), "level": level, "data": data}
+        await connection.execute(insert(tuning_events), row | {"message": printable(message)})
         if number > self._most:
             old = and_(tuning_events.c.job_id == job_id, tuning_events.c.number <= number - self._most)
             await connection.execute(delete(tuning_events).where(old))
@@ -65,6 +66,11 @@ class Events:
             data["valid_loss"] = figures.validation_loss
         message = f"Step {figures.step}/{total_steps}: training loss={figures.loss:.4f}"
         await self.add(connection, job_id, INFO, message, data)
+
+
+def printable(text: str) -> str:
+    """Return one line of text that every database can store, of at most MAX_MESSAGE_CHARS."""
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_MESSAGE_CHARS])
 
 
 def event_id(job_id: str, number: int) -> str:

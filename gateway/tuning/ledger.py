@@ -27,7 +27,7 @@ from gateway.batches.files import Page, lock_tenant, page_query, publish
 from gateway.batches.values import File, Purpose
 from gateway.store.database import database_time, insert_new
 from gateway.store.tables import files, tuning_content, tuning_events, tuning_jobs, usage
-from gateway.tuning.events import ERROR, INFO, Events
+from gateway.tuning.events import ERROR, INFO, Events, printable
 from gateway.tuning.rows import content_columns, job_columns, job_of
 from gateway.tuning.values import (
     UNFINISHED,
@@ -111,7 +111,8 @@ class Ledger:
             if int(await connection.scalar(_count_unfinished(job.tenant)) or 0) >= self._limits.tenant_jobs:
                 raise TooManyJobs(f"{self._limits.tenant_jobs} jobs are not over yet")
             if int(await connection.scalar(_count_models(job.tenant)) or 0) >= self._limits.tenant_models:
-                raise TooManyJobs(f"there are {self._limits.tenant_models} tuned models: delete some")
+                most = self._limits.tenant_models
+                raise TooManyJobs(f"{most} jobs have models or checkpoints: delete those of some")
             await connection.execute(insert(tuning_jobs), job_columns(job))
             await self._events.add(
                 connection, job.id, INFO, "The job was created; its files are checked first."
@@ -283,10 +284,11 @@ class Ledger:
         results: File | None = None,
     ) -> bool:
         """End a job, record its usage, and make the file of its results visible."""
+        stored = None if error is None else error._replace(message=printable(error.message))
         values = {
             "status": status,
             "finished_at": self.clock(),
-            "error": None if error is None else list(error),
+            "error": None if stored is None else list(stored),
             "result_file_id": None if results is None else results.id,
             "tokens_per_s": 0.0,
         }
@@ -310,6 +312,16 @@ class Ledger:
 
     # ---- by any replica
 
+    async def runs(self) -> dict[str, int]:
+        """Return how many runs each site has, of all replicas."""
+        query = (
+            select(tuning_jobs.c.site, func.count())
+            .where(tuning_jobs.c.run.is_not(None), tuning_jobs.c.status.in_(UNFINISHED))
+            .group_by(tuning_jobs.c.site)
+        )
+        async with self._engine.connect() as connection:
+            return {row[0]: row[1] for row in await connection.execute(query)}
+
     async def current_run(self, job_id: str) -> str | None:
         """Return the name of the run that counts, None if there is none: the job is over, or waits."""
         query = select(tuning_jobs.c.run).where(
@@ -329,6 +341,8 @@ class Ledger:
         )
         async with self._engine.connect() as connection:
             ids = list(await connection.scalars(old.limit(limit)))
+        if not ids:
+            return 0
         async with self._engine.begin() as connection:
             await connection.execute(delete(tuning_events).where(tuning_events.c.job_id.in_(ids)))
             await connection.execute(delete(tuning_jobs).where(tuning_jobs.c.id.in_(ids)))
@@ -406,5 +420,5 @@ def _count_unfinished(tenant: str) -> Select[Any]:
 
 def _count_models(tenant: str) -> Select[Any]:
     join = tuning_content.join(tuning_jobs, tuning_jobs.c.id == tuning_content.c.job_id)
-    adapters = and_(tuning_jobs.c.tenant == tenant, tuning_content.c.kind == Kind.ADAPTER)
-    return select(func.count()).select_from(join).where(adapters)
+    kept = and_(tuning_jobs.c.tenant == tenant, tuning_content.c.kind.in_((Kind.ADAPTER, Kind.CHECKPOINT)))
+    return select(func.count(tuning_content.c.job_id.distinct())).select_from(join).where(kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
@@ -14,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
-from gateway.tuning.events import WARN
+from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
 from gateway.tuning.placing import Act, End, Seen, choose, next_act
 from gateway.tuning.results import write_results
@@ -37,7 +36,8 @@ ORDER_AGAIN_S: Final = 3.0
 AVOID_S: Final = 60.0
 """For so long a site that gave a job up, or lost it, is the last choice for it."""
 STALE_RUNS_A_POLL: Final = 20
-LEFTOVERS_A_POLL: Final = 5
+TIDY_S: Final = 60.0
+LEFTOVERS_AT_ONCE: Final = 20
 
 
 class Care:
@@ -71,7 +71,7 @@ class Runner:
         self._context = context
         self._poll_s, self._tick_s = poll_s, tick_s
         self._held: dict[str, Care] = {}
-        self._polled_s = float("-inf")
+        self._polled_s = self._tidied_s = float("-inf")
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._serving = Serving(context)
@@ -132,8 +132,10 @@ class Runner:
             care.job = job
         await self._stop_stale_runs()
         await self._serving.settle()
-        await context.store.remove_leftovers(LEFTOVERS_A_POLL)
-        await context.ledger.remove_expired(LEFTOVERS_A_POLL)
+        if now_s - self._tidied_s >= min(TIDY_S, 10 * self._poll_s):
+            self._tidied_s = now_s
+            await context.store.remove_leftovers(LEFTOVERS_AT_ONCE)
+            await context.ledger.remove_expired(LEFTOVERS_AT_ONCE)
 
     def _let_go(self, care: Care) -> None:
         """Stop what this replica does about a job that has ended, or that another replica holds."""
@@ -151,7 +153,9 @@ class Runner:
 
     async def _look_after(self, care: Care) -> None:
         job = care.job
-        if job.status is JobStatus.VALIDATING:
+        if self._context.caller(job.key_id) is None:
+            await self._fail(care, JobError("key_revoked", "The API key that created the job was revoked."))
+        elif job.status is JobStatus.VALIDATING:
             if care.task is None or care.task.done():
                 care.task = asyncio.create_task(self._guard(self._validate(care), job), name=job.id)
         elif job.run is not None:
@@ -199,10 +203,10 @@ class Runner:
             checked = await check(context.files.parts(file), context.limits)
             if checked.faults:
                 for fault in checked.faults:
-                    await context.ledger.tell(job, "error", f"{param}, {fault}"[:1_000])
+                    await context.ledger.tell(job, ERROR, f"{param}, {fault}")
                 first = f"The {param} can't be trained on: {checked.faults[0]}"
                 more = f" ({len(checked.faults)} faults; the events name each)"
-                text = first[:1_000] + (more if len(checked.faults) > 1 else "")
+                text = first[:900] + (more if len(checked.faults) > 1 else "")
                 await self._fail(care, JobError("invalid_training_file", text, param))
                 return
             rows = checked.rows if kind is Kind.DATA else rows
@@ -217,13 +221,12 @@ class Runner:
 
     async def _place(self, care: Care) -> None:
         context, job, now_s = self._context, care.job, self._context.clock()
-        runs = Counter(each.job.site for each in self._held.values() if each.job.run is not None)
         care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
         site = choose(
             [each for each in context.sites() if each.name in context.links()],
             job.model,
             job.plan,
-            runs=runs,
+            runs=await context.ledger.runs(),
             avoided=care.avoided,
             now_s=now_s,
         )
@@ -340,7 +343,7 @@ class Runner:
             care.avoided[job.site] = context.clock() + AVOID_S
             if job.runs >= context.limits.runs:
                 text = f"{job.runs} runs in a row ended without a step; the last one: {what}."
-                await self._fail(care, JobError("site_failures", text[:1_000]))
+                await self._fail(care, JobError("site_failures", text))
                 return
         message = (
             f"{what}; the job goes on from its last snapshot." if job.status is JobStatus.RUNNING else ""

@@ -113,8 +113,8 @@ class ContentStore:
         await self._discard(upload)
 
     async def remove_leftovers(self, limit: int) -> int:
-        """Remove content of jobs that ended, but what may be served. Return its number."""
-        found = await self._contents.find_leftovers(limit)
+        """Remove content that jobs need no more. Return its number."""
+        found = await self._contents.find_leftovers(limit, self._clock() - self._limits.kept_s)
         for content in found:
             await self.remove(content)
         return len(found)

@@ -195,6 +195,7 @@ FAULTS = [
     (b"", "the file has no lines"),
     (rows(2) + b"{\n", "line 3: is not JSON"),
     (rows(1) + b'{"messages": []}\n', "line 2: messages is empty"),
+    (b'{"messages": [], "a\\u0000b": 1}\n', "line 1: a b is not a known field"),
     (b'{"messages": [{"role": "user", "content": "x"}]}', "line 1: messages has no message of the assistant"),
 ]
 

@@ -128,6 +128,7 @@ def test_a_job_is_stored_as_it_was_made(url: str) -> None:
         with pytest.raises(TooManyJobs):
             await here.create("ftjob-3")
         await here.create("ftjob-4", "another")
+        assert await here.one.runs() == {}
         assert [each.id for each in await here.one.list_page("t", PAGE)] == ["ftjob-1", "ftjob-2"]
 
     play(url, scenario)
@@ -258,8 +259,10 @@ def test_a_newer_snapshot_replaces_the_older_and_checkpoints_are_bounded(url: st
         assert await add(content(job, Kind.ADAPTER, 3, "late"), job.run) is None
         models = await here.contents.models()
         assert {each.file_id for _, each in models} == {"c2", "c3", "a3"}
-        leftovers = await here.contents.find_leftovers(9)
+        leftovers = await here.contents.find_leftovers(9, checkpoints_before=0.0)
         assert {each.kind for each in leftovers} == {Kind.DATA, Kind.SNAPSHOT}
+        leftovers = await here.contents.find_leftovers(9, checkpoints_before=here.now[0] + 1.0)
+        assert {each.kind for each in leftovers} == {Kind.DATA, Kind.SNAPSHOT, Kind.CHECKPOINT}
 
     play(url, scenario)
 

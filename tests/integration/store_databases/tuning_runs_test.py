@@ -107,7 +107,7 @@ def test_what_a_site_calls_hopeless_fails_the_job_once(url: str) -> None:
         job = await create(here)
         run = await next_run(here)
         await run.report(
-            2, end=pb.Training.FAILED, error_code="diverged", error="Three losses were not finite."
+            2, end=pb.Training.FAILED, error_code="diverged", error="Three losses\0were not finite."
         )
         failed = await reached(here, job.id, "failed")
         assert failed.error is not None
@@ -292,3 +292,49 @@ def test_a_tuned_model_that_no_site_serves_is_fetched_again(url: str) -> None:
         assert (removal.kind, removal.model) == ("remove", name)
 
     play(url, scenario, sites=("a",))
+
+
+def test_replicas_together_give_a_site_no_more_runs_than_it_takes(url: str) -> None:
+    async def main() -> None:
+        async with (
+            replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS, name="r1") as first,
+            replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS, name="r2") as second,
+        ):
+            job = await create(first)
+            run = await first_run(first, second)
+            runs = [Run(each.scene.sites[0], run.order) for each in (first, second)]
+            await tell_both(runs, 1, first, job.id)
+            holder, other = (first, second) if holds(first, await job_of(first, job.id)) else (second, first)
+            running: Any = holder.tuning.runner._running
+            later = await create(other)
+            async with asyncio.timeout(60):
+                while not await waits(other, later.id):
+                    await runs[0].report(1)
+                    await runs[1].report(1)
+            assert not running.done()
+            assert (await job_of(first, later.id)).runs == 0
+
+    asyncio.run(main())
+
+
+async def waits(here: Replica, job_id: str) -> bool:
+    listed = await here.sdk().fine_tuning.jobs.list_events(job_id)
+    return any("No site has room" in each.message for each in listed.data)
+
+
+def test_a_job_whose_key_is_revoked_ends_and_its_run_is_dropped(url: str) -> None:
+    async def main() -> None:
+        callers = {"key-1": Caller("key-1", TENANT)}
+        async with replica(
+            url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS, caller=callers.get
+        ) as here:
+            job = await create(here)
+            run = await next_run(here)
+            await run.report(2)
+            await recorded(here, job.id, 2)
+            del callers["key-1"]
+            failed = await reached(here, job.id, "failed")
+            assert failed.error is not None and failed.error.code == "key_revoked"
+            await stopped(here, run, snapshot=False)
+
+    asyncio.run(main())
