@@ -37,9 +37,8 @@ MAX_STEPS_WITHOUT_TOKEN = 3
 """After this many iterations with failures and no token, the thread submits a probe request."""
 PROBE_ID = "probe"
 STALLED_AFTER_S = 2.0
-"""An iteration has stalled if it takes so much longer than twice the time that a full batch should take. To
-take a slow one, such as the first with a new kernel, for a stall costs little: the gateways move what others
-can take, and come back.
+"""An iteration has stalled if it takes so much longer than twice the time that a full batch should take. A
+slow one taken for a stall costs little: the gateways move what others can take, and come back.
 """
 
 
@@ -53,26 +52,21 @@ class Engine(Protocol):
 
     def export(self, request_id: str) -> tuple[Sequence[Output], Moved | None]:
         """Take a request out, for another engine; return also what was under way, which may end it."""
-        ...
 
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Load, check and certify a variant; return the function that publishes it, between two iterations.
-
-        May be called on any thread and take long, as no other method may. Raises VariantRefused, as the
-        returned function does.
+        """Load and certify a variant, on any thread and for long; return what publishes it between two
+        iterations. Both raise VariantRefused.
         """
-        ...
 
     def remove_variant(self, variant_id: str) -> None: ...
 
     @property
     def training(self) -> TrainingLoop:
         """Its jobs; without any, nothing of it is called."""
-        ...
 
 
 @dataclass(slots=True)
