@@ -25,7 +25,7 @@ from gateway.routing.prefixes import MAX_PREFIXES, PrefixIndex, prefix_of
 from gateway.routing.window import assign
 
 SITES = (1, 3, 10, 30, 100, 300, 1000)
-CALLS, ROUNDS = 20, 200
+CALLS, ROUNDS = 20, 500
 PROMPT_CHARS = (500, 2_000, 10_000, 100_000, 4_000_000)
 PROMPTS_CHARS = 4_000_000
 """Of the different prompts that are looked up in turn, 10 to 1,000, so that most are not in the processor's
