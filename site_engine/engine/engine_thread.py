@@ -134,7 +134,7 @@ class EngineThread:
     ) -> None:
         """Submit a group, all of its requests or none; reply with the admission or the refusal.
 
-        `moved`: the one request of the group was begun by another engine, which knew this of it.
+        `moved`: another engine has begun the one request of the group, and knew this of it.
         """
 
         def run() -> None:
@@ -156,11 +156,7 @@ class EngineThread:
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
-
-        def run() -> None:
-            self._calls.append(partial(reply, [self._release_group(group) for group in groups]))
-
-        self._ask(run)
+        self._ask(lambda: self._calls.append(partial(reply, [self._release_group(each) for each in groups])))
 
     def export(self, request_id: str, reply: Callable[[Moved | None], None]) -> None:
         """Take a request out of the engine, for another; reply with nothing if it is not here."""
@@ -171,18 +167,14 @@ class EngineThread:
                 outputs, moved = self._engine.export(request_id)
                 self._publish(outputs)
             if moved is not None:
-                del self._live[request_id]
+                self._live.pop(request_id)
             self._calls.append(partial(reply, moved))
 
         self._ask(run)
 
     def request_load(self) -> None:
         """Report the load with the next pass."""
-
-        def run() -> None:
-            self._load_wanted = True
-
-        self._ask(run)
+        self._ask(partial(setattr, self, "_load_wanted", True))
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
         """Load a variant beside the iterations and publish it; reply with its chain or the refusal."""
