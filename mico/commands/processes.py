@@ -133,7 +133,7 @@ def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
     on = f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}"
     terminal.table([f"{title}{on}", "memory"], rows)
     if found.gpus.devices > 1:
-        terminal.info(f"a site uses one GPU: {found.gpus.devices} of them take {found.gpus.devices} sites")
+        terminal.info(f"each of the {found.gpus.devices} devices that `devices` names holds this")
     for name, reason in found.refused.items():
         terminal.info(f"{name} is refused: {reason}")
 

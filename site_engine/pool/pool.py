@@ -89,9 +89,9 @@ class EnginePool:
         return self._replicas[0].process.start_parts
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> dict[int, int]:
         """The processes of the engines that serve, by place."""
-        return [each.process.pid for each in self._serving()]
+        return {each.place: each.process.pid for each in self._serving()}
 
     async def described(self) -> Described:
         """Wait until a model is loaded. Raises ConfigError with the reason if it can't be."""
@@ -200,6 +200,11 @@ class EnginePool:
         """Return the place of the engine that has a request, None if none has or it is on its way."""
         one = self._owned.get(request_id)
         return one.engine if one is not None and one.phase is Phase.HELD else None
+
+    def is_moving(self, request_id: str) -> bool:
+        """Return whether a request is on its way from one engine to another."""
+        one = self._owned.get(request_id)
+        return one is not None and one.phase is not Phase.HELD
 
     def move(self, request_id: str, to: int) -> bool:
         """Begin to move a request to the engine at a place; return whether it can be moved now."""

@@ -117,7 +117,7 @@ def test_one_of_64_streams_engines_is_killed_and_every_stream_goes_on() -> None:
             for at, name in enumerate(names):
                 assert isinstance(await heard.submit(name, f"{at:02} go", max_tokens=40), Admission)
             await heard.until(lambda: all(heard.text(name) for name in names))
-            first, second = heard.pool.pids
+            first, second = heard.pool.pids.values()
             os.kill(first, signal.SIGKILL)
             await heard.until(lambda: all(heard.finishes(name) for name in names))
             for at, name in enumerate(names):
@@ -127,7 +127,7 @@ def test_one_of_64_streams_engines_is_killed_and_every_stream_goes_on() -> None:
                 assert counts == sorted(set(counts))
             await heard.serving(2)
             assert heard.broken == []
-            (new,) = set(heard.pool.pids) - {second}
+            (new,) = set(heard.pool.pids.values()) - {second}
             assert new != first
             totals = [each.figures.tokens_total for each in heard.loads]
             assert totals == sorted(totals)
@@ -138,11 +138,11 @@ def test_one_of_64_streams_engines_is_killed_and_every_stream_goes_on() -> None:
 def test_what_waits_for_admission_when_its_engine_dies_is_admitted_by_the_other() -> None:
     async def scenario() -> None:
         async with launched() as heard:
-            for pid in heard.pool.pids:
+            for pid in heard.pool.pids.values():
                 os.kill(pid, signal.SIGSTOP)
             waiting = [asyncio.create_task(heard.submit(name, max_tokens=5)) for name in ("a", "b")]
             await asyncio.sleep(0)
-            first, second = heard.pool.pids
+            first, second = heard.pool.pids.values()
             os.kill(first, signal.SIGKILL)
             os.kill(second, signal.SIGCONT)
             assert all(isinstance(each, Admission) for each in await asyncio.gather(*waiting))
@@ -178,7 +178,7 @@ def test_without_any_engine_the_pool_is_broken_once() -> None:
     async def scenario() -> None:
         async with launched(iteration_floor_s=0.05) as heard:
             await heard.submit("a", max_tokens=60)
-            for pid in heard.pool.pids:
+            for pid in heard.pool.pids.values():
                 os.kill(pid, signal.SIGKILL)
             await heard.until(lambda: heard.broken)
             assert heard.finishes("a") == [Finish.FAILED]

@@ -1,0 +1,106 @@
+"""Requests of every kind through a pool, moved from engine to engine and deprived of engines meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from site_engine.config import SiteConfig
+from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
+from site_engine.pool.pool import EnginePool
+from tests.support.engine_models import family, tokenizer
+from tests.support.engine_split import WITHIN_S, Case, Result, answer_all
+from tests.support.family_process import FAMILY_COMMAND
+
+STEPS = ("source, asked", "target, asked", "target, placed", "source, left")
+"""Which engine is killed, and when: as soon as the move is asked for, or once the request has come over."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Moves that were asked for, those that brought the request over, and engines killed at each step."""
+
+    asked: int = 0
+    moved: int = 0
+    killed: tuple[int, ...] = (0,) * len(STEPS)
+
+
+@asynccontextmanager
+async def pool_of(name: str, count: int, **settings: Any) -> AsyncIterator[tuple[NativeEngine, EnginePool]]:
+    """A pool of engines with a tiny model, not started yet, and the client of it."""
+    chosen = {"slots": 6, "token_budget": 48, "page_size": 4, "kv_tokens": 240, "max_pending": 64} | settings
+    config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model=name, **chosen)
+    pool = await EnginePool.launch([engine_settings(config)] * count, time.monotonic, FAMILY_COMMAND)
+    facts, pool.vocabulary = await pool.ready(), family(name).served.vocabulary
+    post = asyncio.get_running_loop().call_soon_threadsafe
+    client = NativeEngine(prompt_tokenizer(tokenizer(), facts, post, allow_special_tokens=False), pool)
+    try:
+        yield client, pool
+    finally:
+        await asyncio.to_thread(client.stop)
+
+
+class Mover:
+    """Moves requests that run, and kills an engine with each `kill_every`th move, at every step in turn."""
+
+    def __init__(
+        self, pool: EnginePool, cases: Sequence[Case], most: int, kill_every: int, seed: int
+    ) -> None:
+        self.counts = Counts()
+        self._pool = pool
+        self._ids = [f"{at}/{choice}" for at, case in enumerate(cases) for choice in range(case.choices)]
+        self._most = most
+        self._kill_every = kill_every
+        self._draw = Random(seed)
+
+    async def run(self) -> None:
+        while self.counts.asked < self._most:
+            await asyncio.sleep(0.001)
+            running = [each for each in self._ids if self._pool.where(each) is not None]
+            places = list(self._pool.pids)
+            if not running or len(places) < 2:
+                continue
+            request_id = self._draw.choice(running)
+            source = self._pool.where(request_id)
+            target = self._draw.choice([each for each in places if each != source])
+            pids = self._pool.pids
+            if source not in pids or not self._pool.move(request_id, target):
+                continue
+            self.counts.asked += 1
+            step = None
+            if self.counts.asked % self._kill_every == 0:
+                step = sum(self.counts.killed) % len(STEPS)
+            if step in {0, 1}:
+                self._kill(step, pids[source if step == 0 else target])
+            while self._pool.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
+                await asyncio.sleep(0.0005)
+            self.counts.moved += self._pool.where(request_id) == target
+            if step in {2, 3}:
+                self._kill(step, pids[target if step == 2 else source])
+
+    def _kill(self, step: int, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        killed = self.counts.killed
+        self.counts.killed = (*killed[:step], killed[step] + 1, *killed[step + 1 :])
+
+
+async def moved_answers(
+    name: str, cases: Sequence[Case], grammars: Any, *, moves: int, kill_every: int, seed: int
+) -> tuple[list[list[Result]], Counts]:
+    """Return the results of cases in a pool of three engines, and what was done to them."""
+    async with pool_of(name, 3) as (client, pool):
+        mover = Mover(pool, cases, moves, kill_every, seed)
+        moving = asyncio.create_task(mover.run())
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                return await answer_all(client, cases, grammars), mover.counts
+        finally:
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
