@@ -209,8 +209,10 @@ async def side_by_side(workspace: Workspace, options: argparse.Namespace) -> dic
         if ours.startswith("mico") and not theirs.startswith("mico"):
             pairs = list(zip(rounds[ours], rounds[theirs], strict=True))
             found[f"{ours} / {theirs}"] = {
-                figure: round(statistics.median(one[figure] / other[figure] for one, other in pairs), 3)
+                figure: round(statistics.median(ratios), 3)
                 for figure in RATIOS
+                # a time may come out below 0 on a busy machine
+                if (ratios := [one[figure] / other[figure] for one, other in pairs if other[figure] > 0])
             }
     return found
 

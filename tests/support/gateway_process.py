@@ -174,7 +174,7 @@ async def mico(
         settings["workers"] = workers
     (folder / "gateway.toml").write_text(to_toml(settings))
     tree = workspace.tree.absolute()
-    packages = os.pathsep.join((str(tree), sysconfig.get_path("platlib")))
+    packages = os.pathsep.join((str(tree), sysconfig.get_path("platlib"), os.environ.get("PYTHONPATH", "")))
     python = (
         (workspace.python,)
         if (workspace.python, tree) == (sys.executable, Path.cwd())
