@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -158,8 +158,8 @@ def seconds_of(plan: SchedulePlan) -> float:
     )
 
 
-def run(job: Job) -> dict[str, Any]:
-    lines = lines_of(job)
+def as_requests(job: Job, lines: list[Line]) -> tuple[list[Line], Callable[[int], Request]]:
+    """Return the lines as they are forecast, and what makes the request of a line."""
     known = forecasts(lines, job.wrong_by, job.seed)
     expected = [
         line._replace(response_tokens=max(1, round(each.median)))
@@ -175,6 +175,12 @@ def run(job: Job) -> dict[str, Any]:
         made.max_tokens = ENDLESS
         return made
 
+    return expected, request
+
+
+def run(job: Job) -> dict[str, Any]:
+    lines = lines_of(job)
+    expected, request = as_requests(job, lines)
     queue = queue_of(job.order, expected, request, job.rows)
     engine = CountedEngine(
         {str(at): line.response_tokens for at, line in enumerate(lines)},

@@ -15,14 +15,27 @@ MAX_GROUPS: Final = 4096
 """Groups whose sites are remembered, the latest."""
 
 
+SPREAD_TIMES: Final = 20.0
+"""A group begins at one more site once its lines have so many times the tokens of its beginning besides."""
+
+
+class _Home:
+    """The sites of a group, and the tokens of the lines that started there without their beginning."""
+
+    def __init__(self) -> None:
+        self.sites: set[str] = set()
+        self.tokens = 0.0
+
+
 class Homes:
     """The sites at which lines of each group have started.
 
-    A group stays where it has begun as long as other lines can start elsewhere; else it begins at one more.
+    A group stays where it has begun as long as other lines can start elsewhere, unless its beginning is worth
+    little beside its lines: then computing it at one more site costs less than sites with unequal work.
     """
 
     def __init__(self) -> None:
-        self._homes: dict[int, set[str]] = {}
+        self._homes: dict[int, _Home] = {}
         self._room: dict[str, int] = {}
         self._chosen: dict[int, str] = {}  # sites of the lines just taken, by number
 
@@ -44,7 +57,9 @@ class Homes:
         if line.shared_tokens and site:
             self._chosen[line.number] = site
             self._room[site] -= 1
-            self._homes.setdefault(line.group, set()).add(site)
+            home = self._homes.setdefault(line.group, _Home())
+            home.sites.add(site)
+            home.tokens += line.prompt_tokens - line.shared_tokens + line.response_tokens
             if len(self._homes) > MAX_GROUPS:
                 del self._homes[next(iter(self._homes))]
         return line
@@ -59,8 +74,11 @@ class Homes:
         return [self._chosen.get(line.number) or next(sites) for line in lines]
 
     def _site_for(self, line: Line) -> str:
-        """Return the site with most room of those that have a line's beginning, of all if none has."""
-        homes = self._homes.get(line.group) if line.shared_tokens else None
-        room = [(self._room.get(name, 0), name) for name in (self._room if homes is None else homes)]
+        """Return the site with most room where a line may start: of those with its beginning, or of all."""
+        home = self._homes.get(line.group) if line.shared_tokens else None
+        names = set(self._room)
+        if home and home.tokens < SPREAD_TIMES * line.shared_tokens * len(home.sites):
+            names = home.sites
+        room = [(self._room.get(name, 0), name) for name in names]
         lines, site = max(room, default=(0, ""))
         return site if lines > 0 else ""

@@ -258,6 +258,15 @@ def test_a_large_group_runs_at_every_site() -> None:
     assert sites_of_groups(lines, {"a": 8, "b": 8}, 1) == {7: {"a", "b"}}
 
 
+def test_a_group_whose_beginning_is_short_runs_at_every_site_beside_others() -> None:
+    """All stories begin with a system prompt of 30 tokens; one site would run them all, and end last."""
+    stories = [line(number, 100, 4000, 0, 30) for number in range(60)]
+    documents = [line(number, 3100, 90, number // 4, 3000) for number in range(100, 400)]
+    lines = [each for at in range(60) for each in (stories[at], *documents[5 * at : 5 * at + 5])]
+    ran = sites_of_groups(lines, dict.fromkeys("abcd", 40), 0)
+    assert ran[0] == set("abcd")
+
+
 @given(groups=st.lists(st.integers(0, 5), max_size=120), sites=st.sets(st.sampled_from("ab")))
 def test_every_line_is_taken_once_whatever_site_has_room(groups: list[int], sites: set[str]) -> None:
     lines = [line(number, 100, 5, group, 50) for number, group in enumerate(groups)]

@@ -1,0 +1,89 @@
+"""Measure a batch on several counted sites that the gateway feeds: how much faster, and one that dies.
+
+`python -m bench.blend_sites` runs workloads that need no recorded data on one site, on several, and on
+several of which one dies when a third of the time is over. Every line must be answered once in each. The last
+line is JSON: seconds, how many times one site's speed, and the share of the prefixes' tokens not computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from bench.blend import NAMED, NO_DATA, TOKEN_BUDGET, Job, as_requests, lines_of, seconds_of
+from bench.support.offline_sites import CountedSites, Ended
+from site_engine.core.request_queue import AdmissionQueue
+from tests.support.counted_engine import CountedEngine
+
+
+def run(job: Job, sites: int, kill_s: float = math.inf) -> Ended:
+    lines = lines_of(job)
+    expected, request = as_requests(job, lines)
+    lengths = {str(at): line.response_tokens for at, line in enumerate(lines)}
+
+    def engine(queue: AdmissionQueue) -> CountedEngine:
+        return CountedEngine(
+            lengths,
+            seconds_of,
+            kv_tokens=job.kv_tokens,
+            slots=job.rows,
+            token_budget=TOKEN_BUDGET,
+            queue=queue,
+        )
+
+    ended = CountedSites(expected, request, engine, sites, job.rows).run(kill_s)
+    assert ended.answers == dict.fromkeys(range(len(lines)), 1), "a line was not answered once"
+    return ended
+
+
+def compare(job: Job, sites: int) -> dict[str, Any]:
+    lines = lines_of(job)
+    shareable = sum(line.shared_tokens for line in lines) - sum(
+        {line.group: line.shared_tokens for line in lines}.values()
+    )
+    one, several = run(job, 1), run(job, sites)
+    killed = run(job, sites, several.seconds / 3)
+    return {
+        "workload": job.workload,
+        "lines": len(lines),
+        "one_s": round(one.seconds, 1),
+        "several_s": round(several.seconds, 1),
+        "times": round(one.seconds / several.seconds, 2),
+        "killed_s": round(killed.seconds, 1),
+        "shared": [round(each.cached / max(1, shareable), 3) for each in (one, several, killed)],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.blend_sites", description=__doc__)
+    parser.add_argument("--sites", type=int, default=4)
+    parser.add_argument("--workload", action="append", choices=sorted(NAMED))
+    parser.add_argument("--data", default="", help="folder with traces and lengths of responses")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of computing in each workload")
+    parser.add_argument("--kv-tokens", type=int, default=75_000)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--wrong-by", type=float, default=0.0, help="standard deviation of log forecasts")
+    asked = parser.parse_args()
+    found = []
+    for name in asked.workload or NO_DATA:
+        job = Job(
+            name,
+            "blend",
+            asked.wrong_by,
+            "peak",
+            asked.seconds,
+            asked.kv_tokens,
+            asked.rows,
+            0,
+            asked.data,
+        )
+        found.append(compare(job, asked.sites))
+        print(found[-1], flush=True)
+    print(json.dumps({"conditions": vars(asked), "workloads": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

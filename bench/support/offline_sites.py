@@ -1,0 +1,123 @@
+"""Run a batch on several sites that are counted: fed by the gateway's own code, each at its own speed."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from bench.support.offline_work import Line
+from gateway.batches.capacity import QUEUED_SHARE, SiteCapacity
+from gateway.batches.homes import Homes
+from gateway.batches.order import PREFILL_SHARE, order, prefill_heavy
+from gateway.batches.values import Line as BatchLine
+from gateway.batches.values import Order
+from gateway.domain import LoadReport, Model, Site, SiteIdentity, SiteState
+from site_engine.core.request import Request
+from site_engine.core.request_queue import AdmissionQueue
+from tests.support.counted_engine import CountedEngine
+from tests.support.line_sizes import sizes_of
+
+
+class Ended(NamedTuple):
+    """`answers`: how often each line was answered. `cached`: prompt tokens that were not computed."""
+
+    seconds: float
+    answers: Counter[int]
+    cached: int
+
+
+class CountedSites:
+    """The sites of one model. A line is a site's until it ends or the site dies."""
+
+    def __init__(
+        self,
+        forecasts: Sequence[Line],
+        request: Callable[[int], Request],
+        engine: Callable[[AdmissionQueue], CountedEngine],
+        sites: int,
+        slots: int,
+    ) -> None:
+        self._request, self._slots, self._most = request, slots, slots + int(QUEUED_SHARE * slots)
+        self._engines = {f"site-{at}": engine(AdmissionQueue(starving_after_s=inf)) for at in range(sites)}
+        self._sent: dict[str, dict[int, BatchLine]] = {name: {} for name in self._engines}
+        self._homes, self._answers, self._cached = Homes(), Counter[int](), 0
+        sizes = sizes_of(forecasts)
+        lines = [
+            BatchLine(
+                at, place, "", 0, 1, each.prompt_tokens, each.response_tokens, each.group, each.shared_tokens
+            )
+            for place, at in enumerate(order(sizes, Order.BLEND).tolist())
+            for each in [forecasts[at]]
+        ]
+        self._waiting = {
+            kind: deque(line for line in lines if _is_heavy(line) is kind) for kind in (False, True)
+        }
+
+    def run(self, kill_s: float = inf) -> Ended:
+        """Run to the end. The first site dies at `kill_s`."""
+        now_s = 0.0
+        self._feed(now_s)
+        while working := [name for name, engine in self._engines.items() if engine.scheduler.has_work]:
+            name = min(working, key=lambda each: self._engines[each].counts.seconds)
+            now_s = self._engines[name].counts.seconds
+            if now_s >= kill_s:
+                kill_s = inf
+                self._kill("site-0")
+                self._feed(now_s)
+                continue
+            ended = self._engines[name].step()
+            for request in ended:
+                del self._sent[name][int(request.id)]
+                self._answers[int(request.id)] += 1
+                self._cached += request.cached_tokens
+            if ended:
+                self._feed(self._engines[name].counts.seconds)
+        return Ended(now_s, self._answers, self._cached)
+
+    def _kill(self, name: str) -> None:
+        """Put the lines of a site back, in their order."""
+        del self._engines[name]
+        for line in sorted(self._sent.pop(name).values(), key=lambda each: -each.place):
+            self._waiting[_is_heavy(line)].appendleft(line)
+
+    def _feed(self, now_s: float) -> None:
+        capacities = [
+            SiteCapacity(_site(name, self._slots, sent.values()), self._most - len(sent))
+            for name, sent in self._sent.items()
+            if len(sent) < self._most
+        ]
+        self._homes.begin(capacities)
+        heavy = sum(_is_heavy(line) for sent in self._sent.values() for line in sent.values())
+        lines: list[BatchLine] = []
+        while len(lines) < sum(free for _, free in capacities):
+            few = heavy < PREFILL_SHARE * self._most * len(self._engines)
+            kind = bool(self._waiting[True]) and (few or not self._waiting[False])
+            line = self._homes.take(self._waiting[kind])
+            if line is None:
+                break
+            heavy += kind
+            lines.append(line)
+        for line, name in zip(lines, self._homes.assign(lines, capacities), strict=True):
+            self._send(line, name, now_s)
+
+    def _send(self, line: BatchLine, name: str, now_s: float) -> None:
+        engine = self._engines[name]
+        if not engine.scheduler.has_work:
+            engine.counts.seconds = max(engine.counts.seconds, now_s)
+        self._sent[name][line.number] = line
+        request = self._request(line.number)
+        request.any_order, request.prefill_heavy = True, _is_heavy(line)
+        engine.scheduler.queue.push(request)
+
+
+def _is_heavy(line: BatchLine) -> bool:
+    return prefill_heavy(line.prompt_tokens, line.response_tokens)
+
+
+def _site(name: str, slots: int, lines: Iterable[BatchLine]) -> Site:
+    models = {"m": Model("m", "r", 1 << 20, 0, "bench")}
+    identity = SiteIdentity(name, "boot", "cloud", "region", models, slots, 1 << 20)
+    load = LoadReport(1, 0.0, token_load=sum(line.response_tokens for line in lines))
+    return Site(identity, SiteState.READY, load)
