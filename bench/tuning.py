@@ -174,13 +174,18 @@ def resume(steps: int, kills: int) -> dict[str, object]:
 
 
 def run_child(folder: Path, steps: int, kill_after: int | None) -> None:
-    """Run a job in a process of its own; kill it with SIGKILL after so many steps of its own."""
+    """Run a job in a process of its own; kill it with SIGKILL after so many steps of its own, at a time when
+    it has written at least one snapshot.
+    """
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "bench.tuning", "--child", str(folder), "--steps", str(steps)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        for seen, _ in enumerate(child.stdout, 1):
-            if seen == kill_after:
+        steps_seen, saved = 0, False
+        for line in child.stdout:
+            saved |= line.startswith("saved")
+            steps_seen += line.startswith("StepDone")
+            if kill_after is not None and steps_seen >= kill_after and saved:
                 child.send_signal(signal.SIGKILL)
                 break
     if kill_after is None and child.returncode:
@@ -201,6 +206,7 @@ def train_here(folder: Path, steps: int) -> None:
             if isinstance(event, Snapshot):
                 last = event
                 snapshots.save(snapshots.encode(event), state)
+                print("saved", event.step, flush=True)
             else:
                 print(event, flush=True)
                 engine.submit(Request(str(event), [5, 6, 7], Sampling(max_tokens=4)))

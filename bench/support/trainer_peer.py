@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
 from site_engine.core.training import WARMUP_SHARE, Recipe
 from site_engine.training.data import Example
@@ -53,7 +54,6 @@ class TrainerPeer:
                 per_device_train_batch_size=self._recipe.batch_size,
                 learning_rate=self._recipe.learning_rate,
                 warmup_steps=round(WARMUP_SHARE * steps),
-                train_sampling_strategy="sequential",
                 logging_steps=1,
                 report_to=[],
                 save_strategy="no",
@@ -63,6 +63,8 @@ class TrainerPeer:
             )
             rows = [row(self._examples[number]) for number in order]
             trainer = transformers.Trainer(self._model, settings, train_dataset=rows, data_collator=padded)
+            in_order = DataLoader(rows, batch_size=self._recipe.batch_size, collate_fn=padded)
+            trainer.get_train_dataloader = lambda: in_order
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
