@@ -4,8 +4,8 @@
 
 Greedy answers of tiny random models in float32 on the CPU in a pool of three processes, with so little KV
 memory that requests are preempted: stop strings, end tokens, grammars, log probabilities, penalties, resumed
-answers, several choices, cancels. An engine is killed with every `--kill-every`th move, in turn the one that
-gives the request up and the one that takes it, when the move is asked for and when the request has come over.
+answers, several choices, cancels. An engine is killed with every `--kill-every`th move, by chance the giving
+or the taking one, when the move is asked for or when the request has come over.
 Each answer must be as that of one engine that nobody disturbs. Exit status 1 if one is not. The last line is
 JSON.
 """

@@ -48,7 +48,7 @@ async def pool_of(name: str, count: int, **settings: Any) -> AsyncIterator[tuple
 
 
 class Mover:
-    """Moves requests that run, and kills an engine with each `kill_every`th move, at every step in turn."""
+    """Moves requests that run, and kills an engine with each `kill_every`th move, at any step."""
 
     def __init__(
         self, pool: EnginePool, cases: Sequence[Case], most: int, kill_every: int, seed: int
@@ -76,7 +76,7 @@ class Mover:
             self.counts.asked += 1
             step = None
             if self.counts.asked % self._kill_every == 0:
-                step = sum(self.counts.killed) % len(STEPS)
+                step = self._draw.randrange(len(STEPS))
             if step in {0, 1}:
                 self._kill(step, pids[source if step == 0 else target])
             while self._pool.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
