@@ -6,13 +6,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
 from site_engine.core.chain import Variant
+from site_engine.core.training import Trains
 from site_engine.engine.device_turns import SharedDevice
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_client import COMMAND
@@ -20,7 +24,8 @@ from site_engine.engine_client import Facts, Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
-from site_engine.group import Group, Wanted
+from site_engine.federation.training import TrainingRuns
+from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
@@ -168,16 +173,44 @@ async def _serve(
     group = Group(config, engine, site, wanted)
     links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))
-    engine.start(Listener(site.outputs, site.load, on_broken))
-    group.load_wanted()
-    try:
-        links.add(config.gateways)
-        log.info("serving %s in %d slots", ", ".join(site.models), facts.slots)
-        return await run_until_shutdown(site, links, shutdown, config.drain_s)
-    finally:
-        ticking.cancel()
-        await links.close(shutdown.reason or "its engine is lost")
-        await asyncio.to_thread(engine.stop)
+    async with training_runs(config, engine, site, group) as runs:
+        engine.start(Listener(site.outputs, site.load, on_broken, *([runs.heard] if runs else [])))
+        group.load_wanted()
+        try:
+            links.add(config.gateways)
+            log.info("serving %s in %d slots", ", ".join(site.models), facts.slots)
+            drain = runs.drain if runs else None
+            return await run_until_shutdown(site, links, shutdown, config.drain_s, drain)
+        finally:
+            ticking.cancel()
+            await links.close(shutdown.reason or "its engine is lost")
+            await asyncio.to_thread(engine.stop)
+
+
+@asynccontextmanager
+async def training_runs(
+    config: SiteConfig, engine: NativeEngine, site: Site, group: Group
+) -> AsyncIterator[TrainingRuns | None]:
+    """Take orders to train where the configuration says so. Adapters lie in a folder that goes at the end."""
+    trainer = engine.trainer
+    if not config.training or trainer is None:
+        yield None
+        return
+    from site_engine.engine.training_loop import MAX_JOBS
+    from site_engine.training.archive import pack, unpack
+
+    (base,) = site.hello().models
+    runs = TrainingRuns(
+        site, trainer, base, MAX_JOBS, pack=pack, serve=group.serve_adapter, clock=time.monotonic
+    )
+    with TemporaryDirectory(prefix="mico-tuned-") as folder:
+        group.tuning = Tuning(runs.fetch, unpack, Path(folder))
+        reporting = asyncio.create_task(runs.report_forever())
+        try:
+            yield runs
+        finally:
+            reporting.cancel()
+            await runs.close()
 
 
 def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
@@ -204,6 +237,15 @@ def configured_variants(config: SiteConfig) -> dict[str, Wanted]:
     return {each.id: Wanted(Variant(*each)) for each in config.variants}
 
 
+def announced_training(config: SiteConfig) -> Trains | None:
+    if not config.training:
+        return None
+    from site_engine.engine.training_loop import MAX_JOBS
+    from site_engine.variants.peft_folder import MAX_RANK
+
+    return Trains(MAX_JOBS, MAX_RANK, config.training_usd_per_mtok)
+
+
 def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
     model = Model(
         id=config.served_model or facts.name,
@@ -228,6 +270,7 @@ def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
         usd_per_hour=config.usd_per_hour,
         version=own_version(),
         takes_orders=True,
+        trains=announced_training(config),
     )
 
 

@@ -45,6 +45,7 @@ _AT_LEAST_ZERO = (
     "stream_interval_s",
     "iteration_floor_s",
     *_PRICES,
+    "training_usd_per_mtok",
     "usd_per_hour",
     "drain_s",
     "silence_s",
@@ -100,6 +101,9 @@ class SiteConfig:
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
     variants: tuple[VariantConfig, ...] = ()  # of the model, by [[group.variant]]
     models_from: tuple[str, ...] = ()  # folders, from which alone operators' orders load variants
+    training: bool = (
+        False  # let tenants fine-tune: adapters of the model, trained in the time that chats leave
+    )
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
@@ -122,6 +126,7 @@ class SiteConfig:
     input_usd_per_mtok: float = 0.0
     output_usd_per_mtok: float = 0.0
     cached_usd_per_mtok: float | None = None  # of input that it had computed before; absent: as any input
+    training_usd_per_mtok: float = 0.0  # of trained tokens
     usd_per_hour: float = 0.0  # of a site that is paid by the hour, busy or idle, instead of by tokens
     drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "info"
@@ -143,7 +148,7 @@ class SiteConfig:
             value = getattr(self, name)
             valid = value is None or (math.isfinite(value) and value >= 0)
             _require(valid, name, f"is {value}; it must be 0 or more")
-        by_token = any(getattr(self, name) for name in _PRICES)
+        by_token = any(getattr(self, name) for name in (*_PRICES, "training_usd_per_mtok"))
         _require(
             not (self.usd_per_hour and by_token), "usd_per_hour", "and prices per token exclude each other"
         )
@@ -162,6 +167,7 @@ class SiteConfig:
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
         self._check_devices()
+        self._check_training()
         known = self.sampling_defaults in SAMPLING_DEFAULTS
         _require(known, "sampling_defaults", f"must be one of {', '.join(SAMPLING_DEFAULTS)}")
 
@@ -201,6 +207,20 @@ class SiteConfig:
             known = each == "cpu" or re.fullmatch(r"cuda:\d+", each) is not None
             _require(known, "devices", f"has {each!r}; name them as cuda:0, cuda:1, or cpu")
             _require(each == "cpu" or self.devices.count(each) == 1, "devices", f"names {each} twice")
+
+    def _check_training(self) -> None:
+        if not self.training:
+            _require(not self.training_usd_per_mtok, "training_usd_per_mtok", "is set, but training is off")
+            return
+        _require(self.engine == "native", "training", "needs the native engine: a server trains nothing here")
+        names = self.devices or (self.device,)
+        on_gpu = any(each.startswith("cuda") or (each == "auto" and NVIDIA.exists()) for each in names)
+        _require(
+            not on_gpu, "training", 'is on, but an engine on a GPU does not train yet; set device = "cpu"'
+        )
+        _require(
+            not self.separates_engine, "training", "and an engine in a process of its own exclude each other"
+        )
 
     def _check_server(self) -> None:
         for each in self.features:

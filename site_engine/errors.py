@@ -8,6 +8,7 @@
     ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
     ├── VariantRefused      this variant cannot be added or removed: whoever ordered it; nothing has changed
     ├── TrainingRefused     this job cannot be trained here: whoever ordered it; nothing was trained
+    ├── TransferFailed      content was not fetched or stored: the run, or the order, that needs it
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
 
 The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the engine thread.
@@ -69,4 +70,19 @@ class VariantRefused(SiteError):
 
 
 class TrainingRefused(SiteError):
-    """A job that cannot be trained here; the message says why."""
+    """A job that cannot be trained here; the message says why. `elsewhere`: another site may train it."""
+
+    def __init__(self, message: str, *, elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.elsewhere = elsewhere
+
+
+class TransferFailed(SiteError):
+    """Content was not fetched or stored. `final`: it is of no use to try again; `stale`: the run is not
+    current.
+    """
+
+    def __init__(self, message: str, *, final: bool = False, stale: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+        self.stale = stale

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import NamedTuple, TypeAlias
 
 from site_engine.config import MAX_NAME_CHARS, SiteConfig
 from site_engine.core.chain import Chain, Variant
-from site_engine.errors import VariantRefused
+from site_engine.core.training import Content
+from site_engine.errors import TransferFailed, VariantRefused
 from site_engine.federation.site import Site
+from site_engine.federation.training import answer
 from site_engine.messages import Model, ModelOrder, ModelState
 from site_engine.native import NativeEngine
 
@@ -31,6 +34,17 @@ CHANGING = "another order for {} is being carried out; try again later"
 
 Reply: TypeAlias = Callable[[str], None]
 """Takes why nothing has changed, or nothing."""
+
+
+class Tuning(NamedTuple):
+    """How adapters of tenants come: `fetch` returns an archive, `unpack` writes it below `folder`.
+
+    They raise TransferFailed and VariantRefused.
+    """
+
+    fetch: Callable[[Content], Awaitable[bytes]]
+    unpack: Callable[[bytes, Path], Path]
+    folder: Path
 
 
 class Wanted(NamedTuple):
@@ -60,6 +74,8 @@ class Group:
         self._waiting = 0  # orders that the engine carries out
         self._leaving: set[str] = set()  # variants that the engine is removing
         self._waking: dict[str, list[Reply]] = {}  # by variant: orders that wait for it to be awake
+        self.tuning: Tuning | None = None  # of a site that trains
+        self._adding: set[asyncio.Task[None]] = set()
         site.on_order = self.carry_out
         site.held.wake = self.wake
 
@@ -93,8 +109,8 @@ class Group:
             "wake": partial(self.wake, order.model),
         }
         if order.kind == "add":
-            variant = self._checked(order)
-            acts["add"] = partial(self.add, variant)
+            self._check_new(order.model)
+            acts["add"] = self._addition(order)
         elif order.kind not in acts:
             raise VariantRefused(f"this site knows no order {order.kind!r}; upgrade it")
         elif order.model not in self._models:
@@ -183,14 +199,59 @@ class Group:
         self._models[model.id] = model
         self._announce()
 
-    def _checked(self, order: ModelOrder) -> Variant:
-        """Return the variant that an order names. Raises VariantRefused."""
-        if not 0 < len(order.model) <= MAX_NAME_CHARS or not order.model.isprintable():
+    async def serve_adapter(self, variant_id: str, tenant: str, archive: bytes) -> str:
+        """Serve an adapter to a tenant alone, in the place of one of its name; return why not, or nothing."""
+        assert self.tuning is not None
+        try:
+            if variant_id in self._models:
+                left: str = await answer(partial(self.remove, variant_id))
+                if left:
+                    return left
+            self._check_new(variant_id)
+            folder = await asyncio.to_thread(self.tuning.unpack, archive, self.tuning.folder)
+        except VariantRefused as refused:
+            return str(refused)
+        error: str = await answer(partial(self.add, Variant(variant_id, str(folder), tenant=tenant)))
+        if error:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return error
+
+    def _addition(self, order: ModelOrder) -> Callable[[Reply], None]:
+        """Return what adds the variant that an order names. Raises VariantRefused."""
+        if order.content is None:
+            return partial(self.add, self._checked(order))
+        tuning, content = self.tuning, order.content
+        if tuning is None:
+            raise VariantRefused("this site does not train, and fetches no adapters")
+        if order.parent != self._base.id or not order.tenant:
+            raise VariantRefused(f"an adapter of {order.parent!r} is of no use beside {self._base.id}")
+
+        async def fetch_and_serve(reply: Reply) -> None:
+            try:
+                archive = await tuning.fetch(content)
+            except TransferFailed as exc:
+                reply(str(exc))
+            else:
+                reply(await self.serve_adapter(order.model, order.tenant, archive))
+
+        def begin(reply: Reply) -> None:
+            task = asyncio.create_task(fetch_and_serve(reply), name=f"fetch {order.model}")
+            self._adding.add(task)
+            task.add_done_callback(self._adding.discard)
+
+        return begin
+
+    def _check_new(self, variant_id: str) -> None:
+        """Raise VariantRefused if there can be no such variant beside those that there are."""
+        if not 0 < len(variant_id) <= MAX_NAME_CHARS or not variant_id.isprintable():
             raise VariantRefused(f"an id has 1 to {MAX_NAME_CHARS} printable characters")
-        if order.model in self._models:
-            raise VariantRefused(f"{order.model} is served here already; remove it first")
+        if variant_id in self._models:
+            raise VariantRefused(f"{variant_id} is served here already; remove it first")
         if len(self._models) >= MAX_MODELS:
             raise VariantRefused(f"{MAX_MODELS:,} variants are here, which is the limit; remove one first")
+
+    def _checked(self, order: ModelOrder) -> Variant:
+        """Return the variant of a folder that an order names. Raises VariantRefused."""
         if bool(order.adapter) == bool(order.folder):
             raise VariantRefused("an order names one folder: of an adapter or of a model")
         try:
@@ -222,6 +283,7 @@ class Group:
                 parent=self._base.id,
                 own_bytes=answer.own_bytes,
                 wake_s=_clock() - began_s,
+                tenant=variant.tenant,
             )
         )
         end("")
@@ -231,8 +293,12 @@ class Group:
         if answer is not None:
             end(str(answer))
             return
-        self._wanted.pop(variant_id, None)
+        wanted = self._wanted.pop(variant_id, None)
         self._models.pop(variant_id, None)
+        if wanted is not None and wanted.variant.tenant:  # its folder was made for it
+            asyncio.get_running_loop().run_in_executor(
+                None, partial(shutil.rmtree, wanted.variant.adapter, ignore_errors=True)
+            )
         self._announce()
         end("")
 

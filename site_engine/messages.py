@@ -22,6 +22,7 @@ from site_engine.core.request import (
     TokenLogprob,
     ToolCall,
 )
+from site_engine.core.training import Content, StopTraining, Train, Training, Trains
 from site_engine.errors import Reason
 
 # ---- from a gateway
@@ -40,6 +41,7 @@ class Welcome:
     reads_models: bool = False
     worker_ports: tuple[int, ...] = ()
     reads_held: bool = False
+    tunes: bool = False  # reads Training, and keeps a tenant's models to that tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +211,18 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ModelOrder:
-    """`kind` is "add", "remove", "sleep" or "wake"; to add, `adapter` or `folder` is a folder here."""
+    """`kind` is "add", "remove", "sleep" or "wake"; to add, `adapter` or `folder` is a folder here, or
+    `content` an adapter of `parent` that the site fetches, for a tenant alone.
+    """
 
     order_id: str
     kind: str
     model: str
     adapter: str = ""
     folder: str = ""
+    content: Content | None = None
+    tenant: str = ""
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +253,12 @@ class Model:
     own_bytes: int = 0  # that it needs beside its parent
     state: ModelState = ModelState.READY
     wake_s: float = 0.0  # that waking takes, 0: unknown
+    tenant: str = ""  # whose model it is alone
+
+
+def of_everyone(models: tuple[Model, ...]) -> tuple[Model, ...]:
+    """Return the models that are no tenant's alone."""
+    return tuple(each for each in models if not each.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +279,7 @@ class Hello:
     pool: str = ""
     attempts: tuple[str, ...] = ()
     takes_orders: bool = False
+    trains: Trains | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +403,18 @@ class Prefixes:
 
 
 FromGateway: TypeAlias = (
-    Welcome | Assign | Count | Rejected | Cancel | Release | Drain | Resume | ModelOrder | Ping
+    Welcome
+    | Assign
+    | Count
+    | Rejected
+    | Cancel
+    | Release
+    | Drain
+    | Resume
+    | ModelOrder
+    | Ping
+    | Train
+    | StopTraining
 )
 FromSite: TypeAlias = (
     Hello
@@ -407,9 +432,12 @@ FromSite: TypeAlias = (
     | Draining
     | Bye
     | Prefixes
+    | Training
 )
 
 OnModelOrder: TypeAlias = Callable[[ModelOrder, Callable[[str], None]], None]
 """Callback for an order; replies once, with the error or nothing."""
+OnTraining: TypeAlias = Callable[[Train | StopTraining], None]
+"""Callback for an order to train, or to stop."""
 OnFinish: TypeAlias = Callable[[Assign, int, Output], None]
 """Callback for the last output of each choice of an attempt; the number is that of the choice."""

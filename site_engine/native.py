@@ -174,6 +174,11 @@ class NativeEngine:
     def request_load(self) -> None:
         self._core.request_load()
 
+    @property
+    def trainer(self) -> EngineThread | None:
+        """What trains adapters: an engine of this process; None for one in another."""
+        return self._core if isinstance(self._core, EngineThread) else None
+
     # ---- variants
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from site_engine.federation.link import Links
@@ -67,18 +67,32 @@ class Shutdown:
                 loop.remove_signal_handler(number)
 
 
-async def run_until_shutdown(site: Site, links: Links, shutdown: Shutdown, drain_s: float) -> int:
-    """Wait for a shutdown, drain for at most `drain_s`, close the links; return the exit status."""
+async def run_until_shutdown(
+    site: Site,
+    links: Links,
+    shutdown: Shutdown,
+    drain_s: float,
+    drain: Callable[[], Awaitable[object]] | None = None,
+) -> int:
+    """Wait for a shutdown, drain for at most `drain_s`, close the links; return the exit status.
+
+    `drain` ends what else the site does.
+    """
     await shutdown.requested.wait()
     if not shutdown.immediate.is_set():
         log.info("draining: %s; %d attempts still run", shutdown.reason, site.live)
         site.drain(shutdown.reason, drain_s)
         idle = asyncio.Event()
         site.when_idle(idle.set)
-        waiting = [asyncio.create_task(event.wait()) for event in (idle, shutdown.immediate)]
+        ends = [idle.wait()] if drain is None else [idle.wait(), drain()]
+        waiting = [
+            asyncio.ensure_future(asyncio.gather(*ends)),
+            asyncio.create_task(shutdown.immediate.wait()),
+        ]
         await asyncio.wait(waiting, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
     log.info("ending with %d attempts left", site.live)
     await links.close(shutdown.reason)
     return shutdown.status

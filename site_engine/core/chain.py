@@ -13,13 +13,15 @@ class Variant(NamedTuple):
     """A variant as an operator asks for it: `id` is its model name, one of the folders is given.
 
     `adapter` is a folder as peft writes it; `model` is a fine-tuned model of the base's architecture.
-    `fingerprint`: that of the chain which the folder must still hold; empty takes any.
+    `fingerprint`: that of the chain which the folder must still hold; empty takes any. `tenant`: whose
+    model it is alone; empty: everyone's.
     """
 
     id: str
     adapter: str = ""
     model: str = ""
     fingerprint: str = ""
+    tenant: str = ""
 
 
 class BlockKind(StrEnum):

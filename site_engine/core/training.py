@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from math import isfinite
 from typing import Any, NamedTuple, TypeAlias
 
@@ -95,3 +96,97 @@ class Failed(NamedTuple):
 
 
 TrainingEvent: TypeAlias = StepDone | Saved | Failed
+
+
+# ---- on the link
+
+
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """What a site announces of its training. `runs` at once; 0 dollars: free, or paid by the hour."""
+
+    runs: int
+    max_rank: int
+    usd_per_mtok: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Content that is fetched or stored beside the link, by its digest."""
+
+    sha256: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """The order for a run of a job. The run's name fences: what comes of another run is dropped.
+
+    `revision` is that of the base in earlier runs, empty in the first.
+    """
+
+    job_id: str
+    run: str
+    tenant: str
+    model: str  # the base
+    tuned_model: str
+    data: Content
+    validation: Content | None = None
+    snapshot: Content | None = None
+    epochs: int = 3
+    batch_size: int = 16
+    learning_rate: float = 2e-4
+    rank: int = 16
+    alpha: float = 32.0
+    target: str = "all-linear"
+    seed: int = 0
+    revision: str = ""
+
+    def recipe(self) -> Recipe:
+        """Return the hyperparameters. Raises ValueError for values that no job has."""
+        shape = AdapterShape(self.rank, self.alpha, self.target)
+        return Recipe(self.epochs, self.batch_size, self.learning_rate, self.seed, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StopTraining:
+    """With `snapshot` the run is stored, and ends; without, it is dropped, also if it has ended."""
+
+    run: str
+    snapshot: bool
+
+
+class Kind(IntEnum):
+    """What a run stores; numbers as on the wire."""
+
+    SNAPSHOT = 0
+    CHECKPOINT = 1
+    ADAPTER = 2
+
+
+class End(IntEnum):
+    """How a run ended; numbers as on the wire."""
+
+    RUNNING = 0
+    SUCCEEDED = 1
+    FAILED = 2  # the job can't succeed anywhere
+    STOPPED = 3
+    GIVEN_UP = 4  # another site may go on
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A report of a run. `steps` are the newest, also if they were reported before."""
+
+    job_id: str
+    run: str
+    step: int
+    total_steps: int
+    trained_tokens: int
+    steps: tuple[StepDone, ...]
+    tokens_per_s: float
+    end: End
+    error_code: str
+    error: str
+    epoch: int
+    revision: str

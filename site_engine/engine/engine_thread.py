@@ -215,7 +215,8 @@ class EngineThread:
                 begin = partial(_raise, refused)
             except Exception as exc:
                 log.exception("job %s could not be read", order.job_id)
-                begin = partial(_raise, TrainingRefused(f"the job could not be read: {_describe(exc)}"))
+                reason = f"the job could not be read: {_describe(exc)}"
+                begin = partial(_raise, TrainingRefused(reason, elsewhere=True))
             self._ask(partial(run, begin))
 
         def run(begin: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ class TrainingLoop:
         from site_engine.training.job import open_job  # imported where jobs are trained
 
         if self._model.device.type != "cpu":
-            raise TrainingRefused("an engine on a GPU does not train yet")
+            raise TrainingRefused("an engine on a GPU does not train yet", elsewhere=True)
         return partial(self.begin, order.job_id, order.tenant, open_job(self._model, order, self._clock))
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:
@@ -87,7 +87,7 @@ class TrainingLoop:
         if job_id in self.jobs:
             raise TrainingRefused(f"{job_id} is trained here already")
         if len(self.jobs) >= MAX_JOBS:
-            raise TrainingRefused(f"{MAX_JOBS} jobs are trained here, which is the limit")
+            raise TrainingRefused(f"{MAX_JOBS} jobs are trained here, which is the limit", elsewhere=True)
         self._used_s.setdefault(tenant, min(self._used_s.values(), default=0.0))
         self.jobs[job_id] = _Running(tenant, job)
 

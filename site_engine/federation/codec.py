@@ -1,4 +1,4 @@
-"""Convert protobuf to frozen values and back: no other module of the site touches a protobuf message.
+"""Convert protobuf to frozen values and back: only `training_codec.py` and `bulk.py` touch messages, too.
 
 Checks everything that comes in; an invalid Assign becomes a Rejected.
 """
@@ -14,7 +14,9 @@ from typing import Any
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
+from site_engine.core.training import Training
 from site_engine.errors import NotServed, Reason, WrongMessage
+from site_engine.federation import training_codec
 from wire import federation_pb2 as pb
 
 LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
@@ -83,6 +85,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         body.reads_models,
         tuple(body.worker_ports),
         body.reads_held,
+        body.tunes,
     )
 
 
@@ -304,7 +307,7 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
     "release": lambda body: m.Release(body.release_id, tuple(dict.fromkeys(body.attempt_ids))),
     "drain": lambda body: m.Drain(body.deadline_s, body.reason),
     "resume": lambda body: m.Resume(body.reason),
-    "order": lambda body: m.ModelOrder(body.order_id, body.kind, body.model, body.adapter, body.folder),
+    **training_codec.DECODERS,
     "ping": lambda body: m.Ping(body.nonce),
 }
 
@@ -394,7 +397,7 @@ def encode_logprob(value: TokenLogprob) -> pb.TokenLogprob:
 
 def encode_hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
-    own["models"] = encode_models(hello.models)
+    own |= {"models": encode_models(hello.models), "trains": training_codec.encode_trains(hello.trains)}
     own |= {"protocol": LOWEST_PROTOCOL, "highest_protocol": HIGHEST_PROTOCOL}
     return pb.Hello(reads_bunches=True, **own)
 
@@ -439,5 +442,6 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     m.Models: ("models", lambda value: pb.Models(models=encode_models(value.models))),
     m.Load: ("load", encode_load),
     m.Rejected: ("rejected", encode_rejected),
+    Training: ("training", training_codec.encode_training),
     **{getattr(m, name): (name.lower(), _as(getattr(pb, name))) for name in _PLAIN.split()},
 }

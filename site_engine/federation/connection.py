@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from site_engine.federation.attempts import Attempts
+from site_engine.messages import Model, Welcome, of_everyone
+
+if TYPE_CHECKING:
+    from site_engine.federation.bulk import Bulk
+
+MAX_GRACE_S = 600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +32,25 @@ class Connection:
     reads_prefixes: bool = False
     reads_models: bool = False
     reads_held: bool = False
+    tunes: bool = False
+    bulk: Bulk | None = None  # calls beside the stream, while one is up
     hello_is_old: bool = (
         False  # it names other models than are served now, and the gateway knows Hello's only
     )
     has_bid: bool = False
     bid_s: float = float("-inf")
+
+    def welcomed(self, welcome: Welcome, wake: Callable[[], None]) -> None:
+        """Begin a stream with what its gateway says of itself."""
+        self.linked, self.wake, self.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
+        self.draining = self.has_bid = self.hello_is_old = False
+        self.protocol, self.reads_prefixes = welcome.protocol, welcome.reads_prefixes
+        self.reads_models, self.reads_held = welcome.reads_models, welcome.reads_held
+        self.tunes = welcome.tunes
+
+    def visible(self, models: tuple[Model, ...]) -> tuple[Model, ...]:
+        """Return the models that the gateway is told of."""
+        return models if self.tunes else of_everyone(models)
 
     def withdraw_bid(self) -> None:
         self.has_bid = False

@@ -16,8 +16,10 @@ from typing import Any
 
 import grpc
 
+from site_engine.core.training import StopTraining, Train
 from site_engine.errors import LinkLost, WrongMessage
 from site_engine.federation import codec
+from site_engine.federation.bulk import Bulk
 from site_engine.federation.connection import Connection
 from site_engine.federation.site import Site
 from site_engine.messages import Bye, FromSite, Hello, Welcome
@@ -159,6 +161,7 @@ class Link:
             hello = self._site.hello()
             welcome = await self._handshake(stream, hello)
             connection = self._site.welcomed(hello, welcome, self._changed.set)
+            connection.bulk = Bulk(partial(self._open_channel, self.address), self._metadata)
             log.info("linked to gateway %s at %s", welcome.gateway, self.address)
             self._failures, self._gateway = 0, welcome.gateway
             host = self.address.rpartition(":")[0]
@@ -217,6 +220,8 @@ class Link:
                 decoded = codec.decode(each)
                 if decoded is None:
                     self._site.unknown_messages += 1
+                elif isinstance(decoded, Train | StopTraining):
+                    self._site.on_training(decoded)
                 else:
                     self._site.receive(connection, decoded)
 

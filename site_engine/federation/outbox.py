@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
+from site_engine.core.training import Training
 from site_engine.federation.send_pace import SendPace
 from site_engine.messages import (
     Accepted,
@@ -42,7 +43,7 @@ _ABOUT_ATTEMPTS = (Accepted, Rejected, Released)
 
 class Outbox:
     """The models leave first; then answers in the order they were put; then one Step with the deltas due;
-    then load and bid.
+    then load, bid and the newest report of each run of training.
     """
 
     def __init__(self, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
@@ -57,6 +58,7 @@ class Outbox:
         self._bid: Bid | None = None
         self._prefixes: dict[bytes, None] = {}  # the newest last
         self._prefixes_s = float("-inf")
+        self._training: dict[str, Training] = {}  # by run
 
     @property
     def full(self) -> bool:
@@ -98,6 +100,10 @@ class Outbox:
         while len(self._prefixes) > MAX_PREFIXES:
             del self._prefixes[next(iter(self._prefixes))]
 
+    def training(self, report: Training) -> None:
+        """The latest report of a run replaces one not yet sent."""
+        self._training[report.run] = report
+
     def attempt_ids(self) -> Iterator[str]:
         """Return the attempts with deltas not yet taken."""
         return (attempt_id for attempt_id, _ in self._deltas)
@@ -107,6 +113,7 @@ class Outbox:
         self._answers = deque(each for each in self._answers if isinstance(each, _ABOUT_ATTEMPTS))
         self._models = self._load = self._bid = None
         self._prefixes.clear()
+        self._training.clear()
 
     def take(self, now: float, busy_s: float = 0.0) -> list[FromSite]:
         """Return everything that is due now, in the order in which it must be written.
@@ -138,11 +145,13 @@ class Outbox:
             taken.append(Prefixes(b"".join(self._prefixes)))
             self._prefixes.clear()
             self._prefixes_s = now
+        taken += self._training.values()
+        self._training.clear()
         return taken
 
     def due_s(self) -> float | None:
         """Return the time at which something is due; None if nothing is owed."""
-        if self._answers or self._bid is not None or self._urgent:
+        if self._answers or self._bid is not None or self._urgent or self._training:
             return float("-inf")
         moments = []
         if self._deltas:

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 SIGN_OF_LIFE_S = 1.5
 """After so long without a report a site says that it is there: what its engine does is judged by reports."""
 BID_INTERVAL_S = 1.0
-MAX_GRACE_S = 600.0
 NO_PING = 0
 """The number of no ping: they count from 1."""
 STUCK_AFTER_S = 120.0
@@ -65,6 +64,7 @@ class Site:
         self._clock = clock
         self._max_preparing = max_preparing
         self._stream_interval_s = stream_interval_s
+        self._served = hello.models  # with those of tenants, which Hello does not have
         self._models = {model.id for model in hello.models}
         self.held = HeldCalls(max_preparing)
         self._connections: dict[str, Connection] = {}
@@ -73,6 +73,7 @@ class Site:
         self._loads = 0
         self._bids = 0
         self.on_order: m.OnModelOrder | None = None  # orders are refused without it
+        self.on_training: m.OnTraining = lambda _: None
         self.unknown_messages = 0  # of kinds that only newer gateways know
         self._pace = ReportPace(hello.slots, hello.kv_capacity_tokens)
         self._load_s = self._sign_s = float("-inf")
@@ -96,6 +97,11 @@ class Site:
         return frozenset(each.gateway for each in self._connections.values() if each.linked)
 
     @property
+    def tuning(self) -> list[Connection]:
+        """Gateways with a stream that is up that have jobs of fine-tuning."""
+        return [each for each in self._connections.values() if each.linked and each.tunes]
+
+    @property
     def reports(self) -> int:
         """The number of load reports made so far."""
         return self._loads
@@ -115,11 +121,8 @@ class Site:
             self._connected += 1
             attempts = Attempts(self._connected, self._routes, self._on_finish, self._stream_interval_s)
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
-        known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
-        known.draining = known.has_bid = known.hello_is_old = False
-        known.protocol, known.reads_prefixes = welcome.protocol, welcome.reads_prefixes
-        known.reads_models, known.reads_held = welcome.reads_models, welcome.reads_held
-        if hello.models != self._hello.models:  # they changed while the stream was opened
+        known.welcomed(welcome, wake)
+        if hello.models != known.visible(self._served):  # they changed meanwhile, or are a tenant's
             self._announce_models(known)
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
@@ -310,10 +313,11 @@ class Site:
 
     def set_models(self, models: tuple[m.Model, ...]) -> None:
         """Serve these models from now on and notify every gateway. Attempts of a model that is gone go on."""
-        self._hello = replace(self._hello, models=models)
+        before, self._served = self._served, models
+        self._hello = replace(self._hello, models=m.of_everyone(models))
         self._models = {model.id for model in models}
         for connection in self._connections.values():
-            if connection.linked:
+            if connection.linked and connection.visible(before) != connection.visible(models):
                 self._announce_models(connection)
                 connection.wake()
         self.held.set_models(models)
@@ -331,7 +335,7 @@ class Site:
     def _announce_models(self, connection: Connection) -> None:
         """Send the models; to a gateway that knows only those of Hello, `link.py` says Hello again."""
         if connection.reads_models:
-            connection.attempts.outbox.models(m.Models(self._hello.models))
+            connection.attempts.outbox.models(m.Models(connection.visible(self._served)))
         else:
             connection.hello_is_old = True
 

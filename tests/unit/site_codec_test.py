@@ -15,12 +15,25 @@ from gateway.failure import Resume
 from gateway.federation import codec as gateway_codec
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.directory import Directory
+from gateway.federation.training import trains_of
 from gateway.openai.sampling import MODEL_DEFAULTS
 from gateway.prompt import Chat, Message
 from predictor.forecast import Forecast
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingPoint, Sampling, Timings, TokenLogprob
+from site_engine.core.training import (
+    AdapterShape,
+    Content,
+    End,
+    Kind,
+    Recipe,
+    StepDone,
+    StopTraining,
+    Train,
+    Training,
+    Trains,
+)
 from site_engine.errors import Reason, WrongMessage
 from site_engine.federation import codec
 from tests.support.site_fakes import HELLO, FakeEngine
@@ -244,10 +257,43 @@ def test_hello_and_load_carry_every_figure() -> None:
     figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0)
     (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
     unsaid = set(pb.Load.DESCRIPTOR.fields_by_name) - {each.name for each, _ in load.load.ListFields()}
-    assert unsaid == {"training", "training_s_per_iteration"}  # of sites that train
-    (hello,) = codec.encode(HELLO)
+    assert unsaid == {"training", "training_s_per_iteration"}  # no gateway reads them
+    (hello,) = codec.encode(replace(HELLO, trains=Trains(2, 64, 1.5)))
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
-    assert unset == {"attempts", "trains"}
+    assert unset == {"attempts"}
+    assert trains_of(hello.hello) == (2, 64, 1.5)
+    assert trains_of(next(codec.encode(HELLO)).hello) is None
+
+
+def test_an_order_to_train_and_its_report_say_everything() -> None:
+    content = pb.Content(sha256=b"a" * 32, bytes=9)
+    order = pb.Train(
+        job_id="j", run="r", tenant="t", model="b", tuned_model="ft:b", data=content, validation=content
+    )
+    order.epochs, order.batch_size, order.learning_rate, order.rank, order.alpha = 2, 4, 0.5, 8, 16.0
+    order.target, order.seed, order.revision = "attention", 7, "rev"
+    got = codec.decode(pb.GatewayMessage(train=order))
+    data = Content(b"a" * 32, 9)
+    assert got == Train(
+        "j", "r", "t", "b", "ft:b", data, data, None, 2, 4, 0.5, 8, 16.0, "attention", 7, "rev"
+    )
+    assert got.recipe() == Recipe(2, 4, 0.5, 7, AdapterShape(8, 16.0, "attention"))
+    stop = codec.decode(pb.GatewayMessage(stop_training=pb.StopTraining(run="r", snapshot=True)))
+    assert stop == StopTraining("r", snapshot=True)
+    steps = (StepDone(1, 2, 0.5, 0.25, 10), StepDone(2, 2, 0.25, 0.5, 20, 0.75))
+    report = Training("j", "r", 2, 2, 20, steps, 5.0, End.GIVEN_UP, "word", "why", 1, "rev")
+    (message,) = codec.encode(report)
+    unsaid = set(pb.Training.DESCRIPTOR.fields_by_name) - {
+        each.name for each, _ in message.training.ListFields()
+    }
+    assert not unsaid
+    assert message.training.end == pb.Training.GIVEN_UP
+    assert [each.HasField("validation_loss") for each in message.training.steps] == [False, True]
+
+
+def test_the_numbers_of_ends_and_of_contents_are_those_of_the_wire() -> None:
+    assert {each.name: each.value for each in End} == dict(pb.Training.End.items())
+    assert {each.name: each.value for each in Kind} == dict(pb.StoreBegin.Kind.items())
 
 
 def test_a_gateway_takes_the_longest_token_and_bounds_prompts_by_it() -> None:

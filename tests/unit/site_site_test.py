@@ -11,8 +11,9 @@ from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine_client import LoadSeen
 from site_engine.errors import Reason
+from site_engine.federation.connection import MAX_GRACE_S
 from site_engine.federation.report_pace import REPORT_EVERY_S
-from site_engine.federation.site import BID_INTERVAL_S, MAX_GRACE_S, STUCK_AFTER_S, Site
+from site_engine.federation.site import BID_INTERVAL_S, STUCK_AFTER_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 

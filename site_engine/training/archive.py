@@ -1,0 +1,44 @@
+"""An adapter as one file: a tar archive of the two files that peft writes."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import tempfile
+from pathlib import Path
+
+from site_engine.core.training import AdapterShape
+from site_engine.errors import VariantRefused
+from site_engine.training.adapter import write_folder
+from site_engine.training.snapshot import decode
+from site_engine.variants.peft_folder import CONFIG, WEIGHTS
+
+
+def pack(snapshot: bytes, shape: AdapterShape, base: str) -> bytes:
+    """Return the archive of a snapshot's adapter; equal adapters have equal archives."""
+    with tempfile.TemporaryDirectory(prefix="mico-adapter-") as parent:
+        folder = Path(parent) / "adapter"
+        write_folder(folder, decode(snapshot).adapter, shape, base)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for name in (CONFIG, WEIGHTS):
+                content = (folder / name).read_bytes()
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def unpack(archive: bytes, parent: Path) -> Path:
+    """Write the files of an archive to a new folder in `parent` and return it. Raises VariantRefused."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+            for name in (CONFIG, WEIGHTS):
+                file = opened.extractfile(name)
+                if file is None:
+                    raise VariantRefused(f"{name} in the archive of the adapter is no file")
+                (folder / name).write_bytes(file.read())
+    except (tarfile.TarError, KeyError) as exc:
+        raise VariantRefused(f"the content is no archive of an adapter: {exc}") from exc
+    return folder
