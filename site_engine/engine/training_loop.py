@@ -15,9 +15,9 @@ from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
 from site_engine.core.training import TrainingOrder
 from site_engine.errors import TrainingRefused
-from site_engine.model.loader import LoadedModel
 
 if TYPE_CHECKING:
+    from site_engine.model.loader import LoadedModel
     from site_engine.training.snapshot import Snapshot
     from site_engine.training.trainer import Event
 
