@@ -209,8 +209,8 @@ class Group:
                     return left
             self._check_new(variant_id)
             folder = await asyncio.to_thread(self.tuning.unpack, archive, self.tuning.folder)
-        except VariantRefused as refused:
-            return str(refused)
+        except (VariantRefused, OSError) as exc:
+            return str(exc)
         error: str = await answer(partial(self.add, Variant(variant_id, str(folder), tenant=tenant)))
         if error:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -229,10 +229,13 @@ class Group:
         async def fetch_and_serve(reply: Reply) -> None:
             try:
                 archive = await tuning.fetch(content)
-            except TransferFailed as exc:
-                reply(str(exc))
-            else:
-                reply(await self.serve_adapter(order.model, order.tenant, archive))
+                self._check_new(
+                    order.model
+                )  # meanwhile another gateway may have ordered it, or a run made it
+                error = await self.serve_adapter(order.model, order.tenant, archive)
+            except (TransferFailed, VariantRefused) as exc:
+                error = str(exc)
+            reply(error)
 
         def begin(reply: Reply) -> None:
             task = asyncio.create_task(fetch_and_serve(reply), name=f"fetch {order.model}")

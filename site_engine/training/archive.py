@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
@@ -30,7 +31,10 @@ def pack(snapshot: bytes, shape: AdapterShape, base: str) -> bytes:
 
 
 def unpack(archive: bytes, parent: Path) -> Path:
-    """Write the files of an archive to a new folder in `parent` and return it. Raises VariantRefused."""
+    """Write the files of an archive to a new folder in `parent` and return it.
+
+    Raises VariantRefused and OSError, and leaves nothing behind then.
+    """
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
@@ -39,6 +43,9 @@ def unpack(archive: bytes, parent: Path) -> Path:
                 if file is None:
                     raise VariantRefused(f"{name} in the archive of the adapter is no file")
                 (folder / name).write_bytes(file.read())
-    except (tarfile.TarError, KeyError) as exc:
-        raise VariantRefused(f"the content is no archive of an adapter: {exc}") from exc
+    except Exception as exc:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(exc, tarfile.TarError | KeyError):
+            raise VariantRefused(f"the content is no archive of an adapter: {exc}") from exc
+        raise
     return folder

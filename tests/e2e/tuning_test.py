@@ -91,6 +91,10 @@ def answers(client: OpenAI, model: str) -> tuple[list[str], set[str]]:
     return texts, sites
 
 
+def models_at(federation: LocalFederation, site: str) -> set[str]:
+    return set(federation.sites()[site]["models"])
+
+
 def learned(texts: list[str]) -> int:
     """Return how many answers have the form of the examples: a digit, an exclamation mark."""
     return sum(len(text) == 2 and text[0].isdigit() and text[1] == "!" for text in texts)
@@ -100,7 +104,7 @@ def test_a_job_by_the_sdk_becomes_a_model_that_answers(
     federation: LocalFederation, client: OpenAI, tmp_path: Path
 ) -> None:
     write_tiny_model(tmp_path / "base")
-    with training_site(federation, tmp_path, "school"):
+    with training_site(federation, tmp_path, "school") as school:
         created = create(client, rows=16, epochs=6)
         job = ended(client, created.id)
         assert (job.status, job.error) == ("succeeded", None), (tmp_path / "school.log").read_text()
@@ -114,15 +118,17 @@ def test_a_job_by_the_sdk_becomes_a_model_that_answers(
         assert learned(before) == 0 and learned(after) >= 6, after
         listed = {each.id: each.to_dict() for each in client.models.list().data}
         assert listed[job.fine_tuned_model]["parent"] == BASE
-        client.models.delete(job.fine_tuned_model)
-        eventually(
-            lambda: job.fine_tuned_model not in federation.sites()["school"]["models"],
-            "the site serves it no more",
-        )
+        with training_site(federation, tmp_path, "other"):
+            os.kill(school.pid, signal.SIGKILL)
+            eventually(lambda: job.fine_tuned_model in models_at(federation, "other"), "another fetches it")
+            assert answers(client, job.fine_tuned_model) == (after, {"other"})
+            client.models.delete(job.fine_tuned_model)
+            eventually(lambda: models_at(federation, "other") == {BASE}, "the site serves it no more")
 
 
-def test_another_site_finishes_from_the_snapshot_of_one_that_was_killed(
-    federation: LocalFederation, client: OpenAI, tmp_path: Path
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_another_site_finishes_from_the_snapshot_of_one_that_ended(
+    federation: LocalFederation, client: OpenAI, tmp_path: Path, end: signal.Signals
 ) -> None:
     write_tiny_model(tmp_path / "base")
     with ExitStack() as stack:
@@ -132,7 +138,8 @@ def test_another_site_finishes_from_the_snapshot_of_one_that_was_killed(
             lambda: list(client.fine_tuning.jobs.checkpoints.list(created.id)),
             "a checkpoint is stored",
         )
-        os.kill(first.pid, signal.SIGKILL)
+        os.kill(first.pid, end)
+        assert first.wait(60) == (0 if end is signal.SIGTERM else -end)
         stack.enter_context(training_site(federation, tmp_path, "second"))
         job = ended(client, created.id)
         log = (tmp_path / "second.log").read_text()

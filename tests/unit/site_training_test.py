@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
+import tarfile
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from site_engine import messages as m
 from site_engine.core.training import (
@@ -22,10 +30,13 @@ from site_engine.core.training import (
     Training,
     TrainingOrder,
 )
-from site_engine.errors import TrainingRefused, TransferFailed
+from site_engine.errors import TrainingRefused, TransferFailed, VariantRefused
 from site_engine.federation.connection import Connection
 from site_engine.federation.site import Site
 from site_engine.federation.training import MAX_SAVED, TrainingRuns
+from site_engine.training.archive import pack, unpack
+from site_engine.training.snapshot import Snapshot
+from site_engine.variants.peft_folder import CONFIG, PREFIX, WEIGHTS
 from tests.support.site_fakes import HELLO, FakeClock
 
 BASE = HELLO.models[0]
@@ -318,3 +329,41 @@ async def test_a_site_that_ends_stores_its_runs_and_takes_no_others() -> None:
     scene.order("r2", "other")
     ended = await scene.ended()
     assert (ended.run, ended.end, ended.error_code) == ("r2", End.GIVEN_UP, "draining")
+
+
+def test_a_tenants_model_is_told_only_to_gateways_that_keep_it_to_the_tenant() -> None:
+    scene = Scene()
+    own = replace(BASE, id="ft:m", parent=BASE.id, tenant="acme")
+    scene.site.set_models((BASE, own))
+
+    def told(connection: Connection) -> list[tuple[m.Model, ...]]:
+        taken = connection.attempts.outbox.take(float("inf"))
+        return [each.models for each in taken if isinstance(each, m.Models)]
+
+    assert (told(scene.tuned), told(scene.old)) == ([(BASE, own)], [])
+    assert scene.site.hello().models == (BASE,)
+    assert told(scene.link("new", tunes=True)) == [(BASE, own)]
+    assert told(scene.link("newer, and old", tunes=False)) == []
+    everyones = replace(own, id="v", tenant="")
+    scene.site.set_models((BASE, own, everyones))
+    assert (told(scene.tuned), told(scene.old)) == ([(BASE, own, everyones)], [(BASE, everyones)])
+
+
+def test_an_archive_has_the_two_files_and_what_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
+    factors = {f"{PREFIX}a.lora_A.weight": torch.ones(2, 3), f"{PREFIX}a.lora_B.weight": torch.zeros(3, 2)}
+    snapshot = Snapshot(1, {}, {**factors, f"exp_avg.{PREFIX}a.lora_A.weight": torch.ones(2, 3)})
+    data = snapshot.saved(last=True).data
+    archive = pack(data, AdapterShape(2, 4.0), "base")
+    assert archive == pack(data, AdapterShape(2, 4.0), "base")
+    folder = unpack(archive, tmp_path)
+    assert sorted(each.name for each in folder.iterdir()) == [CONFIG, WEIGHTS]
+    assert load_file(folder / WEIGHTS).keys() == factors.keys()
+    outside = io.BytesIO()
+    with tarfile.open(fileobj=outside, mode="w") as made:
+        link = tarfile.TarInfo(CONFIG)
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        made.addfile(link)
+    for wrong in (b"", b"x" * 2000, archive[:600], outside.getvalue()):
+        with pytest.raises(VariantRefused):
+            unpack(wrong, tmp_path)
+    assert list(tmp_path.iterdir()) == [folder]
