@@ -73,7 +73,8 @@ def finish_s(work: Work, cached_tokens: int, engine: Engine, cost: IterationCost
     if must_end > 0:
         place = (must_end - 1) // load.running_weight
         ends = load.running_remaining
-        iterations = ends[place] if place < len(ends) else (sum(ends) + waiting_tokens) / slots
+        all_ends = (load.running_weight * sum(ends) + waiting_tokens) / slots
+        iterations = ends[place] if place < len(ends) else max([all_ends, *ends[-1:]])
     prefill_s = cost.per_token_s * (unread + work.prompt_tokens - cached_tokens)
     return iterations * iteration_s + prefill_s + work.response_tokens * iteration_s
 

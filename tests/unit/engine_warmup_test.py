@@ -27,8 +27,8 @@ def test_long_prompts_run_alone_and_beside_answers_of_any_context() -> None:
     plans = []
     plan_of = engine._scheduler.plan
 
-    def seen(now: float, max_new: int | None = None) -> SchedulePlan:
-        plans.append(plan := plan_of(now, max_new))
+    def seen(now: float, **limits: int | None) -> SchedulePlan:
+        plans.append(plan := plan_of(now, **limits))
         return plan
 
     engine._scheduler.plan = seen  # type: ignore[method-assign]
