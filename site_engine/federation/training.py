@@ -72,6 +72,7 @@ class Run:
         self.unreported = 0  # steps
         self.saved: deque[Saved] = deque(maxlen=MAX_SAVED)
         self.failure: str | None = None
+        self.fetches = True  # what it needs, before it trains
         self.stops = False  # a gateway wants a snapshot, and the end
         self.changed = asyncio.Event()
         self.ended = Ended()
@@ -127,8 +128,7 @@ class TrainingRuns:
         elif (run := self._runs.get(order.run)) is None:
             log.debug("run %s is not here", order.run)
         elif order.snapshot:
-            run.stops = True
-            run.changed.set()
+            self._stop(run)
         else:
             self._drop(run)
 
@@ -150,6 +150,15 @@ class TrainingRuns:
         else:
             log.info("run %s of job %s begins", order.run, order.job_id)
             run.task = asyncio.create_task(self._carry_out(run), name=f"train {order.run}")
+
+    def _stop(self, run: Run) -> None:
+        """Have a run stored and ended. Of one that still fetches there is nothing to store."""
+        if run.fetches and run.task is not None and not run.ended.end:
+            run.task.cancel()
+            self._end(run, Ended(End.STOPPED))
+        else:
+            run.stops = True
+            run.changed.set()
 
     def _drop(self, run: Run) -> None:
         """Forget a run, and have the engine forget it."""
@@ -205,8 +214,7 @@ class TrainingRuns:
         self._draining = True
         tasks = []
         for run in self._runs.values():
-            run.stops = True
-            run.changed.set()
+            self._stop(run)
             tasks += [] if run.task is None else [run.task]
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -249,6 +257,7 @@ class TrainingRuns:
         data = await self.fetch(order.data, MAX_DATA_BYTES)
         valid = await self.fetch(order.validation, MAX_DATA_BYTES) if order.validation else b""
         snapshot = await self.fetch(order.snapshot) if order.snapshot else b""
+        run.fetches = False
         job = TrainingOrder(order.run, order.tenant, recipe, data, valid, snapshot)
         refused = await answer(partial(self._engine.train, job))
         del job, data, valid, snapshot

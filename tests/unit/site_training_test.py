@@ -230,6 +230,20 @@ async def test_a_fetch_goes_on_where_it_was_cut_and_a_missing_file_ends_the_run(
 
 
 @on_a_loop
+async def test_a_run_that_still_fetches_stops_at_once() -> None:
+    scene = Scene()
+    scene.tuned.bulk = None  # no gateway has the file now
+    scene.order()
+    await asyncio.sleep(0)
+    scene.runs.receive(StopTraining("r1", snapshot=True))
+    assert [each.end for each in scene.reports()] == [End.STOPPED]
+    scene.tuned.bulk = scene.store  # type: ignore[assignment]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (scene.store.offsets, scene.trainer.jobs) == ([], {})
+
+
+@on_a_loop
 async def test_a_run_that_is_not_current_is_dropped_without_a_word() -> None:
     scene = Scene()
     scene.order()
