@@ -68,12 +68,12 @@ class Bench:
         self.began_s = time.perf_counter()
         self._seed = 0
 
-    def say(self, **record: Any) -> None:
+    def log(self, **record: Any) -> None:
         print(json.dumps({"at_s": round(time.perf_counter() - self.began_s, 1), **record}), flush=True)
 
     def claim(self, what: str, value: float, limit: float, *, at_least: bool) -> None:
         self.claims.append(Claim(what, value, limit, at_least))
-        self.say(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
+        self.log(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
 
     def work(self, chains: Sequence[str], rows: int, tokens: int | None = None) -> list[Query]:
         """Return a query for each row, the chains' rows side by side; no prompt ever comes twice."""
@@ -107,9 +107,9 @@ class Bench:
                     if chain != BASE:
                         gaps["adapters' tokens by the base"] += margins(plain, query.prompt, answer)
         for what, found in gaps.items():
-            self.say(phase="exact", of=what, tokens=len(found), other_than_best=sum(gap > 0 for gap in found),
+            self.log(phase="exact", of=what, tokens=len(found), other_than_best=sum(gap > 0 for gap in found),
                      largest_gap=max(found))  # fmt: skip
-        self.say(phase="exact", added_s=[round(each, 3) for each in scene.added_s])
+        self.log(phase="exact", added_s=[round(each, 3) for each in scene.added_s])
         margin = max(MARGIN[scene.model.dtype], TIMES_BASE * max(gaps["base"]))
         self.claim("exact: largest gap of an adapter's token", max(gaps["adapters"]), margin, at_least=False)
         wrong = max(gaps["adapters' tokens by the base"])
@@ -124,9 +124,9 @@ class Bench:
             found = self.in_turns({name: (engine, [BASE], rows) for name, engine in engines.items()})
             medians = {name: statistics.median(steps) for name, steps in found.items()}
             for name, steps in found.items():
-                self.say(phase="base", engine=name, rows=rows, **described(steps))
+                self.log(phase="base", engine=name, rows=rows, **described(steps))
             noise = abs(medians["without again"] / medians["without"] - 1)
-            self.say(phase="base", rows=rows, noise=round(noise, 4))
+            self.log(phase="base", rows=rows, noise=round(noise, 4))
             before = statistics.median(found["without"] + found["without again"])
             off = abs(medians["with adapters"] / before - 1)
             self.claim(f"base: {rows} rows, no adapter in use, step changed by", off, 0.01, at_least=False)
@@ -147,7 +147,7 @@ class Bench:
                 })  # fmt: skip
                 speed = statistics.fmean(found["base"]) / statistics.fmean(found["adapters"])
                 slower = statistics.median(found["adapters"]) / statistics.median(found["base"]) - 1
-                self.say(phase="steps", adapters=count, rows=all_rows, slots=slots, of_base=round(speed, 4),
+                self.log(phase="steps", adapters=count, rows=all_rows, slots=slots, of_base=round(speed, 4),
                          slower=round(slower, 4), base=described(found["base"]),
                          with_adapters=described(found["adapters"]))  # fmt: skip
                 where = f"steps: {count} adapters, {all_rows} rows, {slots} slots"
@@ -170,14 +170,14 @@ class Bench:
             together_s, answers = serve(scene.engine, work, tokens)
             alone_s, others = serve_in_turn(scene, work, tokens)
             same = sum(a == b for a, b in zip(answers, others, strict=True))
-            self.say(phase="turns", adapters=count, rows=rows, tokens=tokens, together_s=round(together_s, 3),
+            self.log(phase="turns", adapters=count, rows=rows, tokens=tokens, together_s=round(together_s, 3),
                      in_turn_s=round(alone_s, 3), speedup=round(alone_s / together_s, 3),
                      same_answers=f"{same} of {rows}")  # fmt: skip
             few = self.in_turns({
                 "in turn": (scene.base, [BASE], rows // count), "together": (scene.engine, chains, rows)
             })  # fmt: skip
             speedup = count * statistics.fmean(few["in turn"]) / statistics.fmean(few["together"])
-            self.say(phase="turns", adapters=count, rows=rows, in_turn=described(few["in turn"]),
+            self.log(phase="turns", adapters=count, rows=rows, in_turn=described(few["in turn"]),
                      together=described(few["together"]), steps_speedup=round(speedup, 3))  # fmt: skip
             if count == EIGHT:
                 what = f"turns: {count} x {rows // count} rows, times the throughput of engines in turn"
@@ -193,7 +193,7 @@ class Bench:
             try:
                 peer = PeftMixed(scene, chains, self.folder)
             except ImportError as error:
-                self.say(phase="peft", error=str(error))
+                self.log(phase="peft", error=str(error))
                 return
             work = self.work(chains, rows)
             peer.serve(work, 2)
@@ -201,7 +201,7 @@ class Bench:
             serve(scene.engine, self.work(chains, rows), tokens)
             ours_s, ours = serve(scene.engine, work, tokens)
             same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-            self.say(phase="peft", adapters=count, rows=rows, tokens=tokens, ours_s=round(ours_s, 3),
+            self.log(phase="peft", adapters=count, rows=rows, tokens=tokens, ours_s=round(ours_s, 3),
                      theirs_s=round(theirs_s, 3), speedup=round(theirs_s / ours_s, 2),
                      same_answers=f"{same} of {rows}")  # fmt: skip
 
@@ -223,10 +223,10 @@ class Bench:
             largest = sorted(some, key=lambda step: -step.seconds)[:6]
             shown = [{"ms": round(one.seconds * 1e3, 3), "step": one.what} for one in largest]
             found = described([one.seconds for one in some])
-            self.say(phase="live", of=name, adapters=len(added) - 1, **found, largest=shown)
+            self.log(phase="live", of=name, adapters=len(added) - 1, **found, largest=shown)
             for what in sorted({one.what for one in some}):
                 part = [one.seconds for one in some if one.what == what]
-                self.say(phase="live", of=name, during=what, **described(part))
+                self.log(phase="live", of=name, during=what, **described(part))
         took = [step.seconds for step in steps]
         longest = max(took) / statistics.median(took)
         self.claim("live: longest step, times the median", longest, 2.0, at_least=False)
@@ -235,7 +235,7 @@ class Bench:
         """Ask for very many adapters, few of them often: some slots beside a slot for each."""
         scene, tokens = self.scene, self.scene.tokens_of_row
         chains = scene.tenants(self.asked.many)
-        self.say(phase="many", adapters=len(chains), added_s=round(sum(scene.added_s), 1))
+        self.log(phase="many", adapters=len(chains), added_s=round(sum(scene.added_s), 1))
         count = len(chains) * MANY_QUERIES
         limits = {"vocab_size": scene.model.vocab_size, "context_tokens": tokens}
         slots = (self.asked.many_slots, len(chains))
@@ -259,7 +259,7 @@ class Bench:
                         f"p{part}": round(1e3 * quantile(one.first_token_s, part / 100), 2)
                         for part in (50, 99)
                     }
-                    self.say(phase="many", zipf=exponent, demand=name, slots=engine.settings.adapter_slots,
+                    self.log(phase="many", zipf=exponent, demand=name, slots=engine.settings.adapter_slots,
                              tokens_per_s=round(one.tokens_per_s), seconds=round(one.seconds, 2),
                              placed=one.placed, resident=round(statistics.fmean(one.resident), 3),
                              first_token_ms=first_ms)  # fmt: skip
@@ -362,12 +362,12 @@ def main() -> int:
         began_s = time.perf_counter()
         scene = Scene(asked.model, asked.device, Path(temporary), sizes)
         bench = Bench(scene, Path(temporary), asked)
-        bench.say(model=asked.model, device=device, torch=torch.__version__, graphs=scene.graphs,
+        bench.log(model=asked.model, device=device, torch=torch.__version__, graphs=scene.graphs,
                   transformers=transformers.__version__, own="not measured: engines on a GPU refuse them",
                   **sizes._asdict())  # fmt: skip
         for name in asked.do.split(","):
             if time.perf_counter() - began_s > asked.seconds:
-                bench.say(phase=name, error="no time")
+                bench.log(phase=name, error="no time")
                 continue
             getattr(bench, name)()
         print(bench.table())

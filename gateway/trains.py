@@ -1,4 +1,4 @@
-"""What a site says of its training. A pure value."""
+"""Describe what a site can train, as it announces it. A pure value."""
 
 from __future__ import annotations
 

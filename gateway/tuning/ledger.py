@@ -302,7 +302,7 @@ class Ledger:
             await self._events.add(connection, job.id, INFO if error is None else ERROR, message)
             return True
 
-    async def tell(self, job: Job, level: str, message: str) -> bool:
+    async def add_event(self, job: Job, level: str, message: str) -> bool:
         """Add an event to a job that this owner holds."""
         async with self._engine.begin() as connection:
             if not await self._change(connection, job.id, UNFINISHED, {"leased_by": self.owner}):

@@ -203,7 +203,7 @@ class Runner:
             checked = await check(context.files.parts(file), context.limits)
             if checked.faults:
                 for fault in checked.faults:
-                    await context.ledger.tell(job, ERROR, f"{param}, {fault}")
+                    await context.ledger.add_event(job, ERROR, f"{param}, {fault}")
                 first = f"The {param} can't be trained on: {checked.faults[0]}"
                 more = f" ({len(checked.faults)} faults; the events name each)"
                 text = first[:900] + (more if len(checked.faults) > 1 else "")
@@ -243,7 +243,7 @@ class Runner:
             await self._fail(care, JobError("no_site", text))
         elif not care.waits_told:
             care.waits_told = True
-            await self._context.ledger.tell(care.job, WARN, "No site has room to train now; the job waits.")
+            await self._context.ledger.add_event(care.job, WARN, "No site has room to train; the job waits.")
 
     # ---- a run
 
@@ -308,7 +308,7 @@ class Runner:
         tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
         refusal = context.charge(caller, tokens, cost) if tokens or cost else None
         if refusal is not None and await context.ledger.pause(job.tenant, job.id):
-            await context.ledger.tell(job, WARN, f"Paused: {refusal.message}")
+            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
 
     async def _succeed(self, care: Care) -> None:
         context, job = self._context, care.job

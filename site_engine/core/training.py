@@ -1,4 +1,4 @@
-"""What a job trains and how, and what is heard of it: plain values, shared by engine, site and link."""
+"""Describe training: orders of jobs, their settings and events, as plain values of engine, site and link."""
 
 from __future__ import annotations
 

@@ -6,56 +6,30 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from site_engine.app import event_loop_factory
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission, Finish, Output, Request, Sampling
-from site_engine.engine_client import Facts, Listener, LoadSeen
+from site_engine.core.request import Admission, Finish, Request, Sampling
+from site_engine.engine_client import Facts
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool.pool import EnginePool
 from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
+from tests.support.heard_engine import WITHIN_S, HeardEngine, run
 from tests.support.site_fakes import CONTEXT_TOKENS
-
-WITHIN_S = 60.0
 
 
 @dataclass
-class Heard:
+class Heard(HeardEngine):
     """A pool, and everything that it reports."""
 
-    pool: EnginePool
-    facts: Facts
-    outputs: list[Output] = field(default_factory=list)
-    loads: list[LoadSeen] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    facts: Facts = field(kw_only=True)
 
-    def listener(self) -> Listener:
-        def note(found: list, *new: object) -> None:
-            found.extend(new)
-            self.changed.set()
-
-        return Listener(
-            lambda outputs: note(self.outputs, *outputs),
-            lambda seen: note(self.loads, seen),
-            lambda reason: note(self.broken, reason),
-        )
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def submit(self, name: str, text: str = "abc", **rules: Any) -> Admission | NotServed:
-        answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
-        self.pool.submit([Request(name, tuple(map(ord, text)), Sampling(**rules))], answer.set_result)
-        return await asyncio.wait_for(answer, WITHIN_S)
+    @property
+    def pool(self) -> EnginePool:
+        return self.engine
 
     async def serving(self, count: int) -> None:
         """Wait until so many engines serve. Each load report is a look."""
@@ -66,23 +40,12 @@ class Heard:
 
         await self.until(look)
 
-    def text(self, name: str) -> str:
-        return "".join(each.text for each in self.outputs if each.request_id == name)
-
-    def finishes(self, name: str) -> list[Finish]:
-        return [each.finish for each in self.outputs if each.request_id == name and each.finish]
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(scenario)
-
 
 @asynccontextmanager
 async def launched(count: int = 2, **settings: object) -> AsyncIterator[Heard]:
     pool = await EnginePool.launch([fake_settings(**settings)] * count, time.monotonic, FAKE_COMMAND)
     try:
-        heard = Heard(pool, await pool.ready())
+        heard = Heard(pool, facts=await pool.ready())
         pool.vocabulary = LETTERS
         pool.start(heard.listener())
         yield heard

@@ -8,25 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from site_engine.app import event_loop_factory
-from site_engine.core.request import Admission, Finish, Output, Request, Sampling
+from site_engine.core.request import Finish
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
-from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason
 from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
+from tests.support.heard_engine import WITHIN_S, HeardEngine, run
 from tests.support.site_fakes import FakeClock
 
-WITHIN_S = 120.0
 SLOW_S = 3600.0
 PARENT = """
 import asyncio, sys, time
@@ -41,50 +37,12 @@ asyncio.run(main())
 """
 
 
-@dataclass
-class Heard:
+class Heard(HeardEngine):
     """An engine's process, and everything that it reports."""
 
-    process: EngineProcess
-    outputs: list[Output] = field(default_factory=list)
-    loads: list[LoadSeen] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def listener(self) -> Listener:
-        def note(found: list, *new: object) -> None:
-            found.extend(new)
-            self.changed.set()
-
-        return Listener(
-            lambda outputs: note(self.outputs, *outputs),
-            lambda seen: note(self.loads, seen),
-            lambda reason: note(self.broken, reason),
-        )
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def submit(self, name: str, text: str = "abc", **rules: object) -> Admission | NotServed:
-        answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
-        request = Request(name, tuple(map(ord, text)), Sampling(**rules))  # type: ignore[arg-type]
-        self.process.submit([request], answer.set_result)
-        return await asyncio.wait_for(answer, WITHIN_S)
-
-    def text(self, name: str) -> str:
-        return "".join(each.text for each in self.outputs if each.request_id == name)
-
-    def finishes(self, name: str) -> list[Finish]:
-        return [each.finish for each in self.outputs if each.request_id == name and each.finish]
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """Run on the event loop that sites have."""
-    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(scenario)
+    @property
+    def process(self) -> EngineProcess:
+        return self.engine
 
 
 @asynccontextmanager

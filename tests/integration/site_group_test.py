@@ -149,11 +149,11 @@ VARIANTS = (VariantConfig("one", adapter="/srv/one"), VariantConfig("two", adapt
 async def states(session: Session, **wanted: int) -> None:
     """Wait until the site has said that these models are in these states."""
 
-    def said() -> dict[str, int]:
+    def reported() -> dict[str, int]:
         latest = session.received("models") or session.received("hello")
         return {each.id: each.state for each in latest[-1].models} if latest else {}
 
-    await session.until(lambda: wanted.items() <= said().items())
+    await session.until(lambda: wanted.items() <= reported().items())
 
 
 async def start(session: Session, attempt_id: str, model: str) -> None:

@@ -92,25 +92,25 @@ class Model:
             yield self.landed(world, place)
         if world.to[place] and engine.alive:
             message, world = world.to[place][0], world._replace(to=at(world.to, place, world.to[place][1:]))
-            yield self.told(world, place, message)
+            yield self.received(world, place, message)
 
-    def told(self, world: World, place: int, message: Any) -> World:
+    def received(self, world: World, place: int, message: Any) -> World:
         engine = world.engines[place]
         match message:
             case ("place", epoch, tokens):
                 world = self.put(world, place, Engine(True, epoch, tokens))
-                return self.say(world, place, ("admitted", epoch))
+                return self.reply(world, place, ("admitted", epoch))
             case ("export", epoch) if engine.epoch == epoch:
                 world = self.landed(world, place)
                 if not world.engines[place].epoch:
-                    return self.say(world, place, ("stays", epoch))
+                    return self.reply(world, place, ("stays", epoch))
                 world = self.put(world, place, Engine())
-                return self.say(world, place, ("exported", epoch))
+                return self.reply(world, place, ("exported", epoch))
             case ("export", epoch):
-                return self.say(world, place, ("stays", epoch))
+                return self.reply(world, place, ("stays", epoch))
             case ("cancel", epoch) if engine.epoch == epoch:
                 world = self.put(world, place, Engine())
-                return self.say(world, place, ("row", epoch, engine.tokens, "cancelled"))
+                return self.reply(world, place, ("row", epoch, engine.tokens, "cancelled"))
         return world
 
     def landed(self, world: World, place: int) -> World:
@@ -121,7 +121,7 @@ class Model:
         tokens = engine.tokens + 1
         last = tokens == TOKENS
         world = self.put(world, place, Engine() if last else Engine(True, engine.epoch, tokens))
-        return self.say(world, place, ("row", engine.epoch, tokens, "stop" if last else ""))
+        return self.reply(world, place, ("row", engine.epoch, tokens, "stop" if last else ""))
 
     # ---- the pool
 
@@ -181,7 +181,7 @@ class Model:
             return world
         return world._replace(to=at(world.to, place, (*world.to[place], message)))
 
-    def say(self, world: World, place: int, message: Any) -> World:
+    def reply(self, world: World, place: int, message: Any) -> World:
         return world._replace(of=at(world.of, place, (*world.of[place], message)))
 
 

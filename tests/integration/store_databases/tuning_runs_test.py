@@ -143,12 +143,12 @@ def test_another_replica_takes_over_from_one_that_died_and_the_run_goes_on(url: 
             job = await create(first)
             run = await first_run(first, second)
             runs = [Run(each.scene.sites[0], run.order) for each in (first, second)]
-            await tell_both(runs, 2, first, job.id)
+            await report_to_both(runs, 2, first, job.id)
             dead, alive = (first, second) if holds(first, await job_of(first, job.id)) else (second, first)
             running: Any = dead.tuning.runner._running
             running.cancel()  # as by kill -9: nothing is released
             await asyncio.gather(running, return_exceptions=True)
-            await tell_both(runs, 4, alive, job.id)
+            await report_to_both(runs, 4, alive, job.id)
             taken = await job_of(alive, job.id)
             assert taken.run == run.order.run and holds(alive, taken)
             await runs[0 if alive is first else 1].succeed()
@@ -171,7 +171,7 @@ def holds(here: Replica, job: Job) -> bool:
     return job.leased_by == here.tuning.service.ledger.owner
 
 
-async def tell_both(runs: list[Run], step: int, here: Replica, job_id: str) -> None:
+async def report_to_both(runs: list[Run], step: int, here: Replica, job_id: str) -> None:
     """Report to both gateways, as sites do, until a step is recorded."""
     async with asyncio.timeout(60):
         while True:
@@ -303,7 +303,7 @@ def test_replicas_together_give_a_site_no_more_runs_than_it_takes(url: str) -> N
             job = await create(first)
             run = await first_run(first, second)
             runs = [Run(each.scene.sites[0], run.order) for each in (first, second)]
-            await tell_both(runs, 1, first, job.id)
+            await report_to_both(runs, 1, first, job.id)
             holder, other = (first, second) if holds(first, await job_of(first, job.id)) else (second, first)
             running: Any = holder.tuning.runner._running
             later = await create(other)
