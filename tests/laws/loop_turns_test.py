@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 
 from gateway.domain import Delta
 from gateway.federation.codec import MAX_TURN_DELTAS
-from gateway.federation.stream_pace import StreamPace
+from gateway.federation.stream_pace import READERS_PER_TURN, StreamPace
 from gateway.query.answer import answer
 from tests.support.fakes.federation import scene
 from wire import federation_pb2 as pb
@@ -38,5 +39,30 @@ def test_others_get_a_turn_between_the_parts_of_a_large_step() -> None:
             assert "".join(texts) == TOKENS * "x"
             assert max(map(len, texts)) <= MAX_TURN_DELTAS
             assert here.gateway.federation.links["alpha"].live == 0
+
+    asyncio.run(main())
+
+
+def test_others_get_a_turn_between_readers_that_waited_together() -> None:
+    async def main() -> None:
+        now_s, busy_s = 0.0, 0.0
+        pace = StreamPace(0.02, lambda: now_s, lambda: busy_s)
+        pace.begin()
+        pace.wake(lambda: None)
+        now_s = busy_s = 0.01  # the loop computed for all of the time: what comes now waits
+        pace.begin()
+        pace.begin()
+        woken: list[int] = []
+        readers = range(5 * READERS_PER_TURN - 1)
+        for reader in readers:
+            pace.wake(partial(woken.append, reader))
+        assert not woken
+        in_turn = []
+        while len(woken) < len(readers):
+            before = len(woken)
+            await asyncio.sleep(0)
+            in_turn.append(len(woken) - before)
+        assert woken == list(readers)
+        assert max(in_turn) == READERS_PER_TURN
 
     asyncio.run(main())
