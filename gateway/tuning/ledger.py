@@ -41,8 +41,8 @@ from gateway.tuning.values import (
     before,
 )
 
-LEASE_S: Final = 15.0
-"""Time after which another replica takes over from one that died."""
+LEASE_S: Final = 8.0
+"""Time after which another replica takes over from one that died; four of its polls."""
 TRAINED: Final = " (training)"
 """Follows the name of the base in the record of usage."""
 

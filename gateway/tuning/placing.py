@@ -77,12 +77,13 @@ class End(StrEnum):
 
 
 class Seen(NamedTuple):
-    """What is known of a run. `silent_s` since its site was heard of it, `stopping_s` since it was asked to
-    stop, 0 before.
+    """What is known of a run. `silent_s` since its site was heard of it, `unlinked_s` since the site's link
+    ended, `stopping_s` since it was asked to stop; 0 before.
     """
 
     end: End | None = None
     silent_s: float = 0.0
+    unlinked_s: float = 0.0
     stopping_s: float = 0.0
 
 
@@ -96,11 +97,12 @@ class Act(StrEnum):
 
 def next_act(status: JobStatus, seen: Seen, limits: TuningLimits) -> Act:
     """Return what to do about the current run of a job: to leave it, a running job goes on elsewhere."""
+    lost = seen.silent_s > limits.lost_s or seen.unlinked_s > limits.unlinked_s
     if status is not JobStatus.RUNNING:  # paused, or resumed before the run had stopped
-        gone = seen.end is not None or seen.silent_s > limits.lost_s or seen.stopping_s > limits.stop_s
+        gone = seen.end is not None or lost or seen.stopping_s > limits.stop_s
         return Act.LEAVE if gone else Act.STOP
     if seen.end is End.SUCCEEDED:
         return Act.SUCCEED
     if seen.end is End.FAILED:
         return Act.FAIL
-    return Act.LEAVE if seen.end is not None or seen.silent_s > limits.lost_s else Act.GO_ON
+    return Act.LEAVE if seen.end is not None or lost else Act.GO_ON

@@ -46,7 +46,7 @@ class Care:
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.since_s = now_s  # of the current run, or of waiting for a site
-        self.heard_s = now_s
+        self.heard_s = self.linked_s = now_s
         self.ordered_s = float("-inf")
         self.stopping_s: float | None = None
         self.recorded: RunReport | None = None
@@ -59,7 +59,7 @@ class Care:
     def begin(self, job: Job, now_s: float) -> None:
         """Turn to the next run of the job, or to waiting for one."""
         self.job = job
-        self.since_s = self.heard_s = now_s
+        self.since_s = self.heard_s = self.linked_s = now_s
         self.ordered_s = self.recorded_s = float("-inf")
         self.stopping_s = self.recorded = None
 
@@ -260,6 +260,7 @@ class Runner:
         """Look at the newest report of the current run, and do what follows from it."""
         context, job, now_s = self._context, care.job, self._context.clock()
         link = context.links().get(job.site)
+        care.linked_s = care.linked_s if link is None else now_s
         report = None if link is None else link.training.reports.get(job.run or "")
         if report is not None:
             care.heard_s = max(care.heard_s, report.heard_s)
@@ -267,7 +268,8 @@ class Runner:
                 return
         asked_s = 0.0 if care.stopping_s is None else now_s - care.stopping_s
         end = None if report is None else end_of(report)
-        act = next_act(job.status, Seen(end, now_s - care.heard_s, asked_s), context.limits)
+        seen = Seen(end, now_s - care.heard_s, now_s - care.linked_s, asked_s)
+        act = next_act(job.status, seen, context.limits)
         if act is Act.SUCCEED:
             await self._succeed(care)
         elif act is Act.FAIL:

@@ -185,8 +185,9 @@ class TuningLimits:
     """`runs`: runs without a step of progress between them, after which a job fails. The newest `events` of a
     job are kept; about `metrics` of its steps are among them.
 
-    A site of which nothing was heard for `lost_s` has lost its run. A job for which no site is there waits
-    `queued_s` at most.
+    A site of which nothing was heard for `lost_s` has lost its run, and so has one whose link ended and was
+    not back after `unlinked_s`, twice the longest that a site waits before it dials again. A job for which no
+    site is there waits `queued_s` at most.
     """
 
     file_bytes: int = 200 * MIB
@@ -202,6 +203,7 @@ class TuningLimits:
     checkpoints: int = 3
     content_bytes: int = 4_096 * MIB
     lost_s: float = 15.0
+    unlinked_s: float = 6.0
     stop_s: float = 60.0
     queued_s: float = DAY_S
     kept_s: float = 30 * DAY_S

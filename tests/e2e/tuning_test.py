@@ -1,20 +1,26 @@
-"""A job of fine-tuning over real processes: at a site that lives to its end, and at one that is killed."""
+"""Jobs of fine-tuning over real processes: one that nothing disturbs, and others whose sites or gateway die.
+
+All have the same rows and seed, so that each must become the same adapter, bit by bit.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
+from gateway.store.database import open_engine
+from gateway.tuning.contents import Contents
+from gateway.tuning.values import Kind
 from mico.local.plan import to_toml
 from tests.support.local_federation import LocalFederation, eventually
 from tests.support.tiny_model import write_tiny_model
@@ -24,75 +30,137 @@ pytestmark = pytest.mark.e2e
 
 BASE = "trained-base"
 ROOT = Path(__file__).parents[2]
+STEPS, EPOCHS = 12, 6
+SLOW = {"iteration_floor_s": 0.05}
+"""Of a slice of training, so that a job takes long enough to be disturbed."""
 
 
-@pytest.fixture
-def client(federation: LocalFederation) -> Iterator[OpenAI]:
-    with federation.sdk() as made:
-        yield made
+class School:
+    """Sites that train, started beside the federation's own, and jobs of its client."""
+
+    def __init__(self, federation: LocalFederation, folder: Path, client: OpenAI) -> None:
+        self.federation = federation
+        self.folder = folder
+        self.client = client
+        self.sites: dict[str, subprocess.Popen[bytes]] = {}
+        write_tiny_model(folder / "base")
+
+    def start(self, name: str, **more: object) -> None:
+        """Start a site; `ready` waits until it serves."""
+        federation = self.federation
+        known = tomllib.loads(federation.folder.config(federation.running.sites[0].name).read_text())
+        settings = {key: known[key] for key in ("gateways", "token_file")}
+        settings |= {"site": name, "slots": 4, "device": "cpu", "threads": 1, "training": True}
+        settings |= {"model": str(self.folder / "base"), "served_model": BASE, "kv_tokens": 2048, **more}
+        config = self.folder / f"{name}.toml"
+        config.write_text(to_toml(settings))
+        command = [sys.executable, "-m", "mico", "site", "--config", str(config)]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.sites[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+
+    def ready(self, *names: str) -> None:
+        for name in names:
+            eventually(
+                lambda name=name: self.federation.sites().get(name, {}).get("state") == "ready",
+                f"{name} is ready",
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def create(self) -> str:
+        lines = b"\n".join(chats(16)) + b"\n"
+        file = self.client.files.create(file=("rows.jsonl", lines), purpose="fine-tune")
+        hyperparameters: Any = {"n_epochs": EPOCHS, "batch_size": 8, "learning_rate_multiplier": 100.0}
+        return self.client.fine_tuning.jobs.create(
+            model=BASE,
+            training_file=file.id,
+            suffix="support",
+            seed=1,
+            hyperparameters=hyperparameters,
+            extra_body={"mico": {"rank": 8, "alpha": 16}},
+        ).id
+
+    def job(self, job_id: str) -> Any:
+        return self.client.fine_tuning.jobs.retrieve(job_id)
+
+    def site_of(self, job_id: str) -> str:
+        """Return the site that has stored a snapshot of the job, and trains on."""
+        jobs = self.client.fine_tuning.jobs
+        eventually(lambda: list(jobs.checkpoints.list(job_id)), "a checkpoint is stored")
+        job = self.job(job_id)
+        assert job.status == "running" and job.mico["step"] < STEPS
+        return str(job.mico["site"])
+
+    def succeeded(self, job_id: str) -> Any:
+        def over() -> Any:
+            job = self.job(job_id)
+            return job if job.status in ("succeeded", "failed", "cancelled") else None
+
+        job = eventually(over, f"{job_id} is over")
+        logs = "\n".join(self.log(name)[-2000:] for name in self.sites)
+        assert (job.status, job.error) == ("succeeded", None), logs
+        told = self.told(job_id)
+        assert sum("succeeded" in each for each in told) == 1
+        return job
+
+    def told(self, job_id: str) -> list[str]:
+        return [each.message for each in self.client.fine_tuning.jobs.list_events(job_id, limit=100)]
+
+    def digest(self, job_id: str) -> str:
+        """Return the digest of the adapter that a job has made."""
+
+        async def read() -> str:
+            engine = open_engine(self.federation.running.database_url)
+            try:
+                (adapter,) = await Contents(engine, 1).of_job(job_id, Kind.ADAPTER)
+                return adapter.sha256
+            finally:
+                await engine.dispose()
+
+        return asyncio.run(read())
+
+    def answers(self, model: str) -> tuple[list[str], set[str]]:
+        """Return greedy answers of a model, and the sites that gave them."""
+        texts, sites = [], set()
+        for number in range(8):
+            raw = self.client.chat.completions.with_raw_response.create(
+                model=model,
+                messages=[{"role": "user", "content": f"what is {number}?"}],
+                max_tokens=8,
+                temperature=0,
+            )
+            texts.append(raw.parse().choices[0].message.content or "")
+            sites.add(str(raw.headers["x-mico-site"]))
+        return texts, sites
+
+    def models_at(self, site: str) -> set[str]:
+        return set(self.federation.sites()[site]["models"])
 
 
-@contextmanager
-def training_site(federation: LocalFederation, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    known = tomllib.loads(federation.folder.config(federation.running.sites[0].name).read_text())
-    settings = {key: known[key] for key in ("gateways", "token_file")}
-    settings |= {"site": name, "slots": 4, "device": "cpu", "threads": 1, "training": True}
-    settings |= {"model": str(folder / "base"), "served_model": BASE, "kv_tokens": 2048}
-    config = folder / f"{name}.toml"
-    config.write_text(to_toml(settings))
-    command = [sys.executable, "-m", "mico", "site", "--config", str(config)]
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+@pytest.fixture(scope="module")
+def school(federation: LocalFederation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[School]:
+    """A site where jobs cost money, so that they come to it only while no other takes them."""
+    with federation.sdk() as client:
+        made = School(federation, tmp_path_factory.mktemp("school"), client)
         try:
-            eventually(lambda: federation.sites().get(name, {}).get("state") == "ready", f"{name} is ready")
-            yield process
+            made.start("home", training_usd_per_mtok=1.0)
+            made.ready("home")
+            yield made
         finally:
-            process.kill()
-            process.wait()
+            for process in made.sites.values():
+                process.kill()
+                process.wait()
 
 
-def create(client: OpenAI, rows: int, epochs: int) -> Any:
-    lines = b"\n".join(chats(rows)) + b"\n"
-    file = client.files.create(file=("rows.jsonl", lines), purpose="fine-tune")
-    return client.fine_tuning.jobs.create(
-        model=BASE,
-        training_file=file.id,
-        suffix="support",
-        seed=1,
-        hyperparameters={"n_epochs": epochs, "batch_size": 8, "learning_rate_multiplier": 100.0},
-        extra_body={"mico": {"rank": 8, "alpha": 16}},
-    )
-
-
-def ended(client: OpenAI, job_id: str) -> Any:
-    def over() -> Any:
-        job = client.fine_tuning.jobs.retrieve(job_id)
-        return job if job.status in ("succeeded", "failed", "cancelled") else None
-
-    return eventually(over, f"{job_id} is over")
-
-
-def events(client: OpenAI, job_id: str) -> list[Any]:
-    return list(client.fine_tuning.jobs.list_events(job_id, limit=100))
-
-
-def answers(client: OpenAI, model: str) -> tuple[list[str], set[str]]:
-    """Return greedy answers of a model, and the sites that gave them."""
-    texts, sites = [], set()
-    for number in range(8):
-        raw = client.chat.completions.with_raw_response.create(
-            model=model,
-            messages=[{"role": "user", "content": f"what is {number}?"}],
-            max_tokens=8,
-            temperature=0,
-        )
-        texts.append(raw.parse().choices[0].message.content or "")
-        sites.add(str(raw.headers["x-mico-site"]))
-    return texts, sites
-
-
-def models_at(federation: LocalFederation, site: str) -> set[str]:
-    return set(federation.sites()[site]["models"])
+@pytest.fixture(scope="module")
+def whole(school: School) -> str:
+    """A job that nothing disturbs; meanwhile the sites start that the others die at."""
+    job_id = school.create()
+    school.start("first", **SLOW)
+    school.start("second", **SLOW)
+    school.succeeded(job_id)
+    return job_id
 
 
 def learned(texts: list[str]) -> int:
@@ -100,52 +168,48 @@ def learned(texts: list[str]) -> int:
     return sum(len(text) == 2 and text[0].isdigit() and text[1] == "!" for text in texts)
 
 
-def test_a_job_by_the_sdk_becomes_a_model_that_answers(
-    federation: LocalFederation, client: OpenAI, tmp_path: Path
-) -> None:
-    write_tiny_model(tmp_path / "base")
-    with training_site(federation, tmp_path, "school") as school:
-        created = create(client, rows=16, epochs=6)
-        job = ended(client, created.id)
-        assert (job.status, job.error) == ("succeeded", None), (tmp_path / "school.log").read_text()
-        steps = [each.data for each in events(client, job.id) if each.type == "metrics"]
-        assert sorted(each["step"] for each in steps) == list(range(1, 13))
-        checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
-        assert {each.step_number for each in checkpoints} >= {10}
-        before, _ = answers(client, BASE)
-        after, sites = answers(client, job.fine_tuned_model)
-        assert sites == {"school"}
-        assert learned(before) == 0 and learned(after) >= 6, after
-        listed = {each.id: each.to_dict() for each in client.models.list().data}
-        assert listed[job.fine_tuned_model]["parent"] == BASE
-        with training_site(federation, tmp_path, "other"):
-            os.kill(school.pid, signal.SIGKILL)
-            eventually(lambda: job.fine_tuned_model in models_at(federation, "other"), "another fetches it")
-            assert answers(client, job.fine_tuned_model) == (after, {"other"})
-            client.models.delete(job.fine_tuned_model)
-            eventually(lambda: models_at(federation, "other") == {BASE}, "the site serves it no more")
+def test_a_job_by_the_sdk_becomes_a_model_that_answers(school: School, whole: str) -> None:
+    client, job = school.client, school.job(whole)
+    told = client.fine_tuning.jobs.list_events(whole, limit=100)
+    steps: Any = [each.data for each in told if each.type == "metrics"]
+    assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(whole))
+    assert {each.step_number for each in checkpoints} >= {STEPS - STEPS // EPOCHS}
+    before, _ = school.answers(BASE)
+    after, sites = school.answers(job.fine_tuned_model)
+    assert sites == {"home"}
+    assert learned(before) == 0 and learned(after) >= 6, after
+    listed = {each.id: each.to_dict() for each in client.models.list().data}
+    assert listed[job.fine_tuned_model]["parent"] == BASE
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_another_site_finishes_from_the_snapshot_of_one_that_ended(
-    federation: LocalFederation, client: OpenAI, tmp_path: Path, end: signal.Signals
-) -> None:
-    write_tiny_model(tmp_path / "base")
-    with ExitStack() as stack:
-        first = stack.enter_context(training_site(federation, tmp_path, "first"))
-        created = create(client, rows=64, epochs=40)
-        eventually(
-            lambda: list(client.fine_tuning.jobs.checkpoints.list(created.id)),
-            "a checkpoint is stored",
-        )
-        os.kill(first.pid, end)
-        assert first.wait(60) == (0 if end is signal.SIGTERM else -end)
-        stack.enter_context(training_site(federation, tmp_path, "second"))
-        job = ended(client, created.id)
-        log = (tmp_path / "second.log").read_text()
-        assert (job.status, job.error) == ("succeeded", None), log
-        told = [each.message for each in events(client, job.id)]
-        assert any("goes on from its last snapshot" in each for each in told)
-        after, sites = answers(client, job.fine_tuned_model)
-        assert sites == {"second"}
-        assert learned(after) >= 6, after
+def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole: str) -> None:
+    school.ready("first", "second")
+    federation, wanted = school.federation, school.digest(whole)
+    lost, kept = school.create(), school.create()
+    killed, other = school.site_of(lost), school.site_of(kept)
+    assert {killed, other} == {"first", "second"}
+    school.sites[killed].kill()
+    gateway = federation.running.gateways[0]
+    os.kill(gateway.pid, signal.SIGKILL)
+    eventually(lambda: not gateway.alive, "the gateway is gone")
+    federation.restart_dead()
+
+    school.ready(other)
+    school.succeeded(kept)  # beside no gateway it went on
+    assert not [each for each in school.told(kept) if "goes on from its last snapshot" in each]
+    left = school.create()
+    assert school.site_of(left) == other
+    school.sites[other].terminate()  # while the first is still waited for
+    assert school.sites[other].wait(60) == 0
+    for job_id in (lost, left):
+        job = school.succeeded(job_id)
+        assert any("goes on from its last snapshot" in each for each in school.told(job_id))
+        assert school.models_at("home") >= {job.fine_tuned_model}
+    assert {school.digest(each) for each in (kept, lost, left)} == {wanted}
+
+    tuned = school.job(kept).fine_tuned_model  # was served by the site that made it
+    eventually(lambda: tuned in school.models_at("home"), "another fetches it")
+    assert school.answers(tuned) == school.answers(school.job(whole).fine_tuned_model)
+    school.client.models.delete(tuned)
+    eventually(lambda: tuned not in school.models_at("home"), "the site serves it no more")

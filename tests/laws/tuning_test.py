@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tuning.values import UNFINISHED, JobStatus, Plan, before, may_become
+from gateway.tuning.placing import Act, End, Seen, next_act
+from gateway.tuning.values import UNFINISHED, JobStatus, Plan, TuningLimits, before, may_become
 
 ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
 
@@ -37,3 +38,18 @@ def test_the_steps_of_a_plan_read_every_row_once_an_epoch(rows: int, batch: int,
     steps = Plan(epochs=epochs, batch_size=batch).total_steps(rows)
     assert steps % epochs == 0
     assert (steps // epochs - 1) * batch < rows <= steps // epochs * batch
+
+
+@given(st.floats(0.0, 60.0), st.floats(0.0, 60.0))
+def test_a_run_is_left_once_its_site_is_silent_or_gone_too_long(silent_s: float, unlinked_s: float) -> None:
+    limits = TuningLimits()
+    lost = silent_s > limits.lost_s or unlinked_s > limits.unlinked_s
+    seen = Seen(None, silent_s, unlinked_s)
+    assert next_act(JobStatus.RUNNING, seen, limits) is (Act.LEAVE if lost else Act.GO_ON)
+    assert next_act(JobStatus.PAUSED, seen, limits) is (Act.LEAVE if lost else Act.STOP)
+    ended = Seen(End.SUCCEEDED, silent_s, unlinked_s)  # what a site has told stays true
+    assert next_act(JobStatus.RUNNING, ended, limits) is Act.SUCCEED
+
+
+def test_a_site_whose_link_ended_is_lost_before_one_that_is_silent() -> None:
+    assert TuningLimits().unlinked_s < TuningLimits().lost_s

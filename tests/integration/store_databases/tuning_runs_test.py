@@ -19,8 +19,8 @@ from tests.support.training_site import TRAINS, Run, next_run, ordered, stopped
 from tests.support.tuning_jobs import JOBS, create, reached, recorded
 from wire import federation_pb2 as pb
 
-LIMITS = TuningLimits(lost_s=60.0, runs=3)
-IMPATIENT = replace(LIMITS, lost_s=4.0)
+LIMITS = TuningLimits(lost_s=60.0, unlinked_s=60.0, runs=3)
+IMPATIENT = replace(LIMITS, unlinked_s=0.2)
 TENANT = "tenant-1"
 
 
