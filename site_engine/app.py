@@ -192,8 +192,7 @@ async def training_runs(
     config: SiteConfig, engine: NativeEngine, site: Site, group: Group
 ) -> AsyncIterator[TrainingRuns | None]:
     """Take orders to train where the configuration says so. Adapters lie in a folder that goes at the end."""
-    trainer = engine.trainer
-    if not config.training or trainer is None:
+    if not config.training:
         yield None
         return
     from site_engine.engine.training_loop import MAX_JOBS
@@ -201,7 +200,7 @@ async def training_runs(
 
     (base,) = site.hello().models
     runs = TrainingRuns(
-        site, trainer, base, MAX_JOBS, pack=pack, serve=group.serve_adapter, clock=time.monotonic
+        site, engine.trainer, base, MAX_JOBS, pack=pack, serve=group.serve_adapter, clock=time.monotonic
     )
     with TemporaryDirectory(prefix="mico-tuned-") as folder:
         group.tuning = Tuning(runs.fetch, unpack, Path(folder))

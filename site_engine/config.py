@@ -6,6 +6,7 @@ One frozen object; an error names the setting. A secret is never part of its `re
 from __future__ import annotations
 
 import math
+import os
 import re
 import socket
 import tomllib
@@ -218,9 +219,8 @@ class SiteConfig:
         _require(
             not on_gpu, "training", 'is on, but an engine on a GPU does not train yet; set device = "cpu"'
         )
-        _require(
-            not self.separates_engine, "training", "and an engine in a process of its own exclude each other"
-        )
+        can_share = not self.separates_engine or hasattr(os, "memfd_create")
+        _require(can_share, "training", "with an engine in a process of its own needs Linux")
 
     def _check_server(self) -> None:
         for each in self.features:

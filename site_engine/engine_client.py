@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Grammar, Output, Request, Thinking, ToolCall
-from site_engine.core.training import TrainingEvent
-from site_engine.errors import NotServed
+from site_engine.core.training import Saved, TrainingEvent, TrainingOrder
+from site_engine.errors import NotServed, TrainingRefused
 from site_engine.messages import Assign
 
 Group: TypeAlias = Sequence[Request]
@@ -112,6 +112,18 @@ class Listener:
     load: Callable[[LoadSeen], None]
     broken: Callable[[str], None]
     training: Callable[[str, TrainingEvent], None] = lambda job_id, event: None
+
+
+class TrainingEngine(Protocol):
+    """What trains adapters. The listener hears what happens to jobs."""
+
+    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
+        """Begin a job, read beside what is served; reply None, or why it is not trained here."""
+        ...
+
+    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+        """End a job without an event; reply with its state after its last step, None if it is not here."""
+        ...
 
 
 class EngineClient(Protocol):

@@ -21,7 +21,7 @@ from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.loading import Loaded, take_logs_of_transformers
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_messages import Described
-from site_engine.engine_client import Facts, Group, Listener, Prepared
+from site_engine.engine_client import Facts, Group, Listener, Prepared, TrainingEngine
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
 from site_engine.pool.pool import EnginePool
@@ -64,6 +64,8 @@ class EngineCore(Protocol):
     def request_load(self) -> None: ...
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None: ...
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None: ...
+    @property
+    def trainer(self) -> TrainingEngine: ...
 
 
 class NativeEngine:
@@ -175,9 +177,8 @@ class NativeEngine:
         self._core.request_load()
 
     @property
-    def trainer(self) -> EngineThread | None:
-        """What trains adapters: an engine of this process; None for one in another."""
-        return self._core if isinstance(self._core, EngineThread) else None
+    def trainer(self) -> TrainingEngine:
+        return self._core.trainer
 
     # ---- variants
 

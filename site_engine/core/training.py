@@ -90,9 +90,10 @@ class Saved(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The end of a job that can't be trained, here or anywhere."""
+    """The end of a job that can't be trained here; `elsewhere`: another site may go on with it."""
 
     reason: str
+    elsewhere: bool = False
 
 
 TrainingEvent: TypeAlias = StepDone | Saved | Failed

@@ -202,11 +202,12 @@ class EngineThread:
 
         self._ask(run)
 
-    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
-        """Begin a job, read beside the iterations; reply None, or why it is not trained here.
+    @property
+    def trainer(self) -> EngineThread:
+        return self
 
-        The listener hears what happens to it.
-        """
+    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
+        """Begin a job, read beside the iterations; reply None, or why it is not trained here."""
 
         def load() -> None:
             try:

@@ -23,6 +23,7 @@ from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
+from site_engine.engine.process_training import RemoteTraining
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.text.detokenize import NoText, Vocabulary
@@ -86,6 +87,7 @@ class EngineProcess(asyncio.Protocol):
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
         self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
         self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
+        self.trainer = RemoteTraining(self._send, self._loop)
         self._stall_watch = StallWatch()
         self._stalled_s = 0.0  # by the engine's own account
         self._heard_s = clock()
@@ -127,6 +129,7 @@ class EngineProcess(asyncio.Protocol):
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
+        self.trainer.on_event = listener.training
         if self._broken:
             listener.broken(self._broken)
 
@@ -274,6 +277,10 @@ class EngineProcess(asyncio.Protocol):
                 self._variant_answered(message)
             case pm.Alive():
                 self._stalled_s = message.stalled_s
+            case (
+                pm.TrainAnswered() | pm.TrainingStopped() | pm.StepTrained() | pm.JobFailed() | pm.JobSaved()
+            ):
+                self.trainer.handle(message)
             case pm.Described() | pm.Ready() | pm.Refused():
                 self._starting(message)
             case pm.Broken():
@@ -394,6 +401,7 @@ class EngineProcess(asyncio.Protocol):
         elif not self._ready.done():
             self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
         orphans = self._orphans()
+        self.trainer.lose(reason)
         releases, self._releases = self._releases, {}
         for groups, decide in releases.values():
             decide([False] * len(groups))

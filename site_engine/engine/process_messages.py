@@ -30,6 +30,7 @@ from site_engine.core.request import (
     TokenLogprob,
 )
 from site_engine.core.startup import Part
+from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.engine_client import Facts, Group
 from site_engine.errors import NotServed, Reason
 
@@ -103,6 +104,27 @@ class RemoveVariant(Message, frozen=True):
     id: str
 
 
+class Train(Message, frozen=True):
+    """A job. `contents`: the paths of the training file, the validation file and the snapshot."""
+
+    call: int
+    job_id: str
+    tenant: str
+    recipe: Recipe
+    contents: list[str]
+
+
+class StopTraining(Message, frozen=True):
+    call: int
+    job_id: str
+
+
+class Taken(Message, frozen=True):
+    """The site has read what was shared as a number."""
+
+    number: int
+
+
 class Stop(Message, frozen=True):
     """The process is to end after the current iteration."""
 
@@ -171,6 +193,45 @@ class VariantRemoved(Message, frozen=True):
     message: str = ""
 
 
+class SavedContent(msgspec.Struct, array_like=True, frozen=True):
+    """A snapshot, at a path that the site reads and then answers with Taken."""
+
+    number: int
+    step: int
+    last: bool
+    path: str
+
+
+class TrainAnswered(Message, frozen=True):
+    """The answer to a Train. `refusal` is empty if the job has begun."""
+
+    call: int
+    refusal: str = ""
+    elsewhere: bool = False
+
+
+class TrainingStopped(Message, frozen=True):
+    """The answer to a StopTraining."""
+
+    call: int
+    saved: SavedContent | None
+
+
+class StepTrained(Message, frozen=True):
+    job_id: str
+    step: StepDone
+
+
+class JobFailed(Message, frozen=True):
+    job_id: str
+    failed: Failed
+
+
+class JobSaved(Message, frozen=True):
+    job_id: str
+    saved: SavedContent
+
+
 class RankedToken(msgspec.Struct, array_like=True, frozen=True):
     token_id: int
     logprob: float | None
@@ -212,8 +273,10 @@ class Alive(Message, frozen=True):
     stalled_s: float
 
 
+ToTraining: TypeAlias = Train | StopTraining | Taken
+FromTraining: TypeAlias = TrainAnswered | TrainingStopped | StepTrained | JobFailed | JobSaved
 ToEngine: TypeAlias = (
-    Start | Submit | Cancel | Release | Export | WantLoad | AddVariant | RemoveVariant | Stop
+    Start | Submit | Cancel | Release | Export | WantLoad | AddVariant | RemoveVariant | ToTraining | Stop
 )
 FromEngine: TypeAlias = (
     Described
@@ -228,6 +291,7 @@ FromEngine: TypeAlias = (
     | Alive
     | VariantAdded
     | VariantRemoved
+    | FromTraining
 )
 
 _encode = msgspec.msgpack.Encoder().encode

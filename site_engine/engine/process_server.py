@@ -18,6 +18,7 @@ from site_engine.core.chain import Chain
 from site_engine.core.request import Admission, Grammar, Moved, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.process_training import TrainingServer
 from site_engine.engine_client import Listener
 from site_engine.errors import NotServed, Reason, VariantRefused
 
@@ -99,10 +100,14 @@ class EngineServer:
         self._numbers: dict[str, int] = {}
         self._frames: list[bytes] = []  # of one pass of the engine thread
         self._thread = make_thread(self._post)
+        self._training = TrainingServer(self._thread, lambda message: self._sender.send(pm.frame(message)))
 
     def run(self) -> bool:
         """Serve until the site says Stop or is gone; return whether it said so."""
-        self._thread.start(Listener(self._outputs, lambda seen: self._put(pm.Load(*seen)), self._broken))
+        heard = self._training.heard
+        self._thread.start(
+            Listener(self._outputs, lambda seen: self._put(pm.Load(*seen)), self._broken, heard)
+        )
         frames = pm.Frames()
         alive_s = self._clock()
         while True:
@@ -138,6 +143,8 @@ class EngineServer:
                 self._thread.add_variant(message.variant, partial(self._variant_added, message.call))
             case pm.RemoveVariant():
                 self._thread.remove_variant(message.id, partial(self._variant_removed, message.call))
+            case pm.Train() | pm.StopTraining() | pm.Taken():
+                self._training.handle(message)
 
     def _submit(self, message: pm.Submit) -> None:
         group = pm.to_requests(message)

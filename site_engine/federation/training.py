@@ -10,12 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from site_engine.core.training import (
     AdapterShape,
     Content,
     End,
+    Failed,
     Kind,
     Saved,
     StepDone,
@@ -25,7 +26,8 @@ from site_engine.core.training import (
     TrainingEvent,
     TrainingOrder,
 )
-from site_engine.errors import TrainingRefused, TransferFailed
+from site_engine.engine_client import TrainingEngine
+from site_engine.errors import TransferFailed
 from site_engine.federation.bulk import Bulk
 from site_engine.federation.site import Site
 from site_engine.messages import Model
@@ -49,13 +51,6 @@ MAX_FETCHES: Final = 60
 """Tries in a row that bring nothing, after which a run is given up."""
 
 
-class TrainingEngine(Protocol):
-    """What trains; `EngineThread` describes the methods."""
-
-    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None: ...
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None: ...
-
-
 class Ended(NamedTuple):
     end: End = End.RUNNING
     code: str = ""
@@ -71,7 +66,7 @@ class Run:
         self.times_s: deque[float] = deque(maxlen=MAX_STEPS)
         self.unreported = 0  # steps
         self.saved: deque[Saved] = deque(maxlen=MAX_SAVED)
-        self.failure: str | None = None
+        self.failure: Failed | None = None
         self.fetches = True  # what it needs, before it trains
         self.stops = False  # a gateway wants a snapshot, and the end
         self.changed = asyncio.Event()
@@ -186,7 +181,7 @@ class TrainingRuns:
         if isinstance(event, Saved):
             run.saved.append(event)
         else:
-            run.failure = event.reason
+            run.failure = event
         run.changed.set()
 
     # ---- to gateways
@@ -276,7 +271,8 @@ class TrainingRuns:
                     return await self._finish(run, saved)
                 await self._keep(run, saved)
             if run.failure is not None:
-                return Ended(End.FAILED, "training_failed", run.failure)
+                end = End.GIVEN_UP if run.failure.elsewhere else End.FAILED
+                return Ended(end, "training_failed", run.failure.reason)
             if stopped:
                 return Ended(End.STOPPED)
             if run.stops:

@@ -27,6 +27,7 @@ from site_engine.pool.figures import idle_figures, join_facts, join_figures, mea
 from site_engine.pool.ownership import Act, Owned, Phase
 from site_engine.pool.replica import Replica, served
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
+from site_engine.pool.training import PoolTraining
 from site_engine.pool.variants import PoolVariants
 from site_engine.text.detokenize import NoText, Vocabulary
 
@@ -61,6 +62,7 @@ class EnginePool:
         self._owned: dict[str, Owned] = {}  # requests that have not ended
         self._limit_tokens = 0  # of a request, the same in every engine
         self._variants = PoolVariants()
+        self.trainer = PoolTraining(lambda: {each.place: each.process.trainer for each in self._serving()})
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -108,6 +110,7 @@ class EnginePool:
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
+        self.trainer.on_event = listener.training
         for each in self._replicas:
             self._serve(each)
 
@@ -134,7 +137,8 @@ class EnginePool:
         process = replica.process
         process.vocabulary = self.vocabulary
         process.on_lost = partial(self._take_over, replica)
-        process.start(Listener(self._outputs, partial(self._load, replica), partial(self._lost, replica)))
+        lost, load = partial(self._lost, replica), partial(self._load, replica)
+        process.start(Listener(self._outputs, load, lost, self.trainer.heard))
 
     def _serving(self) -> list[Replica]:
         return [each for each in self._replicas if each.serves]
@@ -346,6 +350,7 @@ class EnginePool:
     def _take_over(self, replica: Replica, orphans: Orphans) -> None:
         """Let the other engines go on with the requests of one that is lost."""
         replica.end()
+        self.trainer.lost(replica.place)
         left = [([answer], self._reply_of(answer)) for answer in orphans.answers] + orphans.unadmitted
         if not self._stopping:
             log.warning("engine %d is lost; the others go on with its %d requests", replica.place, len(left))

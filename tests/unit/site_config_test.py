@@ -289,11 +289,12 @@ def test_groups_that_cannot_share_a_process_are_refused(
 def test_a_site_trains_only_where_its_engine_can_and_says_why_not() -> None:
     able = {**NEEDED, "training": True, "device": "cpu"}
     assert load(None, {}, **able, training_usd_per_mtok=2.0).training
+    assert load(None, {}, **able, engine_process=True).training
+    assert load(None, {}, **{**able, "device": "auto", "devices": "cpu,cpu"}).training
     for changed, words in (
         ({"device": "cuda:0", "engine_process": False}, "an engine on a GPU does not train yet"),
         ({"device": "cuda:0"}, "an engine on a GPU does not train yet"),
-        ({"engine_process": True}, "a process of its own"),
-        ({"device": "auto", "devices": "cpu,cpu"}, "a process of its own"),
+        ({"device": "auto", "devices": "cpu,cuda:1"}, "an engine on a GPU does not train yet"),
         ({"engine": "openai", "url": "http://server:1"}, "training needs the native engine"),
         ({"training": False, "training_usd_per_mtok": 2.0}, "training is off"),
         ({"training_usd_per_mtok": 2.0, "usd_per_hour": 1.0}, "exclude each other"),

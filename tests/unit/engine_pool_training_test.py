@@ -1,0 +1,81 @@
+"""Jobs are spread over the engines of a pool; each job ends once, also where its engine is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from site_engine.core.training import Failed, Recipe, Saved, StepDone, TrainingEvent, TrainingOrder
+from site_engine.errors import TrainingRefused
+from site_engine.pool.training import PoolTraining
+
+
+class Engine:
+    """An engine that trains when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.refusal: TrainingRefused | None = None
+
+    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
+        self.jobs += [] if self.refusal else [order.job_id]
+        reply(self.refusal)
+
+    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+        self.jobs.remove(job_id)
+        reply(Saved(3, False, job_id.encode()))
+
+
+class Pool:
+    def __init__(self, engines: int) -> None:
+        self.engines = {place: Engine() for place in range(engines)}
+        self.training = PoolTraining(lambda: self.engines)
+        self.events: list[tuple[str, TrainingEvent]] = []
+        self.training.on_event = lambda job_id, event: self.events.append((job_id, event))
+
+    def train(self, job_id: str) -> TrainingRefused | None:
+        answers: list[TrainingRefused | None] = []
+        self.training.train(TrainingOrder(job_id, "acme", Recipe(), b"rows"), answers.append)
+        (answer,) = answers
+        return answer
+
+    def stop(self, job_id: str) -> Saved | None:
+        answers: list[Saved | None] = []
+        self.training.stop_training(job_id, answers.append)
+        (answer,) = answers
+        return answer
+
+
+def test_each_job_goes_to_the_engine_with_fewest() -> None:
+    pool = Pool(3)
+    assert [pool.train(f"j{number}") for number in range(7)] == [None] * 7
+    assert sorted(len(each.jobs) for each in pool.engines.values()) == [2, 2, 3]
+    pool.training.heard("j1", Saved(9, True, b"adapter"))
+    assert pool.stop("j1") is None
+    assert pool.stop("j4") == Saved(3, False, b"j4")
+    pool.train("next")
+    assert "next" in pool.engines[1].jobs
+
+
+def test_a_refused_job_may_come_again_and_one_that_is_here_may_not() -> None:
+    pool = Pool(1)
+    pool.engines[0].refusal = TrainingRefused("no room", elsewhere=True)
+    assert pool.train("j") is pool.engines[0].refusal
+    pool.engines[0].refusal = None
+    assert pool.train("j") is None
+    assert "trained here already" in str(pool.train("j"))
+
+
+def test_the_jobs_of_a_lost_engine_fail_there_once_and_the_others_go_on() -> None:
+    pool = Pool(2)
+    for job_id in ("a", "b", "c"):
+        pool.train(job_id)
+    del pool.engines[0]
+    pool.training.lost(0)
+    pool.training.lost(0)
+    pool.training.heard("b", StepDone(1, 9, 0.5, 0.5, 10))
+    failed = Failed("its engine is lost", elsewhere=True)
+    assert pool.events == [("a", failed), ("c", failed), ("b", StepDone(1, 9, 0.5, 0.5, 10))]
+    assert pool.stop("a") is None
+    del pool.engines[1]
+    refused = pool.train("d")
+    assert refused is not None and refused.elsewhere
