@@ -47,6 +47,7 @@ class DrainRequest(NamedTuple):
 @dataclass(slots=True)
 class TopState:
     snapshot: dict[str, Any]
+    batches: list[dict[str, Any]] = field(default_factory=list)
     order: int = 0
     selected: str = ""
     paused: bool = False

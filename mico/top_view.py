@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 from mico.terminal import STATE_COLOURS, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
     from mico.top_state import TopState
 
 LEVELS = {"calm": "green", "degraded": "yellow", "critical": "bold red"}
 EVENTS_SHOWN = 6
+BATCHES_SHOWN = 5
+RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-def render(snapshot: dict[str, Any], state: TopState | None = None) -> RenderableType:
-    """Render a snapshot of the overview; without `state` there is no selection and no line of keys."""
+def render(
+    snapshot: dict[str, Any], batches: Sequence[dict[str, Any]] = (), state: TopState | None = None
+) -> RenderableType:
+    """Render a snapshot of the overview and the batches that have not ended; without `state` there is no
+    selection and no line of keys.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -32,6 +40,7 @@ def render(snapshot: dict[str, Any], state: TopState | None = None) -> Renderabl
         "",
         site_table(sites, state.selected if state else ""),
         "",
+        *batch_lines(batches),
         *events,
         *below,
     )
@@ -77,6 +86,28 @@ def site_table(sites: list[dict[str, Any]], selected: str = "") -> RenderableTyp
         reverse = "reverse" if site["name"] == selected else None
         table.add_row(site["name"], state, *figures, format_seconds(site["report_age_s"]), style=reverse)
     return table
+
+
+def batch_lines(batches: Sequence[dict[str, Any]]) -> list[RenderableType]:
+    """Return a line for each of the newest batches that have not ended, and an empty one behind them."""
+    from datetime import UTC, datetime
+
+    from rich.text import Text
+
+    lines = []
+    for batch in [each for each in batches if each["status"] in RUNNING][:BATCHES_SHOWN]:
+        counts, mico = batch["request_counts"], batch.get("mico", {})
+        ended = counts["completed"] + counts["failed"]
+        parts = [f"{batch['id']} of {batch['tenant']}: {batch['status']}, {ended} of {counts['total']} ended"]
+        if "in_flight" in mico:
+            parts.append(f"{mico['in_flight']} run")
+        if mico.get("shared_prompt_share"):
+            parts.append(f"{percent(mico['shared_prompt_share'])} of prompts shared")
+        if "ends_at" in mico:
+            ends = datetime.fromtimestamp(mico["ends_at"], UTC).astimezone()
+            parts.append(f"ends about {ends.strftime('%a %H:%M')}")
+        lines.append(Text(" · ".join(parts)))
+    return [*lines, Text("")] if lines else []
 
 
 def event_line(event: dict[str, Any]) -> RenderableType:

@@ -18,6 +18,23 @@ class Groups(NamedTuple):
     share: NDArray[np.float64]
 
 
+class Sharing(NamedTuple):
+    """The groups of two lines or more, their lines, and the prompt tokens that need not be computed again."""
+
+    groups: int
+    lines: int
+    tokens: int
+
+
+def sharing(groups: Groups, prompt_tokens: NDArray[np.int64]) -> Sharing:
+    """Return what the lines save if those of each group run one after another."""
+    _, begun, lines = np.unique(groups.first, return_index=True, return_counts=True)
+    shared = (groups.share * prompt_tokens).astype(np.int64)
+    shared[begun] = 0  # computed for the first line of each group
+    several = lines[lines > 1]
+    return Sharing(len(several), int(several.sum()), int(shared.sum()))
+
+
 class PrefixGroups:
     """Collects the hashes of lines, at most 60 of 8 bytes each, until all have been added."""
 

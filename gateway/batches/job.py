@@ -22,10 +22,10 @@ from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.order import prefill_heavy
-from gateway.batches.pace import Progress, is_late
+from gateway.batches.pace import Progress, is_late, work_of
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
-from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
+from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome, RunningLines
 from gateway.batches.waiting import PAGE_LINES, WaitingLines
 from gateway.errors import (
     AboveQuota,
@@ -85,8 +85,7 @@ class Job:
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
         self._began_s = context.clock()
-        self._ended_lines = 0  # by this job
-        self._left_lines = batch.total
+        self._ended_work = self._running_work = self._left_work = 0.0
 
     @property
     def sites(self) -> set[str]:
@@ -95,10 +94,14 @@ class Job:
         return {site.name for site in self._context.sites() if model in site.identity.models}
 
     @property
+    def progress(self) -> Progress:
+        ran_s = self._context.clock() - self._began_s
+        return Progress(ran_s, self._ended_work, self._running_work, self._left_work)
+
+    @property
     def is_late(self) -> bool:
         """Return whether it would end too late at its pace."""
-        progress = Progress(self._context.clock() - self._began_s, self._ended_lines, self._left_lines)
-        return is_late(self.batch, progress, self._context.unix_time())
+        return is_late(self.batch, self.progress, self._context.unix_time())
 
     @property
     def can_start(self) -> bool:
@@ -106,8 +109,10 @@ class Job:
         return bool(self._waiting or self._retries) and self._context.clock() >= self._paused_until_s
 
     @property
-    def running_lines(self) -> int:
-        return len(self._running)
+    def running_lines(self) -> RunningLines:
+        progress = self.progress
+        ends_at = self._context.unix_time() + progress.left_s if progress.is_known else None
+        return RunningLines(len(self._running), ends_at)
 
     async def run(self) -> None:
         """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
@@ -147,6 +152,7 @@ class Job:
             "in_progress_at": context.unix_time(),
             "model": model,
             "total": len(lines),
+            "outline": lines.outline._asdict(),
         }
         changed = await context.ledger.change(batch.id, (BatchStatus.VALIDATING,), **changes)
         status = BatchStatus.IN_PROGRESS if changed else BatchStatus.CANCELLING
@@ -155,9 +161,8 @@ class Job:
     # ---- answer
 
     async def _answer(self) -> None:
-        known = await self._context.ledger.get(self.batch.tenant, self.batch.id)
-        ended = known.completed + known.failed if known else 0
-        self._began_s, self._left_lines = self._context.clock(), self.batch.total - ended
+        self._left_work = await self._context.ledger.work_left(self.batch.id)
+        self._began_s = self._context.clock()
         try:
             while not self._must_stop:
                 await self._waiting.refill(self._context.ledger, self.batch.id)
@@ -187,6 +192,7 @@ class Job:
             self._in_flight[query_id] = site
             task = asyncio.create_task(self._run_line(line, query_id, site), name=query_id)
             self._running[task] = line
+            self._running_work += work_of(line)
             task.add_done_callback(self._on_line_done)
 
     def _on_line_done(self, task: asyncio.Task[Outcome | Retry]) -> None:
@@ -255,10 +261,12 @@ class Job:
                 self._schedule(result)
         if done:
             await self._write(outcomes, retried)
-            self._ended_lines += len(outcomes)
-            self._left_lines -= len(outcomes)
             for task in done:
-                del self._running[task]
+                work = work_of(self._running.pop(task))
+                self._running_work -= work
+                if isinstance(task.result(), Outcome):
+                    self._ended_work += work
+                    self._left_work -= work
 
     def _schedule(self, retry: Retry) -> None:
         due_s = self._context.clock() + retry.wait_s

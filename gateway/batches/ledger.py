@@ -5,7 +5,7 @@ the holder writes the outcome of a line, and only once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -29,13 +29,32 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
 from gateway.batches.order import PREFILL_HEAVY
-from gateway.batches.values import UNFINISHED, Batch, BatchStatus, File, Line, Outcome, Purpose
+from gateway.batches.pace import PROMPT_TOKEN_WORK
+from gateway.batches.values import (
+    UNFINISHED,
+    Batch,
+    BatchStatus,
+    File,
+    Line,
+    Outcome,
+    Outline,
+    Purpose,
+    RunningLines,
+)
 from gateway.store.database import database_time
 from gateway.store.tables import batch_lines, batches, files
 
 ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
 """Time after which another replica takes over from one that died."""
+
+
+NONE_RUN: Final[Mapping[str, RunningLines]] = {}
+_WORK: Final = func.sum(  # as `work_of` counts that of a line
+    1
+    + batch_lines.c.response_tokens
+    + PROMPT_TOKEN_WORK * (batch_lines.c.prompt_tokens - batch_lines.c.shared_tokens)
+)
 
 
 class LeaseLost(Exception):
@@ -110,10 +129,10 @@ class Ledger:
 
     # ---- leases
 
-    async def lease(self, max_batches: int) -> list[Batch]:
+    async def lease(self, max_batches: int, running: Mapping[str, RunningLines] = NONE_RUN) -> list[Batch]:
         """Renew this owner's leases and take new ones, oldest first, up to `max_batches` in all.
 
-        Returns all batches that this owner holds from now on.
+        `running` says how its batches do, by id. Returns all batches that this owner holds from now on.
         """
         now = await self._database_time()
         is_ours = batches.c.leased_by == self.owner
@@ -132,17 +151,23 @@ class Ledger:
         )
         async with self._engine.connect() as connection:
             candidates = [_batch(row) for row in await connection.execute(claimable)]
-        return [batch for batch in candidates if await self._take(batch.id, free, now)]
+        return [
+            batch
+            for batch in candidates
+            if await self._take(batch.id, free, now, running.get(batch.id, RunningLines()))
+        ]
 
     async def _database_time(self) -> float:
         async with self._engine.connect() as connection:
             return await database_time(connection, self._clock)
 
-    async def _take(self, batch_id: str, free: ColumnElement[bool], now: float) -> bool:
+    async def _take(
+        self, batch_id: str, free: ColumnElement[bool], now: float, running: RunningLines
+    ) -> bool:
         take = (
             update(batches)
             .where(batches.c.id == batch_id, batches.c.status.in_(UNFINISHED), free)
-            .values(leased_by=self.owner, leased_until=now + self.lease_s)
+            .values(leased_by=self.owner, leased_until=now + self.lease_s, **running._asdict())
         )
         async with self._engine.begin() as connection:
             return bool((await connection.execute(take)).rowcount)
@@ -220,6 +245,12 @@ class Ledger:
         )
         async with self._engine.connect() as connection:
             return [_line(row) for row in await connection.execute(query)]
+
+    async def work_left(self, batch_id: str) -> float:
+        """Return the work of the lines without an outcome."""
+        unanswered = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
+        async with self._engine.connect() as connection:
+            return float(await connection.scalar(select(_WORK).where(unanswered)) or 0.0)
 
     async def write(self, batch_id: str, outcomes: Sequence[Outcome], retried: Sequence[Line] = ()) -> None:
         """Write outcomes of lines that have none yet, and the counts of runs and failures of `retried` lines.
@@ -332,7 +363,8 @@ async def _with_counts(connection: AsyncConnection, batch: Batch) -> Batch:
 
 def _batch(row: Row[Any]) -> Batch:
     fields = {name: row._mapping[name] for name in Batch.__slots__}
-    return Batch(**{**fields, "status": BatchStatus(fields["status"])})
+    outline = None if row.outline is None else Outline(**row.outline)
+    return Batch(**{**fields, "status": BatchStatus(row.status), "outline": outline})
 
 
 def _line(row: Row[Any]) -> Line:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gateway.batches.groups import PrefixGroups
+from gateway.batches.groups import PrefixGroups, sharing
 from gateway.batches.order import Integers, LineSizes, order
-from gateway.batches.values import Line, Order
+from gateway.batches.values import Line, Order, Outline
 from gateway.routing.prefixes import Prefix
 
 
@@ -44,20 +44,26 @@ class LineTable:
         """
         groups = self._groups.find()
         prompt_tokens = np.frombuffer(self.prompt_tokens, np.int64)
+        response_tokens = np.frombuffer(self.response_tokens, np.float64)
+        saved = sharing(groups, prompt_tokens)
         sizes = LineSizes(
             np.frombuffer(self.numbers, np.int64)[groups.first],
             (groups.share * prompt_tokens).astype(np.int64),
             prompt_tokens,
-            np.frombuffer(self.response_tokens, np.float64),
+            response_tokens,
         )
-        return OrderedLines(self, sizes, order(sizes, how))
+        outline = Outline(
+            saved.groups, int(prompt_tokens.sum()), saved.tokens, round(float(response_tokens.sum()))
+        )
+        return OrderedLines(self, sizes, order(sizes, how), outline)
 
 
 class OrderedLines:
     """The lines in the order of running. A line is built when its turn comes."""
 
-    def __init__(self, table: LineTable, sizes: LineSizes, turns: Integers) -> None:
+    def __init__(self, table: LineTable, sizes: LineSizes, turns: Integers, outline: Outline) -> None:
         self._table, self._sizes, self._turns = table, sizes, turns
+        self.outline = outline
 
     def __len__(self) -> int:
         return len(self._turns)

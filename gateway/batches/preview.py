@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gateway.batches.answer_line import ENDPOINTS
-from gateway.batches.groups import PrefixGroups
+from gateway.batches.groups import PrefixGroups, sharing
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
@@ -48,13 +48,8 @@ def preview(path: Path, endpoint: str, limits: BatchLimits) -> Preview:
         )
         found.add(prefix_of(queries[0].prompt, "", request.model))
         tokens.append(sum(query.prompt_tokens_guess for query in queries))
-    groups = found.find()
-    prompt_tokens = np.array(tokens, np.int64)
-    _, begun, lines = np.unique(groups.first, return_index=True, return_counts=True)
-    shared = (groups.share * prompt_tokens).astype(np.int64)
-    shared[begun] = 0  # computed for the first line of each group
-    several = lines[lines > 1]
-    return Preview(len(tokens), len(several), int(several.sum()), sum(tokens), int(shared.sum()))
+    groups, lines, shared_tokens = sharing(found.find(), np.array(tokens, np.int64))
+    return Preview(len(tokens), groups, lines, sum(tokens), shared_tokens)
 
 
 def _raw_lines(path: Path) -> Iterator[RawLine]:

@@ -33,7 +33,7 @@ class Runner:
 
     @property
     def running_lines(self) -> int:
-        return sum(job.running_lines for job, _ in self._jobs.values())
+        return sum(job.running_lines.in_flight for job, _ in self._jobs.values())
 
     def start(self) -> None:
         self._polling = asyncio.create_task(self._poll_for_ever(), name="batches")
@@ -82,7 +82,8 @@ class Runner:
         for batch_id in [batch_id for batch_id, (_, task) in self._jobs.items() if task.done()]:
             del self._jobs[batch_id]
         max_batches = len(self._jobs) if self._draining else self._context.limits.replica_batches
-        leased = {batch.id: batch for batch in await self._context.ledger.lease(max_batches)}
+        running = {batch_id: job.running_lines for batch_id, (job, _) in self._jobs.items()}
+        leased = {batch.id: batch for batch in await self._context.ledger.lease(max_batches, running)}
         for batch_id, (job, task) in self._jobs.items():
             if batch_id not in leased and not job.finalizing and not task.cancelling():
                 task.cancel()

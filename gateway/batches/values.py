@@ -101,11 +101,34 @@ class BatchError(NamedTuple):
     param: str | None = None
 
 
+class Outline(NamedTuple):
+    """What the lines of a batch are expected to take, as estimated when its file was read.
+
+    `groups`: those of two lines or more that begin alike. `shared_tokens` of the prompts need not be computed
+    if the lines of each group run one after another.
+    """
+
+    groups: int
+    prompt_tokens: int
+    shared_tokens: int
+    response_tokens: int
+
+
+class RunningLines(NamedTuple):
+    """What the replica that runs a batch tells about it: the number of its lines that run, and when its last
+    line is expected to end, in unix seconds; None until that is known.
+    """
+
+    in_flight: int = 0
+    ends_at: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`completed` and `failed` count lines: those with an outcome by now if the batch has not ended.
 
-    `about` is the client's metadata.
+    `about` is the client's metadata. `in_flight` and `ends_at` are those of `RunningLines`, as old as the
+    last renewal of the lease.
     """
 
     id: str
@@ -130,6 +153,9 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    outline: Outline | None = None
+    in_flight: int = 0
+    ends_at: float | None = None
     errors: list[dict[str, Any]] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None

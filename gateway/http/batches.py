@@ -173,7 +173,25 @@ def batch_json(batch: Batch) -> dict[str, Any]:
         **known,
         **errors,
         **metadata,
+        "mico": _progress_json(batch),
     }
+
+
+def _progress_json(batch: Batch) -> dict[str, Any]:
+    """Render what OpenAI's object has no fields for: the order, what is shared, and when the batch ends."""
+    outline, runs = batch.outline, batch.status in (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
+    expected = (
+        {}
+        if outline is None
+        else {
+            "groups": outline.groups,
+            "shared_prompt_share": round(outline.shared_tokens / max(1, outline.prompt_tokens), 4),
+            "expected_tokens": outline.response_tokens,
+        }
+    )
+    running = {"in_flight": batch.in_flight} if runs else {}
+    ends = {"ends_at": int(batch.ends_at)} if runs and batch.ends_at is not None else {}
+    return {"order": batch.order, **expected, **running, **ends}
 
 
 def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:

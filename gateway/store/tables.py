@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0015"
+SCHEMA: Final = "0016"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -289,6 +289,13 @@ batches = Table(
     Column("total", Integer, nullable=False),
     Column("completed", Integer, nullable=False),  # set at the end; until then the lines are counted
     Column("failed", Integer, nullable=False),
+    Column(
+        "outline", JSON(none_as_null=True)
+    ),  # what its lines are expected to take; null until it is validated
+    Column(
+        "in_flight", Integer, nullable=False, server_default="0"
+    ),  # lines, at the last renewal of the lease
+    Column("ends_at", Double),  # expected, at that time
     Column("errors", JSON(none_as_null=True)),  # why the file is not a valid batch
     Column("output_file_id", String),
     Column("error_file_id", String),

@@ -154,8 +154,9 @@ def show(
     if as_json:
         session.terminal.json(batch)
         return
+    figures = {name: value for name, value in batch.items() if name != "mico"} | batch.get("mico", {})
     session.terminal.table(
-        ["figure", "value"], [[name, format_value(name, value)] for name, value in batch.items()]
+        ["figure", "value"], [[name, format_value(name, value)] for name, value in figures.items()]
     )
 
 
@@ -316,6 +317,7 @@ def table_row(batch: Batch) -> dict[str, str]:
         "answered": f"{counts['completed']}/{counts['total']}",
         "with errors": str(counts["failed"]),
         "submitted": format_unix_time(batch["created_at"]),
+        "ends": format_unix_time(ends) if (ends := batch.get("mico", {}).get("ends_at")) else "-",
         "expires": format_unix_time(batch["expires_at"]),
     }
 
@@ -323,6 +325,8 @@ def table_row(batch: Batch) -> dict[str, str]:
 def format_value(name: str, value: object) -> str:
     if name.endswith("_at") and isinstance(value, int):
         return format_unix_time(value)
+    if name.endswith("_share") and isinstance(value, float):
+        return f"{value:.0%}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {part}" for key, part in value.items())
     return str(value)

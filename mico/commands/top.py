@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mico.top_state import TopState
 
 OVERVIEW = "/admin/api/overview"
+BATCHES = "/admin/api/batches?limit=20"
 REFRESH_TIMEOUT_S = 5.0
 """No key is read during a request, so it is short."""
 
@@ -33,7 +34,7 @@ def top(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Show sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
+    """Show sites, batches and events; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
     session = session_of(context)
     client = session.client(*gateway)
     if as_json:
@@ -53,10 +54,19 @@ def top(
     if times != 1 and console.is_terminal and sys.stdin.isatty():
         run_live(client, first, times, every)
         return
-    console.print(render(first))
+    console.print(render(first, newest_batches(client)))
     for _ in range((times or 1) - 1):
         time.sleep(every)
-        console.print("", render(client.get(OVERVIEW)))
+        console.print("", render(client.get(OVERVIEW), newest_batches(client)))
+
+
+def newest_batches(client: Client) -> list[dict[str, Any]]:
+    """Return the newest batches, or none: they are in the database, and sites are shown while it is away."""
+    try:
+        batches: list[dict[str, Any]] = client.get(BATCHES, timeout_s=REFRESH_TIMEOUT_S)["data"]
+    except CommandFailed:
+        return []
+    return batches
 
 
 def run_live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:
@@ -67,21 +77,23 @@ def run_live(client: Client, first: dict[str, Any], times: int | None, every_s: 
     from mico.top_state import TopState
     from mico.top_view import render
 
-    state = TopState(first)
+    state = TopState(first, newest_batches(client))
     console = Console(highlight=False)
     try:
         with (
             keyboard() as keys,
-            Live(render(first, state), console=console, screen=True, auto_refresh=False) as display,
+            Live(
+                render(first, state.batches, state), console=console, screen=True, auto_refresh=False
+            ) as display,
         ):
             refreshes = 1
             while not state.finished and (times is None or refreshes < times):
                 until_s = time.monotonic() + every_s
                 while not state.finished and (left_s := until_s - time.monotonic()) > 0:
                     handle_key(client, state, keys, left_s)
-                    display.update(render(state.snapshot, state), refresh=True)
+                    display.update(render(state.snapshot, state.batches, state), refresh=True)
                 refreshes += refresh(client, state)
-                display.update(render(state.snapshot, state), refresh=True)
+                display.update(render(state.snapshot, state.batches, state), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -95,7 +107,7 @@ def refresh(client: Client, state: TopState) -> int:
         return 0
     try:
         state.snapshot = client.get(OVERVIEW, timeout_s=REFRESH_TIMEOUT_S)
-        state.error = ""
+        state.error, state.batches = "", newest_batches(client)
     except CommandFailed as failure:
         state.error = failure.error
     return 1

@@ -363,6 +363,7 @@ def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_
     page.open(federation.base_url.removesuffix("/v1") + "/admin")
     page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
     assert "1 of 1" in page.text("#batches")
+    assert page.complaints == []
 
 
 def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFederation) -> None:

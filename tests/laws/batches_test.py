@@ -139,13 +139,33 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
 
 def test_a_batch_goes_first_once_its_pace_would_take_it_past_four_fifths_of_its_window() -> None:
     window = replace(batch(), created_at=0.0, expires_at=1_000.0 * LEARN_S)
-    pace = partial(Progress, LEARN_S, 100)  # 100 lines in this time
+    pace = partial(Progress, LEARN_S, 100, 0)  # work of 100 in this time
     assert not is_late(window, pace(79_000), LEARN_S)
     assert is_late(window, pace(81_000), LEARN_S)
-    assert not is_late(window, Progress(LEARN_S - 1, 0, 10**6), LEARN_S)  # nothing is known yet
-    assert is_late(window, Progress(LEARN_S, 0, 1_000), LEARN_S)
-    assert is_late(window, Progress(0.0, 0, 1), 801.0 * LEARN_S)
-    assert not is_late(window, Progress(0.0, 0, 0), 801.0 * LEARN_S)  # all its lines have ended
+    assert not is_late(window, Progress(LEARN_S - 1, 0, 0, 10**6), LEARN_S)  # nothing is known yet
+    assert is_late(window, Progress(LEARN_S, 0, 0, 1_000), LEARN_S)
+    assert is_late(window, Progress(0.0, 0, 0, 1), 801.0 * LEARN_S)
+    assert not is_late(window, Progress(0.0, 0, 0, 0), 801.0 * LEARN_S)  # all its lines have ended
+
+
+@given(st.lists(st.integers(1, 500), min_size=60, max_size=120), st.integers(1, 12))
+def test_a_batch_is_expected_to_end_when_it_does_once_as_much_has_ended_as_runs(
+    lengths: list[int], slots: int
+) -> None:
+    """Lines take as long as they are expected to be, a few at a time."""
+    ends = [0.0] * slots
+    spans = []
+    for length in lengths:
+        at = ends.index(min(ends))
+        spans.append((ends[at], ends[at] + length))
+        ends[at] += length
+    took_s = max(ends)
+    for now_s in [took_s * part / 10 for part in range(1, 10)]:
+        ended = sum(end - begin for begin, end in spans if end <= now_s)
+        running = sum(end - begin for begin, end in spans if begin <= now_s < end)
+        progress = Progress(now_s, ended, running, sum(lengths) - ended)
+        if progress.is_known:
+            assert abs(now_s + progress.left_s - took_s) <= 0.5 * took_s + 2 * max(lengths)
 
 
 def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:

@@ -228,6 +228,21 @@ def test_a_plan_tells_what_the_lines_have_in_common_and_submits_nothing(
     assert status == 1 and "line 1" in err
 
 
+def test_a_batch_is_shown_with_what_it_shares_and_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mico = {
+        "order": "blend",
+        "groups": 3,
+        "shared_prompt_share": 0.714,
+        "in_flight": 9,
+        "ends_at": 1_750_003_600,
+    }
+    out = play(monkeypatch, capsys, Gateway(a_batch("in_progress", 1, mico=mico)), "show", "batch_1")[1]
+    for words in ("blend", "71%", "in_flight", "2025-06-15T16:06:40"):
+        assert words in out
+
+
 def test_the_order_is_sent_where_one_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

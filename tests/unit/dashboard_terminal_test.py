@@ -57,6 +57,20 @@ def test_the_screen_says_what_the_page_says() -> None:
         assert words in text
 
 
+def test_batches_that_have_not_ended_are_on_the_screen() -> None:
+    counts = {"total": 900, "completed": 40, "failed": 2}
+    mico = {"order": "blend", "shared_prompt_share": 0.71, "in_flight": 64, "ends_at": 1_750_000_000}
+    runs = {"id": "batch_1", "tenant": "t", "status": "in_progress", "request_counts": counts, "mico": mico}
+    ended = runs | {"id": "batch_2", "status": "completed"}
+    new = runs | {"id": "batch_3", "status": "validating", "mico": {"order": "blend"}}
+    out = StringIO()
+    Console(file=out, width=160).print(render(SNAPSHOT, [runs, ended, new]))
+    text = out.getvalue()
+    for words in ("batch_1 of t", "42 of 900 ended", "64 run", "71% of prompts shared", "ends about"):
+        assert words in text
+    assert "batch_2" not in text and "batch_3 of t: validating" in text
+
+
 def test_an_unknown_load_is_no_empty_bar() -> None:
     assert bar(None) != bar(0.0)
     assert bar(7.0) == bar(1.0)
@@ -125,7 +139,7 @@ def test_the_screen_shows_keys_the_chosen_site_and_a_gateway_that_is_away() -> N
     state.error = "the gateway does not answer"
     out = StringIO()
     Console(file=out, width=160, force_terminal=True, color_system="standard").print(
-        render(state.snapshot, state)
+        render(state.snapshot, state=state)
     )
     assert "STALE: the gateway does not answer" in out.getvalue()
     assert "q quit" in out.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.batches import line_table
 from gateway.batches.order import Integers, LineSizes
 from gateway.batches.pace import FIRST_PRIORITY
 from gateway.batches.values import WINDOW_S, Order
-from tests.support.batch_replica import asked_at_least, chat_line, jsonl, replica
+from tests.support.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
 
 
 def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
@@ -76,6 +77,45 @@ def test_sites_know_which_lines_may_overtake_others_and_which_have_long_prompts(
                 assert (await here.ended(submitted)).status == "completed"
             flags = sorted((assign.any_order, assign.prefill_heavy) for assign in here.assigned)
             assert flags == [(False, False), (False, False), (True, False), (True, True)]
+
+    asyncio.run(main())
+
+
+def test_a_batch_says_what_its_lines_share_how_many_run_and_when_it_ends(url: str) -> None:
+    one = "to be, or not to be " * 40
+    lines = [
+        chat_line(number, messages=[{"role": "user", "content": f"{one if number % 2 else number} who?"}])
+        for number in range(100)
+    ]
+
+    async def seen(here: Replica, batch_id: str, name: str) -> dict[str, Any]:
+        async with asyncio.timeout(60):
+            while True:
+                said: dict[str, Any] = (await here.raw("GET", f"/v1/batches/{batch_id}")).json()
+                if name in said["mico"]:
+                    return said
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        async with replica(url) as here:
+            here.open.clear()
+            batch_id = await here.submit(jsonl(*lines))
+            said = await seen(here, batch_id, "in_flight")
+            assert (said["mico"]["order"], said["mico"]["groups"]) == ("blend", 1)
+            assert 0.8 < said["mico"]["shared_prompt_share"] < 1.0
+            assert said["mico"]["expected_tokens"] > 0
+            here.open.set()
+            await asked_at_least(here, 40)
+            here.open.clear()
+            said = await seen(here, batch_id, "ends_at")
+            assert said["created_at"] <= said["mico"]["ends_at"] <= said["expires_at"]
+            assert 0 < said["mico"]["in_flight"] <= 24
+            (of_all,) = (await here.raw("GET", "/admin/api/batches", "boss")).json()["data"]
+            assert of_all["mico"].keys() == said["mico"].keys()
+            here.open.set()
+            assert (await here.ended(batch_id)).status == "completed"
+            said = (await here.raw("GET", f"/v1/batches/{batch_id}")).json()
+            assert said["mico"].keys() == {"order", "groups", "shared_prompt_share", "expected_tokens"}
 
     asyncio.run(main())
 

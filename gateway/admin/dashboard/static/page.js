@@ -175,11 +175,16 @@ function quotaCells({ scope, subject, kind, amount, in_use }) {
   return [`${scope} ${subject}`, kind.replaceAll("_", " "), `${text(in_use)} of ${text(amount)}`, percent(amount ? in_use / amount : 1)];
 }
 
+function batchCells({ id, tenant, status, request_counts: { completed, failed, total }, mico }) {
+  const answered = `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`;
+  return [id, tenant, status, answered, number(mico.in_flight), percent(mico.shared_prompt_share), mico.ends_at ? clock(mico.ends_at, false) : "–"];
+}
+
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
     const { data } = await request("batches?limit=5");
-    fill("batches", data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => [id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`]), "No batch was submitted.");
+    fill("batches", data.map(batchCells), "No batch was submitted.");
     drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
