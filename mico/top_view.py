@@ -9,7 +9,7 @@ from mico.terminal import STATE_COLOURS, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from mico.top_state import TopState
 
@@ -20,30 +20,42 @@ RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 def render(
-    snapshot: dict[str, Any], batches: Sequence[dict[str, Any]] = (), state: TopState | None = None
+    snapshot: dict[str, Any],
+    batches: Sequence[dict[str, Any]] = (),
+    *,
+    sites: list[dict[str, Any]] | None = None,
+    selected: str = "",
 ) -> RenderableType:
-    """Render a snapshot of the overview and the batches that have not ended; without `state` there is no
-    selection and no line of keys.
+    """Render a snapshot of the overview and the batches that have not ended; `sites` are its sites
+    in another order.
     """
     from rich.console import Group
     from rich.text import Text
 
     banner = snapshot["banner"]
-    events = [event_line(event) for event in snapshot["events"][:EVENTS_SHOWN]]
-    sites = state.sites if state else snapshot["sites"]
-    below = [Text(""), *(Text(line, style="bold") for line in state.footer())] if state else []
-    stale = [Text(f"STALE: {state.error}", style="bold red")] if state and state.error else []
     return Group(
-        *stale,
         Text(banner["text"], style=LEVELS[banner["level"]]),
         Text(totals_line(snapshot["totals"]), style="dim"),
         "",
-        site_table(sites, state.selected if state else ""),
+        site_table(sites or snapshot["sites"], selected),
         "",
         *batch_lines(batches),
-        *events,
-        *below,
+        *map(event_line, snapshot["events"][:EVENTS_SHOWN]),
     )
+
+
+def render_screen(state: TopState, console: Console) -> RenderableType:
+    """Render all of a terminal's screen. Its last lines, where questions stand, are never cut off."""
+    from rich.console import Group
+    from rich.layout import Layout
+    from rich.text import Text
+
+    stale = [Text(f"STALE: {state.error}", style="bold red")] if state.error else []
+    above = Group(*stale, render(state.snapshot, state.batches, sites=state.sites, selected=state.selected))
+    below = Group("", *(Text(line, style="bold") for line in state.footer()))
+    screen = Layout()
+    screen.split_column(Layout(above), Layout(below, size=len(console.render_lines(below))))
+    return screen
 
 
 def totals_line(totals: dict[str, Any]) -> str:

@@ -75,25 +75,23 @@ def run_live(client: Client, first: dict[str, Any], times: int | None, every_s: 
 
     from mico.keyboard import keyboard
     from mico.top_state import TopState
-    from mico.top_view import render
+    from mico.top_view import render_screen
 
     state = TopState(first, newest_batches(client))
     console = Console(highlight=False)
     try:
         with (
             keyboard() as keys,
-            Live(
-                render(first, state.batches, state), console=console, screen=True, auto_refresh=False
-            ) as display,
+            Live(render_screen(state, console), console=console, screen=True, auto_refresh=False) as display,
         ):
             refreshes = 1
             while not state.finished and (times is None or refreshes < times):
                 until_s = time.monotonic() + every_s
                 while not state.finished and (left_s := until_s - time.monotonic()) > 0:
                     handle_key(client, state, keys, left_s)
-                    display.update(render(state.snapshot, state.batches, state), refresh=True)
+                    display.update(render_screen(state, console), refresh=True)
                 refreshes += refresh(client, state)
-                display.update(render(state.snapshot, state.batches, state), refresh=True)
+                display.update(render_screen(state, console), refresh=True)
     except KeyboardInterrupt:
         return
 

@@ -67,8 +67,9 @@ def test_top_shows_every_site_and_speaks_json(run: Run, federation: LocalFederat
 def test_top_drains_a_site_by_keys(run: Run, federation: LocalFederation) -> None:
     """In a terminal of its own: choose, ask why, say yes, see it, quit."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (50, 150))
+    termios.tcsetwinsize(theirs, (24, 80))
     told = {"MICO_BASE_URL": federation.base_url, "MICO_API_KEY": federation.api_key, "TERM": "xterm"}
+    told |= {"COLUMNS": "", "LINES": ""}  # or those of the terminal that runs the tests would count
     top = subprocess.Popen(
         [sys.executable, "-m", "mico", "top"],
         stdin=theirs,

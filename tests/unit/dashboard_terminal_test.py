@@ -12,7 +12,7 @@ from mico.commands.operate import duration, ends_after
 from mico.errors import CommandFailed
 from mico.keyboard import TerminalKeyboard
 from mico.top_state import SORT_ORDERS, DrainRequest, DrainStage, TopState
-from mico.top_view import bar, render
+from mico.top_view import bar, render, render_screen
 
 SITE = {
     "name": "aws-us",
@@ -138,12 +138,26 @@ def test_the_screen_shows_keys_the_chosen_site_and_a_gateway_that_is_away() -> N
     state.press("down")
     state.error = "the gateway does not answer"
     out = StringIO()
-    Console(file=out, width=160, force_terminal=True, color_system="standard").print(
-        render(state.snapshot, state=state)
-    )
+    console = Console(file=out, width=160, height=30, force_terminal=True, color_system="standard")
+    console.print(render_screen(state, console))
     assert "STALE: the gateway does not answer" in out.getvalue()
     assert "q quit" in out.getvalue()
     assert "\x1b[7m" in out.getvalue()  # one line is reversed
+
+
+def test_a_question_is_seen_however_small_the_screen_is() -> None:
+    (event,) = SNAPSHOT["events"]
+    long = {**event, "text": "a query went " + "far " * 30 + "away"}
+    state = TopState(
+        {**SNAPSHOT, "sites": [{**SITE, "name": f"s{at}"} for at in range(9)], "events": 6 * [long]}
+    )
+    assert pressed(state, "j", "d") == []
+    for height in (24, 12, 6):
+        out = StringIO()
+        console = Console(file=out, width=80, height=height)
+        console.print(render_screen(state, console))
+        assert len(out.getvalue().splitlines()) == height
+        assert "Drain s0. Why?" in out.getvalue()
 
 
 def test_keys_are_told_apart_as_they_come() -> None:
