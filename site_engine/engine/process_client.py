@@ -12,17 +12,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Moved, Output, Timings
+from site_engine.core.send_pace import SendPace
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
+from site_engine.engine.process_answers import Answers
 from site_engine.engine.process_training import RemoteTraining
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
@@ -66,7 +69,10 @@ class EngineProcess(asyncio.Protocol):
     name it are dropped.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], clock: Callable[[], float], stream_interval_s: float = 0.0
+    ) -> None:
+        """`stream_interval_s`: the longest that tokens wait for the next while the event loop is busy."""
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
         self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests instead of their failing
         self._chains: dict[str, Chain] = {}
@@ -80,8 +86,9 @@ class EngineProcess(asyncio.Protocol):
         self._frames = pm.Frames()
         self._eos_token_ids: tuple[int, ...] = ()
         self._next_call, self._next_number = count(1), count(1)
-        self._answers: dict[int, Answer] = {}
-        self._numbers: dict[str, int] = {}  # of the answers, by request id
+        self._answers = Answers(lambda number: self._send(pm.Cancel([number])))
+        self._pace = SendPace(stream_interval_s)
+        self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
         self._exports: dict[int, Callable[[Answer, Moved | None], None]] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
@@ -107,8 +114,14 @@ class EngineProcess(asyncio.Protocol):
         with theirs:
             process = spawn(command, theirs)
         ours.setblocking(False)
-        engine = cls(process, clock)
-        await engine._loop.create_unix_connection(lambda: engine, sock=ours)
+        engine = cls(process, clock, settings["stream_interval_s"])
+        try:
+            await engine._loop.create_unix_connection(lambda: engine, sock=ours)
+        except BaseException:
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         engine._send(pm.Start(dict(settings)))
         return engine
 
@@ -185,9 +198,9 @@ class EngineProcess(asyncio.Protocol):
             reply(self._refusal())
             return
         call, numbers = next(self._next_call), [next(self._next_number) for _ in answers]
-        self._answers.update(zip(numbers, answers, strict=True))
+        for number, answer in zip(numbers, answers, strict=True):
+            self._answers.add(number, answer)
         group = [answer.request for answer in answers]
-        self._numbers.update((each.id, number) for each, number in zip(group, numbers, strict=True))
         self._admissions[call] = numbers, reply
         self._send(pm.to_submit(call, numbers, group, answers[0].token_ids, moved))
 
@@ -195,14 +208,15 @@ class EngineProcess(asyncio.Protocol):
         """Take a request that is here out of the engine; reply with its answer and with what another engine
         needs. Without that it stays, or has ended. A process that is lost before does not reply.
         """
-        number = self._numbers[request_id]
+        number = self._answers.number_of(request_id)
+        assert number is not None, "the request is here"
         self._exports[number] = reply
         self._send(pm.Export(number))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
-        numbers = [self._numbers[each] for each in request_ids if each in self._numbers]
-        if numbers:
+        known = map(self._answers.number_of, request_ids)
+        if numbers := [number for number in known if number is not None]:
             self._send(pm.Cancel(numbers))
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
@@ -212,7 +226,8 @@ class EngineProcess(asyncio.Protocol):
             return
         call = next(self._next_call)
         self._releases[call] = groups, reply
-        self._send(pm.Release(call, [[self._numbers.get(each, 0) for each in group] for group in groups]))
+        number_of = self._answers.number_of
+        self._send(pm.Release(call, [[number_of(each) or 0 for each in group] for group in groups]))
 
     def request_load(self) -> None:
         self._send(pm.WantLoad())
@@ -245,20 +260,31 @@ class EngineProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Handle what has come. Of several iterations, the tokens of a request become one output: the later
-        the loop reads, the less it has to do for each token.
-        """
+        """Handle what has come. Tokens alone wait as text does: not at all while the event loop has time."""
         self._heard_s = self._clock()
-        steps: list[pm.Step] = []
+        outputs: list[Output] = []
         for body in self._frames.feed(data):
             message = pm.decode_from_engine(body)
             if isinstance(message, pm.Step):
-                steps.append(message)
+                outputs += self._answers.take(message, self._heard_s)
             else:
-                self._read_steps(steps)
-                steps = []
+                self._publish(outputs)
+                outputs = []
                 self._handle(message)
-        self._read_steps(steps)
+        self._publish(outputs)
+        if self._answers.has_unread and self._reading is None:
+            wait_s = self._pace.due_s - self._heard_s
+            if wait_s > 0:
+                self._reading = self._loop.call_later(wait_s, self._read_tokens)
+            else:
+                self._read_tokens()
+
+    def _read_tokens(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        self._publish(self._answers.read(self._heard_s))
+        self._pace.sent(self._clock(), time.thread_time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(f"its process {self.pid} has ended")
@@ -305,29 +331,32 @@ class EngineProcess(asyncio.Protocol):
         groups, reply = self._releases.pop(message.call)
         for group, gone in zip(groups, message.decisions, strict=True):
             if gone:
-                self._forget([self._numbers[each] for each in group])
+                self._answers.pop(filter(None, map(self._answers.number_of, group)))
         reply(message.decisions)
 
     def _admitted(self, message: pm.Admitted) -> None:
         numbers, reply = self._admissions.pop(message.call)
         answer = pm.from_admitted(message)
         if isinstance(answer, NotServed):
-            self._forget(numbers)
+            self._answers.pop(numbers)
             reply(answer)
             return
         reply(answer)
-        if ended := [number for number in numbers if self._answers[number].ended]:
-            self._publish([self._answers[number].end(Finish.STOP, timings=AT_ONCE) for number in ended])
-            self._send(pm.Cancel(ended))
+        for number in numbers:
+            placed = self._answers.get(number)
+            if placed is not None and placed.ended:
+                self._publish([placed.end(Finish.STOP, timings=AT_ONCE)])
+                self._send(pm.Cancel([number]))
 
     def _exported(self, message: pm.Exported) -> None:
+        self._read_tokens()
         reply = self._exports.pop(message.number)
         answer = self._answers.get(message.number)
         if answer is None:
             return
         gone = message.moved is not None
         if gone:
-            self._forget([message.number])
+            self._answers.pop([message.number])
         if not answer.ended:
             reply(answer, message.moved)
 
@@ -345,47 +374,9 @@ class EngineProcess(asyncio.Protocol):
             self._chains[message.chain.id] = message.chain
             reply(message.chain)
 
-    def _read_steps(self, steps: Sequence[pm.Step]) -> None:
-        outputs: list[Output] = []
-        unread: dict[int, list[int]] = {}  # tokens without details
-        for step in steps:
-            details = {detail.row: detail for detail in step.details}
-            for row, (number, token_id) in enumerate(zip(step.numbers, step.token_ids, strict=True)):
-                detail = details.get(row) if details else None
-                if detail is None:
-                    unread.setdefault(number, []).append(token_id)
-                    continue
-                if number in unread:
-                    self._read_tokens(number, unread.pop(number), outputs)
-                answer = self._answers.get(number)
-                if answer is None:
-                    continue
-                if not answer.ended:
-                    output = answer.take_detailed(token_id, detail, self._heard_s)
-                    outputs.append(output)
-                    if output.finish is not None and detail.finish is None:
-                        self._send(pm.Cancel([number]))
-                if detail.finish is not None:
-                    self._forget([number])
-        for number, token_ids in unread.items():
-            self._read_tokens(number, token_ids, outputs)
-        self._publish(outputs)
-
-    def _read_tokens(self, number: int, token_ids: Sequence[int], outputs: list[Output]) -> None:
-        answer = self._answers.get(number)
-        if answer is not None and not answer.ended:
-            output = answer.take(token_ids, self._heard_s)
-            outputs.append(output)
-            if output.finish is not None:  # the engine goes on: its text has ended it
-                self._send(pm.Cancel([number]))
-
     def _publish(self, outputs: Sequence[Output]) -> None:
         if outputs and self._listener is not None:
             self._listener.outputs(outputs)
-
-    def _forget(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            del self._numbers[self._answers.pop(number).request.id]
 
     # ---- its end
 
@@ -393,6 +384,7 @@ class EngineProcess(asyncio.Protocol):
         """End the process, fail every request, refuse what waits for an answer, tell the listener."""
         if self._broken:
             return
+        self._read_tokens()
         self._broken = reason
         self._loop.run_in_executor(None, self._reap)
         self._transport.close()
@@ -422,12 +414,8 @@ class EngineProcess(asyncio.Protocol):
     def _orphans(self) -> Orphans:
         """Forget every request and return those that have not ended."""
         admissions, self._admissions = self._admissions, {}
-        unadmitted = []
-        for numbers, reply in admissions.values():
-            unadmitted.append(([self._answers[number] for number in numbers], reply))
-            self._forget(numbers)
-        left = [answer for answer in self._answers.values() if not answer.ended]
-        self._forget(list(self._answers))
+        unadmitted = [(self._answers.pop(numbers), reply) for numbers, reply in admissions.values()]
+        left = [answer for answer in self._answers.pop_all() if not answer.ended]
         self._exports.clear()
         return Orphans(left, unadmitted)
 

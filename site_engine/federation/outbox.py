@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
+from site_engine.core.send_pace import SendPace
 from site_engine.core.training import Training
-from site_engine.federation.send_pace import SendPace
 from site_engine.messages import (
     Accepted,
     Bid,

@@ -385,6 +385,7 @@ class EnginePool:
             except BaseException as exc:
                 process.kill()
                 if not isinstance(exc, ConfigError | VariantRefused):
+                    process.stop()  # which waits for its end: the event loop may end before that
                     raise
                 log.error("engine %d does not start again: %s", replica.place, exc)
             else:

@@ -18,7 +18,7 @@ from site_engine.core.request import Finish
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
 from site_engine.errors import ConfigError, NotServed, Reason
-from tests.support.child_processes import is_there
+from tests.support.child_processes import child_processes, is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
 from tests.support.heard_engine import WITHIN_S, HeardEngine, run
 from tests.support.site_fakes import FakeClock
@@ -87,6 +87,20 @@ def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> N
             heard.process.request_load()
             await gone(heard.process.pid)
         assert len(heard.broken) == 1
+
+    run(scenario())
+
+
+def test_a_process_whose_start_is_given_up_has_ended() -> None:
+    async def scenario() -> None:
+        before = child_processes()
+        launching = asyncio.create_task(EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND))
+        await asyncio.sleep(0)
+        assert child_processes() != before
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+        assert child_processes() == before
 
     run(scenario())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from site_engine import messages as m
 from site_engine.core.request import Finish
+from site_engine.core.send_pace import LOOP_SHARE
 from site_engine.errors import Reason
 from site_engine.federation.codec import encode
 from site_engine.federation.outbox import (
@@ -19,7 +20,6 @@ from site_engine.federation.outbox import (
     STREAM_INTERVAL_S,
     Outbox,
 )
-from site_engine.federation.send_pace import LOOP_SHARE
 from tests.support.site_fakes import FakeEngine
 
 FIGURES = FakeEngine().load()
