@@ -6,7 +6,7 @@ Wraps the framework's outermost layer: unknown paths and wrong methods never rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,13 @@ class ExchangeMiddleware:
         REQUEST_LINE.set(exchange.line)
         always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
 
-        async def send_with_headers(message: Message) -> None:
+        def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], *self._headers(exchange), *always]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.complete = True
-            await send(message)
+            return send(message)
 
         try:
             await self._select_app(scope)(scope, receive, send_with_headers)

@@ -18,9 +18,10 @@ from uuid import uuid4
 
 import uvicorn
 from litestar.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import ConfigError
+from gateway.http.response_writer import ResponseWriter
 from gateway.openai.error_body import ErrorResponse
 from gateway.security.tls import CertificateFiles
 
@@ -97,10 +98,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **settings)
         self._limits = limits
         self._write_buffer: WriteBuffer
+        self._sent: asyncio.Future[None]
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = 0.0
         self._received = 0
         self._in_head = True
+        self._in_message = False
         self._head_bytes = 0
         self._unread = 0
 
@@ -108,6 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._write_buffer = WriteBuffer(transport, self.loop)
+        self._sent = self.loop.create_future()
+        self._sent.set_result(None)
         if len(self.connections) > self._limits.connections:
             transport.abort()
         else:
@@ -122,13 +127,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and self._received > self._limits.header_bytes:
             self.transport.abort()
-        elif self._timer is None and self._is_idle():
-            self._start_timer()  # it sent bytes that begin no request, which ended the keep-alive timer
+        elif self._timer is None and (self._in_message or self._is_idle()):
+            # A request that came whole needs no timer. Bytes that begin none have ended that of keep-alive.
+            self._start_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._received, self._head_bytes, self._unread = True, 0, 0, 0
-        self._start_timer()
+        self._in_message = True
+        self._stop_timer()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -143,6 +150,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = self._write_buffer  # type: ignore[assignment]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        writer = ResponseWriter(cycle, self._sent)
+        super()._start_asgi_task(cycle, lambda scope, receive, _: app(scope, receive, writer.send))
+
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         if self.cycle.response_complete:
@@ -151,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
+        self._in_message = False
         self._stop_timer()
         super().on_message_complete()
 

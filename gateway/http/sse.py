@@ -6,7 +6,7 @@ Sends nothing before the first frame, so that an early failure gets its own stat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -72,9 +72,10 @@ class EventStream:
             self._start_timer()  # keep_alive_s applies from now on
             await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
 
-    async def write(self, frames: bytes) -> None:
+    def write(self, frames: bytes) -> Awaitable[None]:
+        """Send frames; nothing waits unless the client reads too slowly."""
         self._last_s = self._clock()
-        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        return self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end(self, frames: bytes) -> None:
         """Send the last frames, of which the format's own last one says that the stream was not cut."""
