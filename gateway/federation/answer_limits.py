@@ -33,6 +33,7 @@ class AnswerLimits(NamedTuple):
     tools: bool = False
     stops: tuple[str, ...] = ()
     inputs: int = 0  # to embed or to rank
+    text_alone: bool = False  # nothing beside text was asked for: no logprobs, tools or inputs
 
     @staticmethod
     def of(query: Query, site: SiteIdentity, prompt_tokens_guess: int) -> AnswerLimits:
@@ -45,14 +46,16 @@ class AnswerLimits(NamedTuple):
         completion = context if sampling.max_tokens is None else min(context, sampling.max_tokens)
         per_token = TOKEN_BYTES + ALTERNATIVE_BYTES * (sampling.logprobs or 0)
         tokens = (completion + (prompt_tokens if sampling.echo else 0)) * sampling.n
+        tools = isinstance(query.prompt, Chat) and bool(query.prompt.tools_json)
         return AnswerLimits(
             prompt_tokens,
             completion,
             OVERHEAD_BYTES + tokens * per_token,
             sampling.logprobs,
             sampling.echo,
-            isinstance(query.prompt, Chat) and bool(query.prompt.tools_json),
+            tools,
             sampling.stop,
+            text_alone=sampling.logprobs is None and not tools,
         )
 
     @staticmethod

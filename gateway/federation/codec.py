@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import isfinite
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
+
+from msgspec.structs import replace
 
 from gateway.domain import (
     Delta,
@@ -29,9 +31,6 @@ from gateway.prompt import MAX_VECTOR_BYTES, Chat, Pooled, Pooling
 from gateway.routing.prefixes import HASH_BYTES
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
-
-M = TypeVar("M")
-T = TypeVar("T")
 
 LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
 """The protocols that this gateway speaks: each build also speaks that of the build before."""
@@ -209,34 +208,39 @@ def prefix_hashes(message: pb.Prefixes) -> bytes:
 def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
     """Convert a delta; drop what was not asked for. Does not take CANCELLED and FAILED, which end an attempt,
     not a choice.
-
-    A finish that only newer sites know ends the choice like a stop.
     """
-    finish = _FINISHES.get(message.finish, Finish.STOP)
-    if finish is Finish.TOOL_CALLS and not limits.tools:
-        finish = Finish.STOP
-    thought = message.reasoning_tokens
-    return Delta(
-        index=message.index,
-        text=message.text,
-        completion_tokens=min(message.completion_tokens, limits.completion_tokens),
-        token_ids=tuple(message.token_ids),
-        finish=finish,
-        logprobs=() if limits.alternatives is None else _logprobs(message.logprobs, limits.alternatives),
-        prompt_logprobs=_logprobs(message.prompt_logprobs, limits.alternatives)
-        if limits.echo and limits.alternatives is not None
-        else (),
-        tool_calls=_each(_call, message.tool_calls) if limits.tools else (),
+    ids, thought, most = message.token_ids, message.reasoning_tokens, limits.completion_tokens
+    text = Delta(
+        message.index,
+        message.text,
+        min(message.completion_tokens, most),
+        tuple(ids) if len(ids) else (),  # to iterate over none takes longer than to ask
         reasoning=message.reasoning,
         refusal=message.refusal,
-        reasoning_tokens=thought and min(thought, limits.completion_tokens),
-        cached_tokens=min(message.timings.cached_prompt_tokens, limits.prompt_tokens)
-        if message.finish
-        else 0,
-        cached_unknown=message.timings.cached_unknown if message.finish else False,
-        stop_sequence=message.stop_sequence if limits.stops and message.stop_sequence in limits.stops else "",
+        reasoning_tokens=thought and min(thought, most),
+    )
+    if not message.finish and limits.text_alone:
+        return text
+    return replace(
+        text,
+        **_ending(message, limits) if message.finish else {},
+        logprobs=_logprobs(message.logprobs, limits.alternatives),
+        prompt_logprobs=_logprobs(message.prompt_logprobs, limits.alternatives if limits.echo else None),
+        tool_calls=tuple(map(_call, message.tool_calls)) if limits.tools else (),
         pooled=tuple(_pooled(each, limits) for each in message.pooled) if limits.inputs else (),
     )
+
+
+def _ending(message: pb.Delta, limits: AnswerLimits) -> dict[str, Any]:
+    """Return what the last delta of a choice tells. A finish that only newer sites know is a stop."""
+    timings, stop = message.timings, message.stop_sequence
+    known = _FINISHES.get(message.finish, Finish.STOP)
+    return {
+        "finish": Finish.STOP if known is Finish.TOOL_CALLS and not limits.tools else known,
+        "cached_tokens": min(timings.cached_prompt_tokens, limits.prompt_tokens),
+        "cached_unknown": timings.cached_unknown,
+        "stop_sequence": stop if limits.stops and stop in limits.stops else "",
+    }
 
 
 def _pooled(message: pb.Pooled, limits: AnswerLimits) -> Pooled:
@@ -245,10 +249,6 @@ def _pooled(message: pb.Pooled, limits: AnswerLimits) -> Pooled:
     if len(message.vector) > MAX_VECTOR_BYTES or len(message.vector) % 4 or not isfinite(message.score):
         raise ProtocolError(f"a result of input {message.index} that is neither vector nor score")
     return Pooled(message.index, message.vector, message.score)
-
-
-def _each(convert: Callable[[M], T], messages: Sequence[M]) -> tuple[T, ...]:
-    return tuple(map(convert, messages)) if messages else ()  # mostly there are none
 
 
 def _call(message: pb.ToolCall) -> ToolCall:
@@ -287,8 +287,8 @@ def _model(message: pb.Model) -> Model:
 _STATES = {pb.Model.SLEEPING: ModelState.SLEEPING, pb.Model.WAKING: ModelState.WAKING}
 
 
-def _logprobs(messages: Sequence[pb.TokenLogprob], alternatives: int) -> tuple[TokenLogprob, ...]:
-    return tuple(_logprob(each, each.top[:alternatives]) for each in messages)
+def _logprobs(messages: Sequence[pb.TokenLogprob], alternatives: int | None) -> tuple[TokenLogprob, ...]:
+    return () if alternatives is None else tuple(_logprob(each, each.top[:alternatives]) for each in messages)
 
 
 def _logprob(message: pb.TokenLogprob, top: Sequence[pb.TokenLogprob] = ()) -> TokenLogprob:
