@@ -90,8 +90,11 @@ class Directory:
         self._put(_with_load(site, state, load, credit))
 
     def set_credit(self, name: str, credit: Credit) -> None:
+        """Replace the credit of a listed site: what it serves and its state stay as they are."""
         site = self._sites[name]
-        self._put(_with_load(site, site.state, site.load, credit))
+        self._sites[name] = changed = _with_load(site, site.state, site.load, credit)
+        self._snapshot = None
+        self.fleet.put(self._with_standing(changed))
 
     def set_rtt(self, name: str, rtt_s: float, clock_ahead_s: float | None = None) -> None:
         """Record a round trip, smoothed: one late pong does not make a site look far away."""
