@@ -44,11 +44,11 @@ class DriftMonitor:
 
     def observe(self, forecast: Forecast, tokens: int) -> None:
         """Add a forecast whose query was answered in `tokens` without being cut short."""
-        cumulative = [forecast.share_within(bound) for bound in LENGTH_BOUNDS]
-        for index, (low, high) in enumerate(zip([0.0, *cumulative], [*cumulative, 1.0], strict=True)):
-            self._forecast_counts[index] += high - low
+        shares = forecast.shares_within(LENGTH_BOUNDS)
+        classes = zip(self._forecast_counts, [0.0, *shares], [*shares, 1.0], strict=True)
+        self._forecast_counts = [count + (high - low) for count, low, high in classes]
         self._observed_counts[bisect_left(LENGTH_BOUNDS, tokens)] += 1.0
-        self._within_p90 += tokens <= forecast.quantile(STATED_COVERAGE)
+        self._within_p90 += tokens <= forecast.summary.p90
         self._outcomes += 1.0
         if self._outcomes >= FADE_AT_OUTCOMES:
             self._fade()

@@ -28,6 +28,14 @@ class RemainingPoint(NamedTuple):
     p90_remaining: int
 
 
+class Summary(NamedTuple):
+    """The figures of a whole answer that are recorded: its expected length and two quantiles."""
+
+    expected: float
+    p50: int
+    p90: int
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]].
@@ -39,6 +47,7 @@ class Forecast:
     probabilities: tuple[float, ...]
     source: str
     cumulative: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _summary: Summary | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cumulative", tuple(accumulate(self.probabilities, initial=0.0)))
@@ -69,6 +78,15 @@ class Forecast:
                 return low + max(1, ceil(share * (high - low) - 1e-9))
             cumulative += probability
         return max(generated + 1, parts[-1][1] if parts else 0)
+
+    @property
+    def summary(self) -> Summary:
+        """Return the figures that are recorded. Computed once: rows, metrics and the page read them."""
+        if self._summary is None:
+            found = Summary(self.expected(), self.quantile(0.5), self.quantile(0.9))
+            object.__setattr__(self, "_summary", found)
+            return found
+        return self._summary
 
     def capped(self, max_tokens: int) -> Forecast:
         """Return the forecast of min(length, `max_tokens`)."""
@@ -142,6 +160,13 @@ class Forecast:
         low, high = self.edges[index], self.edges[index + 1]
         return self.cumulative[index] + self.probabilities[index] * (length - low) / (high - low)
 
+    def shares_within(self, lengths: tuple[int, ...]) -> list[float]:
+        """Return P(L <= length) of several lengths; where they lie is found once for all forecasts."""
+        cumulative, probabilities = self.cumulative, (*self.probabilities, 0.0)
+        return [
+            cumulative[index] + probabilities[index] * part for index, part in _places(self.edges, lengths)
+        ]
+
     def _length_at(self, target: float) -> int:
         """Return the least length whose cumulative probability is `target`."""
         index = min(bisect_left(self.cumulative, target, 1), len(self.probabilities)) - 1
@@ -162,3 +187,15 @@ def _evenly(last: int) -> Sequence[int]:
 def _range_means(edges: tuple[int, ...]) -> tuple[float, ...]:
     """Return the mean length of each range."""
     return tuple((low + high + 1) / 2 for low, high in pairwise(edges))
+
+
+@lru_cache(maxsize=256)
+def _places(edges: tuple[int, ...], lengths: tuple[int, ...]) -> list[tuple[int, float]]:
+    """Return the range of each length, and the part of that range which is not longer."""
+    last = len(edges) - 1
+    found = []
+    for length in lengths:
+        index = max(0, bisect_right(edges, length) - 1)
+        width = edges[index + 1] - edges[index] if index < last else 1
+        found.append((index, (length - edges[index]) / width if index < last else 0.0))
+    return found

@@ -160,11 +160,12 @@ def _usage_row(outcome: Outcome, cloud: str) -> UsageRow:
 def _forecast_columns(forecast: Forecast | None) -> dict[str, Any]:
     if forecast is None:
         return {}
+    expected, p50, p90 = forecast.summary
     return {
         "forecast_source": forecast.source,
-        "forecast_expected": _finite(forecast.expected()),
-        "forecast_p50": forecast.quantile(0.5),
-        "forecast_p90": forecast.quantile(0.9),
+        "forecast_expected": _finite(expected),
+        "forecast_p50": p50,
+        "forecast_p90": p90,
     }
 
 

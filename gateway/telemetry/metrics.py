@@ -84,7 +84,7 @@ class Metrics:
         self._time(outcome)
         self._gen_ai.observe(outcome)
         if outcome.status is Status.ANSWERED and outcome.forecast is not None:
-            error = abs(outcome.forecast.expected() - outcome.completion_tokens)
+            error = abs(outcome.forecast.summary.expected - outcome.completion_tokens)
             self._error.of(outcome.model).observe(error)
 
     def collect(self) -> Iterator[Metric]:

@@ -250,8 +250,8 @@ def ended_query(outcome: Outcome, at: float) -> EndedQuery:
     if first_s is not None and outcome.completion_tokens > 1:
         itl_s = (outcome.total_s - first_s) / (outcome.completion_tokens - 1)
     if outcome.status is Status.ANSWERED and outcome.forecast is not None:
-        made, actual = outcome.forecast, outcome.completion_tokens
-        forecast = made.source, made.quantile(0.5), made.quantile(0.9), actual
+        _, p50, p90 = outcome.forecast.summary
+        forecast = outcome.forecast.source, p50, p90, outcome.completion_tokens
     return EndedQuery(
         at=at,
         site=outcome.site,
