@@ -48,6 +48,8 @@ class Posterior:
     outcomes: int = 0
     mixture: list[tuple[int, float]] = field(default_factory=list)
     """Rows with their shares, for forecasts."""
+    source: str = ""
+    """The source of these forecasts."""
 
     def normalize(self) -> None:
         """Normalize the weights, fade them, and recompute the mixture."""
@@ -74,15 +76,14 @@ class UnseenModelForecaster:
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         with self._lock:
             mixtures = [self._mixture_of(query.model, query.parent) for query in queries]
-        owner = np.array(
-            [query for query, (mixture, _) in enumerate(mixtures) for _ in mixture], dtype=np.int64
-        )
+        counts = [len(mixture) for mixture, _ in mixtures]
+        owner = np.arange(len(queries)).repeat(counts)
         rows = np.array([row for mixture, _ in mixtures for row, _ in mixture], dtype=np.int64)
         shares = np.array([share for mixture, _ in mixtures for _, share in mixture])
         edges = self.base.card.edges
-        mixed = np.zeros((len(queries), len(edges) - 1))
         probabilities = self.base.probabilities([query.text for query in queries], owner, rows)
-        np.add.at(mixed, owner, shares[:, None] * probabilities)
+        begins = np.cumsum([0, *counts])[:-1]  # no mixture is empty
+        mixed = np.add.reduceat(shares[:, None] * probabilities, begins)
         pairs = zip(mixed.tolist(), mixtures, strict=True)
         return [Forecast(edges, tuple(each), source) for each, (_, source) in pairs]
 
@@ -100,6 +101,9 @@ class UnseenModelForecaster:
             posterior.weights += EVIDENCE_WEIGHT * np.log(np.maximum(probabilities[:, place], 1e-6))
             posterior.outcomes += 1
             posterior.normalize()
+            row, share = max(posterior.mixture, key=lambda each: each[1])
+            like = f"{10 * round(10 * share)}% like {self.base.card.models[row]}"
+            posterior.source = f"{self.name}:{UNKNOWN_SUFFIX}:{like}"
 
     def nearest_model(self, model: str) -> NearestModel | None:
         """Return the nearest known model; None for a known model, or before the first outcome."""
@@ -120,9 +124,7 @@ class UnseenModelForecaster:
             if not parent:
                 return [(row, 1.0)], f"{self.name}:{UNKNOWN_SUFFIX}"
             return self._mixture_of(parent, "")[0], f"{self.name}:{UNKNOWN_SUFFIX}:as {parent}"
-        row, share = max(posterior.mixture, key=lambda each: each[1])
-        nearest = self.base.card.models[row]
-        return posterior.mixture, f"{self.name}:{UNKNOWN_SUFFIX}:{10 * round(10 * share)}% like {nearest}"
+        return posterior.mixture, posterior.source
 
     def _posterior(self, query: Features) -> Posterior:
         name = query.model.casefold()
