@@ -40,10 +40,10 @@ from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 
 
-def plain_model(folder: str) -> Any:
+def plain_model(folder: str, device: str = "cuda") -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():

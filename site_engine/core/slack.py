@@ -15,6 +15,8 @@ from typing import NamedTuple
 KEPT_COSTS = 100
 LEAST_CHUNK_TOKENS = 128
 DEBT_LIMIT_S = 1.0
+MIN_TRAIN_TOKENS, MAX_TRAIN_TOKENS = 256, 16384
+"""Of a micro-batch: a GPU computes fewer no faster; of more the kept inputs of layers take gigabytes."""
 
 
 class Deferral(StrEnum):
@@ -122,6 +124,14 @@ class Slack:
             return None
         left_s = self.bounds.between_tokens_s - seen.since_tokens_s - base_s
         return max(LEAST_CHUNK_TOKENS, int(left_s / per_token_s))
+
+
+def fitted_tokens(tokens: int, longest_s: float, wanted_s: float) -> int:
+    """Return the tokens of a micro-batch whose longest slice takes `wanted_s`; one of `tokens` took
+    `longest_s`. They at most double or halve at a time: the first slices of a process take longer.
+    """
+    fitting = int(tokens * min(2.0, max(0.5, wanted_s / longest_s)))
+    return min(MAX_TRAIN_TOKENS, max(MIN_TRAIN_TOKENS, fitting))
 
 
 class SliceCosts:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from inspect import signature
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from site_engine.cuda.adapters import StepAdapters
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, RotaryTable
 from site_engine.model.attention_context import Scoring
 from site_engine.model.kv_cache import KVCache
+from site_engine.model.torch_attention import varlen_attention
 
 
 class FreshPrefill(NamedTuple):
@@ -124,12 +124,3 @@ class DeviceContext:
 def _supports_pdl() -> bool:
     """Return whether the device has programmatic dependent launch: kernels that overlap the one before."""
     return bool(torch.cuda.get_device_capability() >= (9, 0))
-
-
-@cache
-def varlen_attention() -> Callable[..., torch.Tensor]:
-    """Return PyTorch's attention over packed sequences; newer versions need a flag for grouped heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    shared = "enable_gqa" in signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if shared else varlen_attn

@@ -107,14 +107,13 @@ class SiteEngine:
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
         if self.training.jobs and not (self._outputs or self._cancelled):
+            self._publish_pending()  # a slice would delay its tokens
             self._measure_last(self._clock())
-            if self.training.run_slice(self._published_s):
-                return []
-        if self._overlapped is None:
-            return self._step_synchronous()
+            if self._outputs or self.training.run_slice(self._published_s):
+                return self._take_outputs()
         if self._needs_host:
-            pending, self._pending = self._pending, None
-            self._publish_step(pending, self._launched_s)
+            self._publish_pending()
+        if self._overlapped is None or self._needs_host:
             return self._step_synchronous()
         return self._step_overlapped(self._overlapped)
 
@@ -136,15 +135,14 @@ class SiteEngine:
             self._unmeasured = plan, began
         if not self._live:
             self._measure_last(self._clock())
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._take_outputs()
 
     def _step_overlapped(self, runner: OverlappedRunner) -> list[Output]:
         """Apply control, schedule, launch; then publish the iteration before."""
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        plan = self._scheduler.plan(began, MAX_NEW_WHILE_OVERLAPPED)
+        plan = self._scheduler.plan(began, MAX_NEW_WHILE_OVERLAPPED, self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
         self._pending, self._launched_s = None, began
         if plan:
@@ -162,6 +160,9 @@ class SiteEngine:
                 before = None
                 self._isolate(self._still_running(plan), error)
         self._publish_step(before, before_s)
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -181,9 +182,8 @@ class SiteEngine:
         request.variant = request.variant or variants.get(request.chain)
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if moved is None and not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
-            raise RequestRejected(
-                RejectionReason.FULL, f"{len(queue)} requests already wait, of {max_pending} at most"
-            )
+            message = f"{len(queue)} requests already wait, of {max_pending} at most"
+            raise RequestRejected(RejectionReason.FULL, message)
         request.state = State.WAITING
         request.arrived_s = self._clock()
         room = self.limit_tokens - len(request.prompt)
@@ -198,9 +198,8 @@ class SiteEngine:
         processor = OutputProcessor(request, self._model.vocabulary, ends)
         finish = processor.replay()
         if processor.contradicts_delivered or (request.guide is not None and request.guide.error):
-            raise RequestRejected(
-                RejectionReason.INVALID, "what was delivered is not what was asked for", "resume"
-            )
+            message = "what was delivered is not what was asked for"
+            raise RequestRejected(RejectionReason.INVALID, message, "resume")
         self._enqueue(request, moved)
         self._live[request.id] = processor
         if finish is not None:
@@ -228,9 +227,8 @@ class SiteEngine:
 
         What the engine has charged its tenant becomes what the request took here.
         """
-        pending, self._pending = self._pending, None
-        self._publish_step(pending, self._launched_s)
-        outputs, self._outputs = self._outputs, []
+        self._publish_pending()
+        outputs = self._take_outputs()
         processor = self._live.get(request_id)
         if processor is None:
             return outputs, None
@@ -299,9 +297,8 @@ class SiteEngine:
 
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""
-        return load_figures(
-            self._scheduler, self._meter, slots=self.settings.slots, floor_s=self.settings.iteration_floor_s
-        )
+        slots, floor_s = self.settings.slots, self.settings.iteration_floor_s
+        return load_figures(self._scheduler, self._meter, slots=slots, floor_s=floor_s)
 
     def forget_totals(self) -> None:
         """Reset the totals of tokens served; keep the measured costs."""
@@ -326,6 +323,10 @@ class SiteEngine:
         for chunk, rows in logits.prompts:
             self._live[chunk.request.id].read_prompt(chunk.start, rows)
         self._publish(logits.sampled, sampled.token_ids, set(sampled.broken), now, sampled.alternatives)
+
+    def _publish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        self._publish_step(pending, self._launched_s)
 
     def _publish_step(self, step: PendingStep | None, launched_s: float) -> None:
         """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""

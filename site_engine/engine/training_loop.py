@@ -15,6 +15,7 @@ from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
 from site_engine.core.training import TrainingOrder
 from site_engine.errors import TrainingRefused
+from site_engine.variants.projections import FAMILIES
 
 if TYPE_CHECKING:
     from site_engine.model.loader import LoadedModel
@@ -78,8 +79,9 @@ class TrainingLoop:
         """
         from site_engine.training.job import open_job  # imported where jobs are trained
 
-        if self._model.device.type != "cpu":
-            raise TrainingRefused("an engine on a GPU does not train yet", elsewhere=True)
+        name = type(self._model.model).__name__
+        if self._model.device.type != "cpu" and name not in FAMILIES:
+            raise TrainingRefused(f"a GPU trains the Llama family, not {name}", elsewhere=True)
         return partial(self.begin, order.job_id, order.tenant, open_job(self._model, order, self._clock))
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:

@@ -39,9 +39,9 @@ class Adapter:
         return [factor for name in names for factor in self.factors[name]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the factors by their names in a file of peft."""
+        """Return copies of the factors, on their device, by their names in a file of peft."""
         return {
-            f"{PREFIX}{name}.lora_{part}.weight": factor.detach().cpu().clone()
+            f"{PREFIX}{name}.lora_{part}.weight": factor.detach().clone()
             for name, factors in self.factors.items()
             for part, factor in zip("AB", factors, strict=True)
         }

@@ -9,14 +9,16 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.model.attention_context import Scoring
-from site_engine.model.torch_attention import additive_mask, scaled_attention
+from site_engine.model.torch_attention import additive_mask, scaled_attention, varlen_attention
 
 
 class PackedContext:
     """The attention context of one micro-batch; sequence i has the tokens [`begins[i]`, `begins[i + 1]`)."""
 
     def __init__(self, begins: Sequence[int]) -> None:
+        self._begins = begins
         self._spans = list(pairwise(begins))
+        self._ends: torch.Tensor | None = None  # of the sequences, on the device
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -28,11 +30,25 @@ class PackedContext:
         group = query.shape[0] // key.shape[0]
         if group > 1:
             key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        if query.is_cuda and query.dtype.itemsize == 2 and scoring.softcap is None and scoring.sinks is None:
+            return self._attend_all(query, key, value, scoring)
         parts = [
             _attend(query[None, :, begin:end], key[None, :, begin:end], value[None, :, begin:end], scoring)
             for begin, end in self._spans
         ]
         return torch.cat(parts, 2)[0].transpose(0, 1)
+
+    def _attend_all(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """Attend all sequences with one kernel, which only GPUs have, in 16 bits."""
+        if self._ends is None:
+            self._ends = torch.tensor(self._begins, dtype=torch.int32).to(query.device)
+        ends, longest = self._ends, max(end - begin for begin, end in self._spans)
+        before = -1 if scoring.window is None else scoring.window - 1
+        q, k, v = (one.transpose(0, 1) for one in (query, key, value))
+        attend, window = varlen_attention(), (before, 0)
+        return attend(q, k, v, ends, ends, longest, longest, scale=scoring.scale, window_size=window)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -14,7 +14,9 @@ from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
 TRAIN_TOKENS = {"cpu": 512, "cuda": 4096}
-"""Tokens of a micro-batch by device."""
+"""Tokens of a micro-batch by device; on a GPU of the first, which shows how many take SLICE_S."""
+SLICE_S = 0.005
+"""So long a newcomer waits at most. Much shorter slices would leave a GPU waiting for their launches."""
 
 
 def open_job(
@@ -46,6 +48,7 @@ def open_job(
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
         train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
+        slice_s=SLICE_S if model.device.type == "cuda" else None,
         snapshot_interval_s=snapshot_interval_s,
     )
 

@@ -69,6 +69,11 @@ class SlicedModel:
                 f"{type(model).__name__} computes other logits layer by layer: they differ by {off:.1e}"
             )
 
+    def wait(self) -> None:
+        """Wait until the device has computed all that it was given; on a CPU it has."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def targets(self, shape: AdapterShape) -> dict[str, Any]:
         """Return the modules that an adapter of this shape changes. Raises TrainingRefused."""
         return target_modules(self.layers, shape)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from site_engine.core.slack import NextSlice, SliceCosts
+from site_engine.core.slack import NextSlice, SliceCosts, fitted_tokens
 from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
@@ -25,7 +25,8 @@ MAX_GRADIENT_NORM = 1.0
 MAX_SKIPPED = 3
 """Steps in a row whose gradients were not finite; the job fails with the last of them."""
 SNAPSHOT_INTERVAL_S = 300.0
-
+LAYERS = (Slice.FORWARD, Slice.BACKWARD)
+"""The slices whose time grows with the tokens of a micro-batch."""
 
 Event: TypeAlias = StepDone | Snapshot | Failed
 
@@ -33,7 +34,9 @@ Event: TypeAlias = StepDone | Snapshot | Failed
 class Trainer:
     """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
 
-    `train_tokens` bounds a micro-batch, and is halved once if memory runs out. Raises TrainingRefused.
+    `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is fitted
+    before each step so that the longest slices take about as long as that; without it, sums have the same
+    order everywhere. Raises TrainingRefused.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Trainer:
         valid: Dataset | None = None,
         resumed: Snapshot | None = None,
         train_tokens: int = 2048,
+        slice_s: float | None = None,
         snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
     ) -> None:
         self.recipe = recipe
@@ -61,6 +65,8 @@ class Trainer:
         self._valid_count = sum(int(each.learned.sum()) for each in self.valid_examples)
         self._model, self._clock = model, clock
         self._train_tokens, self._halved, self._skipped = train_tokens, False, 0
+        self._slice_s = slice_s
+        self._longest = 0, 0.0  # of the slices of this step: the micro-batch's tokens, and seconds
         self._optimizer = torch.optim.AdamW(
             self.adapter.parameters(), recipe.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )
@@ -100,7 +106,10 @@ class Trainer:
             self._after_lack_of_memory()
         except Exception as error:  # noqa: BLE001 - a job's fault must not cost what is served
             self._fail(f"{type(error).__name__}: {error}")
+        self._model.wait()
         taken_s = self._clock() - began
+        if kind in LAYERS and taken_s > self._longest[1]:
+            self._longest = tokens, taken_s
         self._costs.observe(kind, tokens, taken_s)
         return taken_s
 
@@ -118,7 +127,7 @@ class Trainer:
         tensors = self.adapter.tensors()
         for name, parameter in zip(list(tensors), self.adapter.parameters(), strict=True):
             for moment, value in self._optimizer.state[parameter].items():
-                tensors[f"{moment}.{name}"] = value.detach().cpu().clone()
+                tensors[f"{moment}.{name}"] = value.detach().clone()
         return Snapshot(self.step, {**self._about, "trained_tokens": self.trained_tokens}, tensors)
 
     def _restore(self, resumed: Snapshot) -> None:
@@ -153,6 +162,10 @@ class Trainer:
     def _run(self) -> Generator[Slice, None, None]:
         examples = self.examples
         while self.step < self.total_steps:
+            tokens, longest_s = self._longest
+            if self._slice_s is not None and longest_s > 0.0 and not self._halved:
+                self._train_tokens = fitted_tokens(tokens, longest_s, self._slice_s)
+                self._longest = 0, 0.0
             numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
             count = sum(int(example.learned.sum()) for example in batch)

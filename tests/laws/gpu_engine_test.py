@@ -34,6 +34,7 @@ from tests.support.engine_models import (
     greedy,
     random_model,
 )
+from tests.support.training import equal, examples, run, trainer
 
 pytestmark = pytest.mark.slow
 
@@ -349,3 +350,22 @@ def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pyt
     for number, (prompt, tokens) in enumerate(asked):
         assert collected[str(number)].token_ids == of.generate(prompt, tokens)
     assert ends[0] == {name: step for name, step in ends[1].items() if name != "guided"}
+
+
+def test_tokens_and_adapters_are_the_same_beside_each_other() -> None:
+    """The step that runs is published before a slice, and the adapter is trained on joined weights."""
+    of, data = fused_family("llama"), examples(5, seed=2, longest=12)
+    alone = trainer(data, model=copy.deepcopy(of.plain))
+    run(alone)
+    engine = overlapped(of, fused=True)
+    job = trainer(data, model=of.served.model)
+    engine.training.begin("job", "acme", job)
+    collected: dict[str, Collected] = {}
+    for number, (prompt, tokens) in enumerate(asked := requests(2)):
+        for _ in range(7):
+            gather(engine.step(), collected)
+        engine.submit(greedy(str(number), prompt, tokens + 2))
+    drain(engine, collected)
+    for number, (prompt, tokens) in enumerate(asked):
+        assert collected[str(number)].token_ids == of.generate(prompt, tokens + 2), number
+    assert equal(job.adapter.tensors(), alone.adapter.tensors())

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
+from site_engine.core.slack import (
+    LEAST_CHUNK_TOKENS,
+    MAX_TRAIN_TOKENS,
+    MIN_TRAIN_TOKENS,
+    Bounds,
+    Deferral,
+    NextSlice,
+    Seen,
+    Slack,
+    SliceCosts,
+    fitted_tokens,
+)
 
 SECONDS = st.floats(0.0, 1.0)
 SEEN = st.builds(
@@ -123,3 +134,14 @@ def test_the_next_slice_is_foreseen_as_the_longest_of_the_last_of_its_kind() -> 
 def test_bounds_without_meaning_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Bounds(**wrong)
+
+
+@given(st.floats(1e-8, 1e-4), st.integers(1, 40_000), st.floats(0.001, 0.02))
+def test_micro_batches_are_fitted_to_the_time_of_a_slice(
+    token_s: float, tokens: int, wanted_s: float
+) -> None:
+    for _ in range(20):
+        tokens = fitted_tokens(tokens, tokens * token_s, wanted_s)
+        assert MIN_TRAIN_TOKENS <= tokens <= MAX_TRAIN_TOKENS
+    if MIN_TRAIN_TOKENS < tokens < MAX_TRAIN_TOKENS:
+        assert tokens * token_s == pytest.approx(wanted_s, abs=token_s)
