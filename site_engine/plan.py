@@ -52,7 +52,9 @@ class Gpus(NamedTuple):
 
 
 class PlannedVariant(NamedTuple):
-    """`own_bytes`: of an adapter; of a fine-tuned model the most that it can need."""
+    """`own_bytes`: of an adapter, 0 where it waits in host memory for a slot; of a fine-tuned model the most
+    that it can need.
+    """
 
     id: str
     kind: str
@@ -201,6 +203,8 @@ def planned(variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots
     else:
         check_same_shapes(own, base)
     check_gpu(variant, own, slots)
+    if variant.adapter and slots.bytes:
+        return PlannedVariant(variant.id, "adapter", 0)
     size = sum(map(prod, own.values())) * item
     return PlannedVariant(variant.id, "adapter" if variant.adapter else "model", size)
 

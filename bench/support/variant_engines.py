@@ -110,9 +110,7 @@ class Scene:
             if number < CERTIFIED:
                 self.engine.add_variant(variant)
             else:
-                loaded = self.store._load(variant)
-                self.store._prepare(loaded)
-                self.store._served[variant.id] = loaded
+                self.store._served[variant.id] = self.store._prepare(self.store._load(variant))
             self.added_s.append(time.perf_counter() - began_s)
         return [self.adapter(number).id for number in range(count)]
 

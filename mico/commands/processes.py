@@ -125,10 +125,9 @@ def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
     rows = [["base, shared by all", format_bytes(found.shared_bytes)]]
     if found.slots_bytes:
         rows.append(["slots for adapters", format_bytes(found.slots_bytes)])
-    rows += [
-        [each.id, f"{'at most ' if each.kind == 'model' else ''}{format_bytes(each.own_bytes)}"]
-        for each in found.variants
-    ]
+    for each in found.variants:
+        size = ("at most " if each.kind == "model" else "") + format_bytes(each.own_bytes)
+        rows.append([each.id, size if each.own_bytes else "in the slots"])
     rows.append([f"{found.kv_tokens:,} KV tokens", format_bytes(found.kv_tokens * found.kv_bytes_per_token)])
     on = f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}"
     terminal.table([f"{title}{on}", "memory"], rows)

@@ -1,12 +1,14 @@
 """Adapters on a GPU: fixed arenas with a place for each slot, so that graphs hold whatever is loaded.
 
-An adapter of a lower rank than the arenas' is padded with zeros. Loading copies into a free slot, in order
-with the steps on the device. Serves LoRA of the joined projections of `llama_forward.py`, nothing else.
+An adapter of a lower rank than the arenas' is padded with zeros. It lies once in host memory, laid out as a
+slot is; loading copies it into a free slot, in order with the steps on the device. Serves LoRA of the joined
+projections of `llama_forward.py`, nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -75,8 +77,11 @@ class AdapterArenas:
             torch.tensor(spans, dtype=torch.int32, device=like.device),
         )
 
-    def prepare(self, variant: LoadedVariant) -> None:
-        """Lay an adapter out as slots hold it. May be called on any thread; raises VariantRefused."""
+    def prepare(self, variant: LoadedVariant) -> LoadedVariant:
+        """Lay an adapter out in host memory as slots hold it; return the variant with factors there alone.
+
+        May be called on any thread; raises VariantRefused.
+        """
         known = {
             f"model.layers.{layer}.{module}"
             for layer in range(self._layers)
@@ -90,7 +95,11 @@ class AdapterArenas:
                 )
         if variant.rank > self.rank:
             raise VariantRefused(f"{variant.chain.id} has rank {variant.rank}; slots here have {self.rank}")
-        self._packed[variant] = [self._pack(variant, projection) for projection in Projection]
+        changes = dict(variant.changes)
+        packed = [self._pack(changes, projection) for projection in Projection]
+        prepared = replace(variant, changes=changes)
+        self._packed[prepared] = packed
+        return prepared
 
     def trial(self, model: LoadedModel) -> LoadedVariant:
         """Place a random adapter of every projection, with which the kernels are certified; return it."""
@@ -106,12 +115,12 @@ class AdapterArenas:
                 down, up = (each.to(module.weight) for each in factors)
                 changes[name] = Change(low_rank=LowRank(down, up, 0.5))
                 group_module(name, module)
-        variant = LoadedVariant(Chain("trial", "trial", (), 0, ()), changes, self.rank)
-        self.prepare(variant)
+        variant = self.prepare(LoadedVariant(Chain("trial", "trial", (), 0, ()), changes, self.rank))
         self.place(variant, 0)
         return variant
 
-    def _pack(self, variant: LoadedVariant, projection: Projection) -> Packed:
+    def _pack(self, changes: dict[str, Change], projection: Projection) -> Packed:
+        """Copy the factors of a projection out of `changes`, which then refer to the copies."""
         arena, size = self._arenas[projection], self._sizes[projection]
         packed = Packed(
             *(
@@ -122,13 +131,20 @@ class AdapterArenas:
         first = 0
         for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
             for layer in range(self._layers):
-                change = variant.changes.get(f"model.layers.{layer}.{module}")
+                name = f"model.layers.{layer}.{module}"
+                change = changes.get(name)
                 if change is not None and change.low_rank is not None:
                     down, up, scale = change.low_rank
-                    rank = down.shape[0]
-                    packed.down[layer, group * self.rank : group * self.rank + rank] = down
-                    packed.up[layer, first : first + columns, :rank] = up
+                    rank, begin = down.shape[0], group * self.rank
+                    kept = LowRank(
+                        packed.down[layer, begin : begin + rank],
+                        packed.up[layer, first : first + columns, :rank],
+                        scale,
+                    )
+                    kept.down.copy_(down)
+                    kept.up.copy_(up)
                     packed.scales[layer, group] = scale
+                    changes[name] = change._replace(low_rank=kept)
             first += columns
         return packed
 

@@ -20,10 +20,14 @@ class LowRank(NamedTuple):
     scale: float
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the module's output for inputs [..., in], or for ids where it embeds."""
+        """Return what is added to the module's output for inputs [..., in], or for ids where it embeds.
+
+        Factors that wait in host memory are copied to the device of the input.
+        """
+        down, up = (each.to(given.device, non_blocking=True) for each in (self.down, self.up))
         if not given.is_floating_point():
-            return F.linear(F.embedding(given, self.down.t()), self.up) * self.scale
-        return F.linear(F.linear(given, self.down), self.up) * self.scale
+            return F.linear(F.embedding(given, down.t()), up) * self.scale
+        return F.linear(F.linear(given, down), up) * self.scale
 
 
 class Change(NamedTuple):

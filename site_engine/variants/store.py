@@ -38,8 +38,8 @@ LAYER = re.compile(r"\.(\d+)\.")
 class VariantStore:
     """`most_bytes`: that variants may own together; None: half of the memory that is free.
 
-    `slots` bound the adapters that run at once. `prepare` makes a variant ready for the engine's own kernels,
-    and raises VariantRefused for one that they do not compute.
+    `slots` bound the adapters that run at once. `prepare` returns a variant ready for the engine's own
+    kernels, and raises VariantRefused for one that they do not compute.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VariantStore:
         model: LoadedModel,
         most_bytes: int | None = None,
         slots: AdapterSlots | None = None,
-        prepare: Callable[[LoadedVariant], None] = lambda variant: None,
+        prepare: Callable[[LoadedVariant], LoadedVariant] = lambda variant: variant,
     ) -> None:
         self.slots = slots
         self.certifier = Certifier(model)
@@ -74,7 +74,7 @@ class VariantStore:
             loaded = self._load(variant)
             if variant.fingerprint not in ("", loaded.fingerprint):
                 raise VariantRefused(f"the files of {variant.id} have changed; remove it and add it anew")
-            self._prepare(loaded)
+            loaded = self._prepare(loaded)
             modules = dict(self._model.model.named_modules())
             for name in loaded.changes:
                 group_module(name, modules[name])

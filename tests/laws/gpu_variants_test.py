@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 
+from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
@@ -24,7 +26,8 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported, VariantRefused
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.variants.projections import Projection, Size
+from site_engine.plan import parse_gpus, plan
+from site_engine.variants.projections import ADAPTER_SLOTS, Projection, Size
 from tests.support.engine_models import (
     FAMILIES,
     Ticks,
@@ -75,6 +78,36 @@ def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path
     for at, (made, prompt) in enumerate(cases):
         assert got[str(at)].token_ids == greedy_answer(made.alone if made else plain, prompt, 4), at
     assert_idle(engine)
+
+
+def held_bytes() -> dict[int, int]:
+    """Return the bytes of all tensors, those that share memory once, by address."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
+def test_an_adapter_needs_a_slot_and_its_copy_in_host_memory_alone(tmp_path: Path) -> None:
+    model, plain = fused("llama")
+    plain.save_pretrained(tmp_path / "base")
+    engine = overlapped(model, adapter_slots=ADAPTER_SLOTS)
+    runner: Any = engine.runner
+    folders = [lora(tmp_path / str(rank), plain, rank=rank).variant for rank in (16, 4, 9)]
+    configured = tuple(VariantConfig(each.id, adapter=each.adapter) for each in folders)
+    config = SiteConfig(
+        site="a", gateways=("g:1",), model=str(tmp_path / "base"), variants=configured, dtype="float32"
+    )
+    found = plan(config, parse_gpus("1x1GiB"))
+    arenas = [room for arena in runner._arenas._arenas for room in arena[:3]]
+    assert sum(room.nbytes for room in arenas) == found.slots_bytes
+    engine.add_variant(folders[0])  # computes what certification keeps of the base
+    before = held_bytes()
+    for each in folders[1:]:
+        engine.add_variant(each)
+    more = held_bytes().items() - before.items()
+    slot_bytes = found.slots_bytes // ADAPTER_SLOTS
+    assert sum(size for _, size in more) == len(folders[1:]) * slot_bytes  # on a GPU pinned, in host memory
+    assert found.own_bytes == 0
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:

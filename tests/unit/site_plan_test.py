@@ -209,6 +209,7 @@ def test_slots_for_adapters_on_a_gpu_are_as_large_as_the_arenas(folder: Path) ->
     """Whatever is in them, and also where only orders may bring adapters."""
     per_layer = sum(sum(shape) for shape in MODULES.values())
     with_slots = planned(folder, "H200", of_adapter(folder))
+    assert [each.own_bytes for each in with_slots.variants] == [0]
     assert with_slots.slots_bytes == 8 * LAYERS * (16 * per_layer * 2 + 4 * len(MODULES))
     assert with_slots.kv_tokens == (
         int((with_slots.gpus.bytes - 2 * NUMBERS - with_slots.slots_bytes) * 0.85) // PER_TOKEN
