@@ -18,6 +18,7 @@ from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Forward, PackedRunner
 from site_engine.variants import grouped
+from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.store import VariantStore
 
 Clock = Callable[[], float]
@@ -63,8 +64,8 @@ def overlapped_engine(
 ) -> SiteEngine:
     """Build an engine that launches each step before it reads the one before, with Triton kernels.
 
-    Raises ModelNotSupported unless the device's logits equal those of the packed runner within the tolerance
-    of the data type.
+    Raises ModelNotSupported unless the device's logits equal those of the packed runner: within the tolerance
+    of the data type, with an adapter within the limit that certifies variants.
     """
     from site_engine.cuda.llama_forward import LlamaForward
     from site_engine.cuda.runner import DeviceRunner
@@ -95,14 +96,17 @@ def overlapped_engine(
         arenas=arenas,
     )
     limit_tokens = min(model.context_tokens, kv_cache.tokens)
-    for variant in (None,) if arenas is None else (None, arenas.trial(model)):
+    checked: list[tuple[LoadedVariant | None, float]] = [(None, certify.TOLERANCE.get(model.dtype, 0.0))]
+    if arenas is not None and variants is not None:
+        trial = arenas.trial(model)
+        checked.append((trial, variants.certifier.reference(trial).limit))
+    for variant, limit in checked:
         off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
-        tolerance = certify.TOLERANCE.get(model.dtype, 0.0)
-        if not off <= tolerance:
+        if not off <= limit:
             raise ModelNotSupported(
                 f"{type(model.model).__name__} computes other logits here than the reference"
                 f"{'' if variant is None else ', with an adapter'}: "
-                f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
+                f"they differ by {off:.1e} of the largest (limit {limit:.1e})"
             )
     return SiteEngine(model, runner, settings, clock, variants)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain as joined
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,15 @@ from site_engine.variants.grouped import GroupedForward
 
 TIMES_ROUNDING = 2.0
 """Logits may differ by so many times as rounding otherwise moves those that the variant has alone."""
+
+
+class Reference(NamedTuple):
+    """What a variant gives alone: logits [tokens, vocabulary] of each prompt, and by how much of the largest
+    those that an engine computes may differ.
+    """
+
+    logits: list[torch.Tensor]
+    limit: float
 
 
 class Certifier:
@@ -46,13 +55,12 @@ class Certifier:
         """Do what is needed once. Raises VariantRefused for a base that takes no variants."""
         assert self._base_logits
 
-    def certify(self, variant: LoadedVariant) -> None:
-        """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone.
+    def reference(self, variant: LoadedVariant) -> Reference:
+        """Compute a variant alone. Raises VariantRefused for logits that are not finite.
 
-        A fixed tolerance would refuse variants by chance: rounding moves the logits of a deep model in
-        bfloat16 by more than that, and how far depends on the variant.
+        A fixed limit would refuse variants by chance: rounding moves the logits of a deep model in bfloat16
+        by more than that, and how far depends on the variant.
         """
-        self.ready()
         with ExitStack() as undo:
             change_modules(self._alone, variant, undo)
             changed = self._logits_alone()
@@ -60,6 +68,13 @@ class Certifier:
             rounded = self._logits_alone()
         if not all(bool(torch.isfinite(logits).all()) for logits in changed):
             raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
+        tolerance = certify.TOLERANCE.get(self._model.dtype, 0.0)
+        return Reference(changed, max(tolerance, TIMES_ROUNDING * relative(rounded, changed)))
+
+    def certify(self, variant: LoadedVariant) -> None:
+        """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
+        self.ready()
+        changed, limit = self.reference(variant)
         model = self._model
         off = certify.largest_difference(
             model.forward,
@@ -69,7 +84,6 @@ class Certifier:
             variants=[None, variant] * len(self._prompts),
             use_variants=grouped.rows_of(model.device),
         )
-        limit = max(certify.TOLERANCE.get(model.dtype, 0.0), TIMES_ROUNDING * relative(rounded, changed))
         if not off <= limit:
             raise VariantRefused(
                 f"{variant.chain.id} computes other logits beside other rows than alone: they differ by "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
@@ -25,6 +26,7 @@ from site_engine.engine.build import overlapped_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported, VariantRefused
+from site_engine.model import certify
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.plan import parse_gpus, plan
 from site_engine.variants.projections import ADAPTER_SLOTS, Projection, Size
@@ -180,3 +182,21 @@ def test_kernels_that_add_something_else_are_found_before_the_site_serves(
     monkeypatch.setattr(AdapterArenas, "add", half)
     with pytest.raises(ModelNotSupported, match="other logits here than the reference, with an adapter"):
         overlapped(fused("llama")[0])
+
+
+def test_rounding_that_moves_an_adapter_far_stops_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is that of certification: what rounding does to the adapter's own logits."""
+    monkeypatch.setitem(certify.TOLERANCE, torch.float16, 0.004)  # more than the base's rows are off
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=192,
+        initializer_range=0.8,
+    )
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    overlapped(from_model(plain.eval().requires_grad_(False), eos_token_ids=()))
