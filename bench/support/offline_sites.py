@@ -88,7 +88,7 @@ class CountedSites:
             for name, sent in self._sent.items()
             if len(sent) < self._most
         ]
-        self._homes.begin(capacities)
+        self._homes.begin(capacities, self._sent)
         heavy = sum(_is_heavy(line) for sent in self._sent.values() for line in sent.values())
         lines: list[BatchLine] = []
         while len(lines) < sum(free for _, free in capacities):

@@ -34,7 +34,7 @@ def available(
     capacities = [
         SiteCapacity(site, startable_lines(site) - starting.get(site.name, 0))
         for site in sites
-        if _can_serve(site, model, now_s)
+        if can_serve(site, model, now_s)
     ]
     return [capacity for capacity in capacities if capacity.lines > 0]
 
@@ -73,7 +73,8 @@ def assign_sites(lengths: Sequence[float], capacities: Sequence[SiteCapacity]) -
     return [capacities[place].site.name for place in places]
 
 
-def _can_serve(site: Site, model: str, now_s: float) -> bool:
+def can_serve(site: Site, model: str, now_s: float) -> bool:
+    """Return whether lines may be sent to the site, once it has room."""
     return (
         site.state is SiteState.READY
         and site.weight > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from gateway.batches.capacity import SiteCapacity, assign_sites
@@ -36,13 +36,22 @@ class Homes:
 
     def __init__(self) -> None:
         self._homes: dict[int, _Home] = {}
+        self._serving = set[str]()
         self._room: dict[str, int] = {}
         self._chosen: dict[int, str] = {}  # sites of the lines just taken, by number
 
-    def begin(self, capacities: Sequence[SiteCapacity]) -> None:
-        """Begin a round: lines are taken for these sites."""
+    def begin(self, capacities: Sequence[SiteCapacity], serving: Collection[str]) -> None:
+        """Begin a round: lines are taken for these sites, of those that are `serving`.
+
+        What began at a site that serves no longer begins anew at another.
+        """
         self._room = {site.name: lines for site, lines in capacities}
         self._chosen = {}
+        if gone := self._serving.difference(serving):
+            for home in self._homes.values():
+                home.sites -= gone
+            self._homes = {group: home for group, home in self._homes.items() if home.sites}
+        self._serving = set(serving)
 
     def take(self, queue: deque[Line]) -> Line | None:
         """Take the next line, or before it one whose beginning is at a site that has room."""

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
-from gateway.batches.capacity import SiteCapacity, available, fair_share, lines_at_once
+from gateway.batches.capacity import SiteCapacity, available, can_serve, fair_share, lines_at_once
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
@@ -180,7 +180,9 @@ class Job:
         if now_s < self._paused_until_s or not sharing:
             return
         capacities = self._capacities(now_s)
-        self._homes.begin(capacities)
+        model = self._context.model_of(self.batch)
+        serving = [site.name for site in self._context.sites() if can_serve(site, model, now_s)]
+        self._homes.begin(capacities, serving)
         lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
         sites = self._homes.assign(lines, capacities)
         if not capacities and self._model_is_unknown():

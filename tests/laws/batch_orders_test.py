@@ -234,7 +234,7 @@ def sites_of_groups(lines: list[Line], slots: dict[str, int], seed: int) -> dict
         room = {name: most - running.count(name) for name, most in slots.items()}
         free = [SiteCapacity(site(name), lines) for name, lines in room.items() if lines > 0]
         most = sum(lines for _, lines in free)
-        homes.begin(free)
+        homes.begin(free, slots)
         taken = [homes.take(queue) for _ in range(min(most, len(queue)))]
         started = [each for each in taken if each is not None]
         for each, name in zip(started, homes.assign(started, free), strict=True):
@@ -269,12 +269,30 @@ def test_a_group_whose_beginning_is_short_runs_at_every_site_beside_others() -> 
     assert ran[0] == set("abcd")
 
 
+def test_groups_of_a_site_that_is_gone_go_on_together_at_another() -> None:
+    """The site had most of 20 groups in its own queue; what is left of each begins at one other site."""
+    homes, lines = Homes(), [line(number, 3100, 90, number // 4, 3000) for number in range(160)]
+    first = deque(line for line in lines if not line.number % 4)
+    homes.begin([SiteCapacity(site("gone"), 40)], ["gone", "a", "b"])
+    while homes.take(first):
+        pass
+    queue, ran = deque(line for line in lines if line.number % 4), dict[int, set[str]]()
+    for turn in range(120):
+        room = SiteCapacity(site("ab"[turn % 2]), 1)
+        homes.begin([room], ["a", "b"])
+        taken = homes.take(queue)
+        assert taken is not None
+        ran.setdefault(taken.group, set()).update(homes.assign([taken], [room]))
+    assert not queue
+    assert sum(len(sites) == 1 for sites in ran.values()) >= 36
+
+
 @given(groups=st.lists(st.integers(0, 5), max_size=120), sites=st.sets(st.sampled_from("ab")))
 def test_every_line_is_taken_once_whatever_site_has_room(groups: list[int], sites: set[str]) -> None:
     lines = [line(number, 100, 5, group, 50) for number, group in enumerate(groups)]
     homes, queue = Homes(), deque(lines)
     taken = []
-    homes.begin([SiteCapacity(site(name), 9) for name in sites])
+    homes.begin([SiteCapacity(site(name), 9) for name in sites], sites)
     while (each := homes.take(queue)) is not None:
         taken.append(each.number)
     assert sorted(taken) == list(range(len(lines)))
