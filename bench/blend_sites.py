@@ -3,6 +3,9 @@
 `python -m bench.blend_sites` runs workloads that need no recorded data on one site, on several, and on
 several of which one dies when a third of the time is over. Every line must be answered once in each. The last
 line is JSON: seconds, how many times one site's speed, and the share of the prefixes' tokens not computed.
+`bound_s`: no order takes less with several. `killed_at_best_s`: if the sites that are left did the rest at
+the same speed each, without a line to repeat. `split_scanners_s`: with the dual scanner's lists, fixed before
+the first line starts.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ import math
 from typing import Any
 
 from bench.blend import NAMED, NO_DATA, TOKEN_BUDGET, Job, as_requests, lines_of, seconds_of
+from bench.support.dual_scanner import DualScanner, parts_of, split_over
+from bench.support.offline_orders import ChosenQueue
 from bench.support.offline_sites import CountedSites, Ended
+from bench.support.offline_work import H200
 from site_engine.core.request_queue import AdmissionQueue
 from tests.support.counted_engine import CountedEngine
 
@@ -38,6 +44,27 @@ def run(job: Job, sites: int, kill_s: float = math.inf) -> Ended:
     return ended
 
 
+def run_split(job: Job, sites: int) -> float:
+    """Return the seconds with lists of equal work and density, each taken from both ends at its own site."""
+    lines = lines_of(job)
+    expected, request = as_requests(job, lines)
+    lengths = {str(at): line.response_tokens for at, line in enumerate(lines)}
+    ended_s = []
+    for its in split_over(parts_of(expected, range(len(lines))), sites):
+        queue = ChosenQueue(DualScanner(expected, which=its), request)
+        engine = CountedEngine(
+            lengths,
+            seconds_of,
+            kv_tokens=job.kv_tokens,
+            slots=job.rows,
+            token_budget=TOKEN_BUDGET,
+            queue=queue,
+        )
+        queue.scheduler = engine.scheduler
+        ended_s.append(engine.run().seconds)
+    return max(ended_s)
+
+
 def compare(job: Job, sites: int) -> dict[str, Any]:
     lines = lines_of(job)
     shareable = sum(line.shared_tokens for line in lines) - sum(
@@ -51,7 +78,10 @@ def compare(job: Job, sites: int) -> dict[str, Any]:
         "one_s": round(one.seconds, 1),
         "several_s": round(several.seconds, 1),
         "times": round(one.seconds / several.seconds, 2),
+        "bound_s": round(H200.bound(lines, job.kv_tokens, job.rows, sites), 1),
         "killed_s": round(killed.seconds, 1),
+        "killed_at_best_s": round(several.seconds * (1 / 3 + 2 / 3 * sites / (sites - 1)), 1),
+        "split_scanners_s": round(run_split(job, sites), 1),
         "shared": [round(each.cached / max(1, shareable), 3) for each in (one, several, killed)],
     }
 

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 
-from bench.support.offline_work import H200, Line
+from bench.support.dual_scanner import DualScanner, sampled
+from bench.support.offline_chooser import Chooser
+from bench.support.offline_work import Line
 from gateway.batches.capacity import QUEUED_SHARE
 from gateway.batches.order import PREFILL_SHARE, order, prefill_heavy
 from gateway.batches.values import Order
@@ -14,22 +16,6 @@ from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, first_come
 from site_engine.core.scheduler import Scheduler
 from tests.support.line_sizes import sizes_of
-
-
-class Chooser:
-    """Chooses the next line each time the scheduler asks. `forecasts`: the lines, with expected lengths."""
-
-    def __init__(self, forecasts: Sequence[Line]) -> None:
-        self.lines = forecasts
-
-    def peek(self, scheduler: Scheduler) -> int | None:
-        raise NotImplementedError
-
-    def taken(self, at: int) -> None:
-        raise NotImplementedError
-
-    def ended(self, at: int) -> None:
-        """Learn that a line has ended."""
 
 
 class Listed(Chooser):
@@ -72,54 +58,6 @@ class LongestPrefixMatch(Chooser):
             del self._waiting[group]
             self._begun.remove(group)
         self._begun.sort(key=lambda each: self.lines[self._waiting[each][-1]].shared_tokens)
-
-
-class DualScanner(Chooser):
-    """Groups by density, taken from both ends; memory in two parts by their densities (BlendServe, 2024)."""
-
-    def __init__(self, forecasts: Sequence[Line]) -> None:
-        super().__init__(forecasts)
-        groups: dict[int, list[int]] = {}
-        for at, line in enumerate(forecasts):
-            groups.setdefault(line.group, []).append(at)
-        works = {group: H200.least([forecasts[at] for at in its]) for group, its in groups.items()}
-        density = {group: compute_s / memory_s for group, (compute_s, memory_s) in works.items()}
-        ranked = sorted(groups, key=lambda group: -density[group])
-        self._line = [at for group in ranked for at in groups[group]]
-        self._density = [density[forecasts[at].group] for at in self._line]
-        self._whole = sum(c for c, _ in works.values()) / sum(m for _, m in works.values())
-        self._left, self._right = 0, len(self._line) - 1
-        self._used = [0.0, 0.0]
-        self._side: dict[int, int] = {}
-        self._now = 0
-
-    def peek(self, scheduler: Scheduler) -> int | None:
-        if self._left > self._right:
-            return None
-        first, last = self._density[self._left], self._density[self._right]
-        part = min(1.0, max(0.0, (self._whole - last) / (first - last))) if first > last else 1.0
-        memory = scheduler.pool.capacity * scheduler.pool.page_size
-        for side, share in ((0, part), (1, 1 - part)):
-            at = self._line[self._left if side == 0 else self._right]
-            if self._used[side] + self._need(at) <= share * memory or not scheduler.running:
-                self._now = side
-                return at
-        return None
-
-    def taken(self, at: int) -> None:
-        self._side[at] = self._now
-        self._used[self._now] += self._need(at)
-        if self._now == 0:
-            self._left += 1
-        else:
-            self._right -= 1
-
-    def ended(self, at: int) -> None:
-        self._used[self._side.pop(at)] -= self._need(at)
-
-    def _need(self, at: int) -> float:
-        line = self.lines[at]
-        return line.prompt_tokens - line.shared_tokens + line.response_tokens
 
 
 def listed(how: Order) -> Callable[[Sequence[Line]], Chooser]:
@@ -213,13 +151,21 @@ class ChosenQueue(AdmissionQueue):
         return self.scheduler
 
 
-ORDERS = (*CHOOSERS, "blend")
+SAMPLED = "sampled scanner"
+ORDERS = (*CHOOSERS, SAMPLED, "blend")
 
 
 def queue_of(
-    name: str, forecasts: Sequence[Line], make: Callable[[int], Request], slots: int
+    name: str,
+    lines: Sequence[Line],
+    forecasts: Sequence[Line],
+    make: Callable[[int], Request],
+    slots: int,
 ) -> AdmissionQueue:
-    """Return the queue of a site in which lines wait in an order."""
+    """Return the queue of a site in which lines wait in an order. `lines` have their true lengths."""
     if name == "blend":
         return BlendedQueue(forecasts, make, slots)
+    if name == SAMPLED:
+        first, known = sampled(lines)
+        return ChosenQueue(DualScanner(known, first), make)
     return ChosenQueue(CHOOSERS[name](forecasts), make)

@@ -64,6 +64,23 @@ class Cost(NamedTuple):
             read_s += (prompt + response / 2) * response * self.kv_token_bytes
         return compute_s / self.flop_per_s, read_s / self.kv_bytes_per_s
 
+    def bound(self, lines: list[Line], kv_tokens: int, rows: int, sites: int = 1) -> float:
+        """Return seconds that no order can beat where the operators of an iteration run one after another.
+
+        The longest answer takes an iteration a token, each of which reads all weights; all lines take as many
+        iterations as they have tokens for the rows, and as memory for their own tokens allows. Prompts cost
+        nothing as long as computing takes less time than reading weights.
+        """
+        compute_s, read_s = self.least(lines)
+        weights_s = 2 * (self.body + self.head) / self.weight_bytes_per_s
+        held = sum((prompt - shared + tokens / 2) * tokens for _, shared, prompt, tokens, _ in lines)
+        all_tokens = sum(line.response_tokens for line in lines)
+        together = max(held / kv_tokens, all_tokens / rows)
+        longest = max(line.response_tokens for line in lines)
+        steps = max(together, longest) if sites == 1 else together
+        shared_s = steps * self.iteration_s + max(steps * weights_s, compute_s) + read_s
+        return max(shared_s / sites, longest * (self.iteration_s + weights_s))
+
 
 H200 = Cost()
 

@@ -1,0 +1,46 @@
+"""The orders that `bench.blend` compares run every line, and none is faster than what it says is possible."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.blend import Job, lines_of, run
+from bench.blend_chats import Beside, chats
+from bench.support.dual_scanner import parts_of, sampled, split_over
+from bench.support.offline_orders import ORDERS
+from bench.support.offline_work import H200
+from gateway.batches.values import Order
+
+JOB = Job("documents and stories", "", 0.0, "peak", 2.0, 16_000, 64, 0, "")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_order_is_faster_than_the_bound(order: str) -> None:
+    found = run(JOB._replace(order=order))
+    assert found["bound_s"] <= found["took_s"] <= 4 * found["bound_s"]
+
+
+def test_the_dual_scanners_lists_have_every_line_once_and_equal_work() -> None:
+    lines = lines_of(JOB._replace(seconds=20.0))
+    parts = parts_of(lines, range(len(lines)))
+    assert [part.density for part in parts] == sorted((part.density for part in parts), reverse=True)
+    given = split_over(parts, 4)
+    assert sorted(at for its in given for at in its) == list(range(len(lines)))
+    for seconds in zip(*(H200.least([lines[at] for at in its]) for its in given), strict=True):
+        assert max(seconds) < 1.1 * min(seconds)
+
+
+def test_the_dual_scanner_knows_lengths_from_a_hundredth_of_the_lines() -> None:
+    lines = lines_of(JOB._replace(workload="chats", seconds=20.0))
+    first, known = sampled(lines)
+    assert len(first) == round(0.01 * len(lines))
+    assert all(known[at] == lines[at] for at in first)
+    assert len({line.response_tokens for at, line in enumerate(known) if at not in first}) == 1
+
+
+def test_chats_beside_a_blended_batch_wait_no_longer_than_beside_the_longest_first() -> None:
+    job = JOB._replace(workload="documents", seconds=4.0, kv_tokens=30_000)
+    arrivals = chats(8.0, 60.0, 0)
+    longest, blend = (Beside(job, how, arrivals).run() for how in (Order.LONGEST, Order.BLEND))
+    assert blend["p99_s"] <= 1.1 * longest["p99_s"]
+    assert blend["took_s"] < longest["took_s"]
