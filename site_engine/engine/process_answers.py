@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from site_engine.core.request import Output
 from site_engine.engine.process_answer import Answer
@@ -25,6 +25,9 @@ class Answers:
     @property
     def has_unread(self) -> bool:
         return bool(self._unread)
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self._answers.values())
 
     def add(self, number: int, answer: Answer) -> None:
         self._answers[number] = answer

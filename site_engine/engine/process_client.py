@@ -86,7 +86,7 @@ class EngineProcess(asyncio.Protocol):
         self._frames = pm.Frames()
         self._eos_token_ids: tuple[int, ...] = ()
         self._next_call, self._next_number = count(1), count(1)
-        self._answers = Answers(lambda number: self._send(pm.Cancel([number])))
+        self.answers = Answers(lambda number: self._send(pm.Cancel([number])))
         self._pace = SendPace(stream_interval_s)
         self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
@@ -199,7 +199,7 @@ class EngineProcess(asyncio.Protocol):
             return
         call, numbers = next(self._next_call), [next(self._next_number) for _ in answers]
         for number, answer in zip(numbers, answers, strict=True):
-            self._answers.add(number, answer)
+            self.answers.add(number, answer)
         group = [answer.request for answer in answers]
         self._admissions[call] = numbers, reply
         self._send(pm.to_submit(call, numbers, group, answers[0].token_ids, moved))
@@ -208,14 +208,14 @@ class EngineProcess(asyncio.Protocol):
         """Take a request that is here out of the engine; reply with its answer and with what another engine
         needs. Without that it stays, or has ended. A process that is lost before does not reply.
         """
-        number = self._answers.number_of(request_id)
+        number = self.answers.number_of(request_id)
         assert number is not None, "the request is here"
         self._exports[number] = reply
         self._send(pm.Export(number))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
-        known = map(self._answers.number_of, request_ids)
+        known = map(self.answers.number_of, request_ids)
         if numbers := [number for number in known if number is not None]:
             self._send(pm.Cancel(numbers))
 
@@ -226,7 +226,7 @@ class EngineProcess(asyncio.Protocol):
             return
         call = next(self._next_call)
         self._releases[call] = groups, reply
-        number_of = self._answers.number_of
+        number_of = self.answers.number_of
         self._send(pm.Release(call, [[number_of(each) or 0 for each in group] for group in groups]))
 
     def request_load(self) -> None:
@@ -266,13 +266,13 @@ class EngineProcess(asyncio.Protocol):
         for body in self._frames.feed(data):
             message = pm.decode_from_engine(body)
             if isinstance(message, pm.Step):
-                outputs += self._answers.take(message, self._heard_s)
+                outputs += self.answers.take(message, self._heard_s)
             else:
                 self._publish(outputs)
                 outputs = []
                 self._handle(message)
         self._publish(outputs)
-        if self._answers.has_unread and self._reading is None:
+        if self.answers.has_unread and self._reading is None:
             wait_s = self._pace.due_s - self._heard_s
             if wait_s > 0:
                 self._reading = self._loop.call_later(wait_s, self._read_tokens)
@@ -283,7 +283,7 @@ class EngineProcess(asyncio.Protocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-        self._publish(self._answers.read(self._heard_s))
+        self._publish(self.answers.read(self._heard_s))
         self._pace.sent(self._clock(), time.thread_time())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -331,19 +331,19 @@ class EngineProcess(asyncio.Protocol):
         groups, reply = self._releases.pop(message.call)
         for group, gone in zip(groups, message.decisions, strict=True):
             if gone:
-                self._answers.pop(filter(None, map(self._answers.number_of, group)))
+                self.answers.pop(filter(None, map(self.answers.number_of, group)))
         reply(message.decisions)
 
     def _admitted(self, message: pm.Admitted) -> None:
         numbers, reply = self._admissions.pop(message.call)
         answer = pm.from_admitted(message)
         if isinstance(answer, NotServed):
-            self._answers.pop(numbers)
+            self.answers.pop(numbers)
             reply(answer)
             return
         reply(answer)
         for number in numbers:
-            placed = self._answers.get(number)
+            placed = self.answers.get(number)
             if placed is not None and placed.ended:
                 self._publish([placed.end(Finish.STOP, timings=AT_ONCE)])
                 self._send(pm.Cancel([number]))
@@ -351,12 +351,12 @@ class EngineProcess(asyncio.Protocol):
     def _exported(self, message: pm.Exported) -> None:
         self._read_tokens()
         reply = self._exports.pop(message.number)
-        answer = self._answers.get(message.number)
+        answer = self.answers.get(message.number)
         if answer is None:
             return
         gone = message.moved is not None
         if gone:
-            self._answers.pop([message.number])
+            self.answers.pop([message.number])
         if not answer.ended:
             reply(answer, message.moved)
 
@@ -414,8 +414,8 @@ class EngineProcess(asyncio.Protocol):
     def _orphans(self) -> Orphans:
         """Forget every request and return those that have not ended."""
         admissions, self._admissions = self._admissions, {}
-        unadmitted = [(self._answers.pop(numbers), reply) for numbers, reply in admissions.values()]
-        left = [answer for answer in self._answers.pop_all() if not answer.ended]
+        unadmitted = [(self.answers.pop(numbers), reply) for numbers, reply in admissions.values()]
+        left = [answer for answer in self.answers.pop_all() if not answer.ended]
         self._exports.clear()
         return Orphans(left, unadmitted)
 

@@ -25,6 +25,7 @@ from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import ownership
 from site_engine.pool.figures import idle_figures, join_facts, join_figures, mean_cost
 from site_engine.pool.ownership import Act, Owned, Phase
+from site_engine.pool.rebalancing import Rebalancer
 from site_engine.pool.replica import Replica, served
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
 from site_engine.pool.training import PoolTraining
@@ -63,6 +64,7 @@ class EnginePool:
         self._limit_tokens = 0  # of a request, the same in every engine
         self._variants = PoolVariants()
         self.trainer = PoolTraining(lambda: {each.place: each.process.trainer for each in self._serving()})
+        self._rebalancer = Rebalancer()
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -220,6 +222,17 @@ class EnginePool:
             self._replicas[one.engine].process.export(request_id, self._exported)
         return act is Act.EXPORT
 
+    def _rebalance(self, serving: Sequence[Replica]) -> None:
+        """Begin the moves by which requests finish sooner than where they are."""
+        placed = [each for replica in serving for each in replica.placed()]
+        rooms = {each.place: each.now().room() for each in serving if not each.stalled}
+        for move in self._rebalancer.moves(placed, rooms, mean_cost(served(serving)), self._clock()):
+            if self.move(move.request_id, move.to):
+                saved = f"saves {move.gain_s:.2f} s of waiting and costs {move.cost_s:.2f} s"
+                log.info("%s moves to engine %d, which %s", move.request_id, move.to, saved)
+            else:
+                self._rebalancer.stayed(move.request_id)
+
     def _best(self, work: Work, blocks: Sequence[int] = ()) -> Replica | None:
         """Return the engine where a request finishes first, None if all are lost."""
         serving = self._serving()
@@ -282,6 +295,8 @@ class EnginePool:
                 prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
             )
             self._listener.load(LoadSeen(figures, max(each.seen.at_s for each in serving)))
+        if len(serving) > 1 and self._rebalancer.is_due(self._clock()):
+            self._rebalance(serving)
 
     # ---- from the engines
 
@@ -298,6 +313,7 @@ class EnginePool:
         for request_id in request_ids:
             one = self._owned[request_id]
             self._replicas[one.engine].admitted.append(request_id)
+            self._rebalancer.came_over(request_id, self._clock())
             self._owned[request_id] = ownership.accepted(one)
         reply(answer)
         if isinstance(answer, NotServed):
@@ -308,6 +324,7 @@ class EnginePool:
         one = self._owned[answer.request.id]
         if moved is None:
             self._owned[answer.request.id] = ownership.stayed(one)
+            self._rebalancer.stayed(answer.request.id)
             return
         to = one.to if one.to is not None and self._replicas[one.to].serves else self._other(answer)
         self._go_on([answer], self._reply_of(answer), moved, partial(ownership.exported, to=to))

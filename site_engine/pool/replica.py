@@ -8,7 +8,8 @@ from functools import reduce
 from site_engine.core.load import LoadFigures
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
-from site_engine.pool.routing import Engine, PrefixIndex, Work
+from site_engine.pool.rebalancing import Placed
+from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 
 
 class Replica:
@@ -48,6 +49,18 @@ class Replica:
     def now(self) -> Engine:
         given = reduce(Work.with_one, self.given.values(), Work())
         return Engine(self.seen.figures, self.facts.slots, self.facts.kv_tokens, given)
+
+    def placed(self) -> list[Placed]:
+        """Return the requests that the process has. As many as its report says wait: those that came last."""
+        answers = [each for each in self.process.answers if not each.ended]
+        unbegun = [each.request.id for each in answers if not each.token_ids]
+        waiting = set(unbegun[max(0, len(unbegun) - self.seen.figures.pending) :])
+        placed = []
+        for each in answers:
+            name, work = each.request.id, work_of(each.request, len(each.token_ids))
+            waits = name in waiting
+            placed.append(Placed(name, self.place, work.prompt_tokens, work.response_tokens, waits))
+        return placed
 
 
 def served(replicas: Sequence[Replica]) -> list[LoadFigures]:

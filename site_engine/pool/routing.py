@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import Request
+from site_engine.pool.rebalancing import Room
 
 BLOCK_TOKENS = 32
 UNKNOWN_ITERATION_S = 0.01
@@ -40,6 +41,17 @@ class Engine(NamedTuple):
     slots: int
     kv_tokens: int
     given: Work
+
+    def room(self) -> Room:
+        """Return what is left for others, once its requests have all that they are expected to need."""
+        load, given = self.load, self.given
+        waiting_tokens = load.pending_prompt_tokens + load.pending_response_tokens
+        growing_tokens = load.kv_reserved_tokens + load.running_weight * sum(load.running_remaining)
+        given_tokens = given.prompt_tokens + given.response_tokens
+        return Room(
+            self.slots - load.running - load.pending - given.requests,
+            load.kv_free_tokens - waiting_tokens - growing_tokens - given_tokens,
+        )
 
 
 def work_of(request: Request, generated: int = 0) -> Work:
