@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from gateway.decision import Decision, PlacementLimits
+from gateway.device import DeviceLoad
 from gateway.ending import Ending
 from gateway.prices import Prices
 from gateway.prompt import Chat, Pooled, Pooling, Prompt
@@ -260,6 +261,7 @@ class LoadReport:
     prompt_tokens_total: int = 0
     unread_tokens: int = 0
     unknown_messages: int = 0
+    devices: tuple[DeviceLoad, ...] = ()  # of a site that has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,10 +411,8 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One per query, recorded once. Durations in seconds; `received_at` is unix time.
-
-    `cheapest_nano_usd` and `dearest_nano_usd`: the cost of the same tokens at other sites that were compared,
-    or here.
+    """One per query, recorded once. Durations in seconds; `received_at` is unix time. `cheapest_nano_usd` and
+    `dearest_nano_usd`: the cost of the same tokens at other sites that were compared, or here.
     """
 
     query_id: str

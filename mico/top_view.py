@@ -97,6 +97,8 @@ def site_table(sites: list[dict[str, Any]], selected: str = "") -> RenderableTyp
         figures = [Text(cell, style=unknown) for cell in cells]
         reverse = "reverse" if site["name"] == selected else None
         table.add_row(site["name"], state, *figures, format_seconds(site["report_age_s"]), style=reverse)
+        for device in site.get("devices", ()):  # gateways of before name none
+            table.add_row(*device_row(device), style="dim")
     return table
 
 
@@ -120,6 +122,25 @@ def batch_lines(batches: Sequence[dict[str, Any]]) -> list[RenderableType]:
             parts.append(f"ends about {ends.strftime('%a %H:%M')}")
         lines.append(Text(" · ".join(parts)))
     return [*lines, Text("")] if lines else []
+def device_row(device: dict[str, Any]) -> list[RenderableType | str]:
+    """Return the cells of one device of the site above."""
+    from rich.text import Text
+
+    used = 1 - device["kv_free_tokens"] / device["kv_tokens"] if device["kv_tokens"] else None
+    state = Text("lost", style="red") if device["lost"] else Text("serves")
+    rows = [f"{device['running']}/{device['slots']}", str(device["pending"])]
+    return [
+        f"  {device['device']}",
+        state,
+        "",
+        "",
+        "",
+        f"{device['tokens_per_s']:.0f}",
+        *rows,
+        "",
+        "",
+        percent(used),
+    ]
 
 
 def event_line(event: dict[str, Any]) -> RenderableType:

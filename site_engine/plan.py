@@ -61,10 +61,20 @@ class PlannedVariant(NamedTuple):
     own_bytes: int
 
 
-class Plan(NamedTuple):
-    """Bytes on one device. `refused`: why variants, by id, or the base, by its folder, will not be served.
+class PlannedDevice(NamedTuple):
+    """One device that the configuration names. `left_bytes`: for activations, CUDA graphs and variants."""
 
-    `slots_bytes`: of the places of adapters on a GPU, whatever is in them.
+    device: str
+    weights_bytes: int
+    kv_bytes: int
+    left_bytes: int
+
+
+class Plan(NamedTuple):
+    """Bytes on one device. `refused`: why variants, by id, or the base, by its folder, will not be served;
+    why a device, by its name.
+
+    `slots_bytes`: of the places of adapters on a GPU, whatever is in them. `devices`: each holds all of this.
     """
 
     site: str
@@ -75,6 +85,7 @@ class Plan(NamedTuple):
     kv_bytes_per_token: int
     kv_tokens: int
     refused: dict[str, str]
+    devices: list[PlannedDevice]
 
     @property
     def own_bytes(self) -> int:
@@ -141,7 +152,17 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         else:
             served.append(one)
             room -= one.own_bytes
-    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused)
+    weights = shared + slots.bytes + sum(each.own_bytes for each in served)
+    named = config.devices or (config.device,)
+    lacking = [each for each in named if each != "cpu"][gpus.devices :]
+    for device in lacking:
+        refused[device] = f"the configuration names {len(named)} devices, and there are {gpus.devices}"
+    each = [
+        PlannedDevice(name, weights, tokens * per_token, max(0, room))
+        for name in named
+        if name not in lacking
+    ]
+    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused, each)
 
 
 class AdapterSlots(NamedTuple):

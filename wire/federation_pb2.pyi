@@ -218,7 +218,7 @@ class Ordered(_message.Message):
     def __init__(self, order_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "training", "training_s_per_iteration")
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "devices", "training", "training_s_per_iteration")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +239,7 @@ class Load(_message.Message):
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     LONGEST_ITERATION_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     TRAINING_S_PER_ITERATION_FIELD_NUMBER: _ClassVar[int]
     seq: int
@@ -261,9 +262,34 @@ class Load(_message.Message):
     stalled_s: float
     unknown_messages: int
     longest_iteration_s: float
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceLoad]
     training: int
     training_s_per_iteration: float
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ...) -> None: ...
+
+class DeviceLoad(_message.Message):
+    __slots__ = ("device", "lost", "slots", "running", "pending", "kv_tokens", "kv_free_tokens", "tokens_per_s", "moved_in", "losses")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_IN_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    lost: bool
+    slots: int
+    running: int
+    pending: int
+    kv_tokens: int
+    kv_free_tokens: int
+    tokens_per_s: float
+    moved_in: int
+    losses: int
+    def __init__(self, device: _Optional[str] = ..., lost: _Optional[bool] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_free_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., moved_in: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -108,6 +109,7 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "cached_usd_per_mtok": prices.cached_usd_per_mtok,
         "output_usd_per_mtok": prices.output_usd_per_mtok,
         "usd_per_hour": identity.usd_per_hour,
+        "devices": [asdict(each) for each in load.devices],
         "orders": [order_dict(order) for order in orders if order.site == site.name],
     }
 

@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from gateway.domain import (
     Delta,
     Finish,
-    IterationCost,
-    LoadReport,
     Model,
     ModelState,
     Query,
@@ -26,7 +24,6 @@ from gateway.domain import (
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import Accepted
-from gateway.federation.progress import EngineReport
 from gateway.prompt import MAX_VECTOR_BYTES, Chat, Pooled, Pooling
 from gateway.routing.prefixes import HASH_BYTES
 from predictor.forecast import Forecast
@@ -72,21 +69,21 @@ def identity(hello: pb.Hello) -> SiteIdentity:
     return SiteIdentity(
         name=hello.site,
         boot_id=hello.boot_id[:MAX_NAME],
-        cloud=_name(hello.cloud) or "unknown",
-        region=_name(hello.region) or "unknown",
+        cloud=clean_name(hello.cloud) or "unknown",
+        region=clean_name(hello.region) or "unknown",
         models=models(hello.models),
         slots=hello.slots,
         kv_capacity_tokens=hello.kv_capacity_tokens,
-        input_usd_per_mtok=_amount(hello.input_usd_per_mtok, "price"),
-        output_usd_per_mtok=_amount(hello.output_usd_per_mtok, "price"),
-        cached_usd_per_mtok=_amount(hello.cached_usd_per_mtok, "price")
+        input_usd_per_mtok=amount(hello.input_usd_per_mtok, "price"),
+        output_usd_per_mtok=amount(hello.output_usd_per_mtok, "price"),
+        cached_usd_per_mtok=amount(hello.cached_usd_per_mtok, "price")
         if hello.HasField("cached_usd_per_mtok")
         else None,
-        usd_per_hour=_amount(hello.usd_per_hour, "price"),
-        engine=_name(hello.engine) or "native",
-        version=_name(hello.version),
+        usd_per_hour=amount(hello.usd_per_hour, "price"),
+        engine=clean_name(hello.engine) or "native",
+        version=clean_name(hello.version),
         takes_orders=hello.takes_orders,
-        pool=_name(hello.pool),
+        pool=clean_name(hello.pool),
     )
 
 
@@ -109,43 +106,6 @@ def _check_protocol(hello: pb.Hello) -> None:
 def shows_life(hello: pb.Hello) -> bool:
     """Return whether the site says something every second, whatever its engine does."""
     return max(hello.protocol, hello.highest_protocol) >= SHOWS_LIFE
-
-
-def load(report: pb.Load, received_s: float) -> LoadReport:
-    cost = report.iteration
-    return LoadReport(
-        seq=report.seq,
-        received_s=received_s,
-        running=report.running,
-        pending=report.pending,
-        token_load=_amount(report.token_load, "token_load"),
-        kv_free_tokens=report.kv_free_tokens,
-        kv_reserved_tokens=report.kv_reserved_tokens,
-        tokens_per_s=_amount(report.tokens_per_s, "tokens_per_s"),
-        seconds_per_iteration=_amount(report.seconds_per_iteration, "seconds_per_iteration"),
-        iteration=IterationCost(
-            base_s=_amount(cost.base_s, "base_s"),
-            per_row_s=_amount(cost.per_row_s, "per_row_s"),
-            per_token_s=_amount(cost.per_token_s, "per_token_s"),
-            per_kv_token_s=_amount(cost.per_kv_token_s, "per_kv_token_s"),
-        ),
-        running_remaining=tuple(report.running_remaining[:64]),
-        running_weight=max(1, report.running_weight),
-        pending_prompt_tokens=report.pending_prompt_tokens,
-        pending_response_tokens=_amount(report.pending_response_tokens, "pending_response_tokens"),
-        tokens_total=report.tokens_total,
-        prompt_tokens_total=report.prompt_tokens_total,
-        unread_tokens=report.unread_tokens,
-        unknown_messages=report.unknown_messages,
-    )
-
-
-def engine_report(report: pb.Load) -> EngineReport:
-    return EngineReport(
-        _amount(report.stalled_s, "stalled_s"),
-        _amount(report.longest_iteration_s, "longest_iteration_s"),
-        (report.tokens_total, report.prompt_tokens_total, report.unread_tokens),
-    )
 
 
 def accepted(message: pb.Accepted, limits: AnswerLimits) -> Accepted:
@@ -176,7 +136,7 @@ def reason(text: str) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}…"
 
 
-def _name(text: str) -> str:
+def clean_name(text: str) -> str:
     text = text[:MAX_NAME]
     return text if text.isprintable() else "".join(filter(str.isprintable, text))
 
@@ -260,7 +220,7 @@ def _call(message: pb.ToolCall) -> ToolCall:
 @lru_cache(maxsize=256)
 def _features(names: tuple[str, ...]) -> frozenset[str]:
     """Return the same set for the same names: most models of a site have one."""
-    return frozenset(map(_name, names))
+    return frozenset(map(clean_name, names))
 
 
 def _model(message: pb.Model) -> Model:
@@ -270,17 +230,17 @@ def _model(message: pb.Model) -> Model:
         raise ProtocolError(f"a context of {message.context_tokens} tokens; {MAX_CONTEXT_TOKENS} at most")
     return Model(
         id=message.id,
-        revision=_name(message.revision),
+        revision=clean_name(message.revision),
         context_tokens=message.context_tokens,
         created_s=max(0, message.created_s),
-        owned_by=_name(message.owned_by) or "mico",
+        owned_by=clean_name(message.owned_by) or "mico",
         features=_features(tuple(message.features[:MAX_FEATURES])),
         max_prompt_chars=message.context_tokens * message.max_token_chars,
-        parent=_name(message.parent),
+        parent=clean_name(message.parent),
         own_bytes=max(0, message.own_bytes),
         state=_STATES.get(message.state, ModelState.READY),
-        wake_s=_amount(message.wake_s, "wake_s"),
-        tenant=_name(message.tenant),
+        wake_s=amount(message.wake_s, "wake_s"),
+        tenant=clean_name(message.tenant),
     )
 
 
@@ -296,7 +256,7 @@ def _logprob(message: pb.TokenLogprob, top: Sequence[pb.TokenLogprob] = ()) -> T
     return TokenLogprob(message.token, message.raw, logprob, tuple(map(_logprob, top)))
 
 
-def _amount(value: float, name: str) -> float:
+def amount(value: float, name: str) -> float:
     if not 0 <= value <= MAX_AMOUNT:  # false for NaN, too
         raise ProtocolError(f"{name} is {value}, not an amount from 0 to {MAX_AMOUNT:g}")
     return value

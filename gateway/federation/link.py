@@ -17,7 +17,7 @@ import numpy as np
 from gateway.decision import Decision
 from gateway.domain import Query, SiteIdentity, SiteState
 from gateway.failure import AttemptFailure, FailureCause, Resume
-from gateway.federation import codec
+from gateway.federation import codec, load_codec
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.counts import Counts
@@ -386,8 +386,8 @@ class Link:
 
     def _report(self, message: pb.Load) -> None:
         """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
-        report = codec.load(message, self._clock())
-        self._progress.reported(codec.engine_report(message), self._awake.now_s)
+        report = load_codec.load(message, self._clock())
+        self._progress.reported(load_codec.engine_report(message), self._awake.now_s)
         self._unreported.keep(lambda attempt_id: self._live[attempt_id].accepted is None)
         self._directory.report(self.name, report, self._unreported.credit)
         if message.stalled_s:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.device import DeviceLoad
 from gateway.domain import Outcome, Site, SiteState, Status
 from gateway.federation.directory import Directory
 from gateway.telemetry.families import Counters, Histograms
@@ -97,6 +98,7 @@ class Metrics:
                 identity = site.identity
                 family.add_metric([identity.name, identity.cloud, identity.region], figure(site))
             yield family
+        yield from _device_gauges(sites)
         states = GaugeMetricFamily(
             "mico_site_state", "1 for the state a site is in", labels=["site", "state"]
         )
@@ -195,6 +197,36 @@ _GAUGES: tuple[tuple[str, str, Callable[[Site], float]], ...] = (
     ("mico_site_tokens_per_second", "Measured speed", lambda site: site.load.tokens_per_s),
     ("mico_site_rtt_seconds", "Round trip of the link", lambda site: site.rtt_s),
 )
+
+
+_DEVICE_GAUGES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
+    ("mico_device_lost", "1 while a device's engine starts again", lambda device: device.lost),
+    ("mico_device_running", "Requests that hold KV of a device", lambda device: device.running),
+    ("mico_device_pending", "Requests that wait for a device", lambda device: device.pending),
+    (
+        "mico_device_kv_free_tokens",
+        "KV tokens of a device free or evictable",
+        lambda device: device.kv_free_tokens,
+    ),
+    ("mico_device_kv_capacity_tokens", "KV tokens of a device in all", lambda device: device.kv_tokens),
+)
+
+
+def _device_gauges(sites: Sequence[Site]) -> Iterator[Metric]:
+    """Yield the figures of the devices of sites that have several."""
+    labels = ["site", "device"]
+    devices = [([site.name, each.device], each) for site in sites for each in site.load.devices]
+    for name, text, figure in _DEVICE_GAUGES:
+        family = GaugeMetricFamily(name, text, labels=labels)
+        for values, each in devices:
+            family.add_metric(values, figure(each))
+        yield family
+    moved = CounterMetricFamily("mico_device_moves", "Requests that came over to a device", labels=labels)
+    losses = CounterMetricFamily("mico_device_losses", "Engines that were lost on a device", labels=labels)
+    for values, each in devices:
+        moved.add_metric(values, each.moved_in)
+        losses.add_metric(values, each.losses)
+    yield from (moved, losses)
 
 
 def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histograms:

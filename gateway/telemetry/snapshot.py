@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from gateway.device import DeviceLoad
 from gateway.domain import ModelState, Site, SiteState
 from gateway.prices import prices_of
 from gateway.site_events import Event
@@ -57,6 +58,7 @@ class SiteView:
     output_usd_per_mtok: float
     pool: str
     certificate_until: float | None
+    devices: list[DeviceLoad] = field(default_factory=list)  # of a site that has several
 
     @property
     def taking(self) -> bool:
@@ -214,6 +216,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         output_usd_per_mtok=round(prices.output_usd_per_mtok, 4),
         pool=identity.pool,
         certificate_until=None,
+        devices=list(load.devices),
     )
 
 

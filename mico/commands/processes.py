@@ -118,6 +118,7 @@ def describe_plan(found: Plan) -> dict[str, Any]:
         "gpus": found.gpus._asdict(),
         "own_bytes": found.own_bytes,
         "variants": [each._asdict() for each in found.variants],
+        "devices": [each._asdict() for each in found.devices],
     }
 
 
@@ -131,8 +132,13 @@ def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
     rows.append([f"{found.kv_tokens:,} KV tokens", format_bytes(found.kv_tokens * found.kv_bytes_per_token)])
     on = f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}"
     terminal.table([f"{title}{on}", "memory"], rows)
-    if found.gpus.devices > 1:
-        terminal.info(f"each of the {found.gpus.devices} devices that `devices` names holds this")
+    if len(found.devices) > 1:
+        rows = [
+            [each.device, *map(format_bytes, (each.weights_bytes, each.kv_bytes, each.left_bytes))]
+            for each in found.devices
+        ]
+        terminal.table(["each device holds all of this", "weights", "KV", "left"], rows)
+        terminal.info(f"{len(rows) * found.kv_tokens:,} KV tokens in all; one prompt fits one device")
     for name, reason in found.refused.items():
         terminal.info(f"{name} is refused: {reason}")
 

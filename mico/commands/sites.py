@@ -94,4 +94,6 @@ def table_row(site: dict[str, Any]) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        return " ".join(f"{key} {each}" for key, each in value.items())
+    return ", ".join(map(format_value, value)) if isinstance(value, list) else str(value)

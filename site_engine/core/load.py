@@ -24,6 +24,23 @@ class IterationCost(NamedTuple):
         )
 
 
+class DeviceFigures(NamedTuple):
+    """The part of one device of a site that has several. `lost`: its engine starts again. `moved_in` and
+    `losses` count since the site's start.
+    """
+
+    device: str
+    lost: bool
+    slots: int
+    running: int
+    pending: int
+    kv_tokens: int
+    kv_free_tokens: int
+    tokens_per_s: float
+    moved_in: int  # requests that came over from other devices
+    losses: int  # engines that were lost here
+
+
 class LoadFigures(NamedTuple):
     """One load report: requests, expected tokens, free KV memory, speed."""
 
@@ -43,6 +60,7 @@ class LoadFigures(NamedTuple):
     prompt_tokens_total: int
     unread_tokens: int  # of running requests: uncomputed prompt tokens, and the newest token of each
     longest_iteration_s: float = 0.0  # of a full batch, by the fit; 0: unknown
+    devices: tuple[DeviceFigures, ...] = ()  # of a site that has several
 
 
 class CostFit:

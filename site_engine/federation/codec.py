@@ -409,6 +409,7 @@ def encode_models(models: Iterable[m.Model]) -> list[pb.Model]:
 def encode_load(load: m.Load) -> pb.Load:
     own = load.figures._asdict()
     own["iteration"] = pb.IterationCost(**load.figures.iteration._asdict())
+    own["devices"] = [pb.DeviceLoad(**each._asdict()) for each in load.figures.devices]
     return pb.Load(
         seq=load.seq,
         monotonic_s=load.monotonic_s,

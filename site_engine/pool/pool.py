@@ -48,18 +48,22 @@ class EnginePool:
     def __init__(
         self,
         launch: Callable[[int], Coroutine[Any, Any, EngineProcess]],
-        processes: Sequence[EngineProcess],
+        processes: Mapping[str, EngineProcess],
         clock: Callable[[], float],
         *,
         share_prefixes: bool = False,
     ) -> None:
-        """`launch` starts the process of the device at a place, and returns before it has loaded."""
+        """`launch` starts the process of the device at a place, and returns before it has loaded; `processes`
+        are the first ones, by the names of their devices.
+        """
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
         self._launch = launch
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._share_prefixes = share_prefixes
-        self._replicas = [Replica(place, process) for place, process in enumerate(processes)]
+        self._replicas = [
+            Replica(place, process, device) for place, (device, process) in enumerate(processes.items())
+        ]
         self._owned: dict[str, Owned] = {}  # requests that have not ended
         self._limit_tokens = 0  # of a request, the same in every engine
         self._variants = PoolVariants()
@@ -83,7 +87,9 @@ class EnginePool:
         def launch(place: int) -> Coroutine[Any, Any, EngineProcess]:
             return EngineProcess.launch(settings[place], clock, command)
 
-        processes = [await launch(place) for place in range(len(settings))]
+        named = [str(each["device"]) for each in settings]
+        devices = named if len({*named}) == len(named) else [f"{name}.{at}" for at, name in enumerate(named)]
+        processes = {device: await launch(place) for place, device in enumerate(devices)}
         return cls(launch, processes, clock, share_prefixes=share_prefixes)
 
     # ---- start and end
@@ -293,6 +299,7 @@ class EnginePool:
             figures = figures._replace(
                 tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
                 prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
+                devices=tuple(each.figures() for each in self._replicas),
             )
             self._listener.load(LoadSeen(figures, max(each.seen.at_s for each in serving)))
         if len(serving) > 1 and self._rebalancer.is_due(self._clock()):
@@ -327,6 +334,8 @@ class EnginePool:
             self._rebalancer.stayed(answer.request.id)
             return
         to = one.to if one.to is not None and self._replicas[one.to].serves else self._other(answer)
+        if to is not None and not one.cancelled:
+            self._replicas[to].moved_in += 1
         self._go_on([answer], self._reply_of(answer), moved, partial(ownership.exported, to=to))
 
     def _reply_of(self, answer: Answer) -> AdmissionReply:

@@ -194,7 +194,6 @@ class Rebalancer:
         self._rests: dict[str, float] = {}  # until when, by request
         self._under_way: dict[str, tuple[float, int]] = {}  # since when, and the tokens
         self._taken = (0.0, 0.0)  # seconds and tokens of moves, sums that fade
-        self.moved = 0
 
     def is_due(self, now_s: float) -> bool:
         """Return whether to look now, once a second."""
@@ -235,4 +234,3 @@ class Rebalancer:
         seconds, before = self._taken
         self._taken = 0.9 * seconds + max(0.0, now_s - since_s - MOVE_S), 0.9 * before + tokens
         self._rests[request_id] = now_s + REST_S
-        self.moved += 1

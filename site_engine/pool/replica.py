@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from site_engine.core.load import LoadFigures
+from site_engine.core.load import DeviceFigures, LoadFigures
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
 from site_engine.pool.rebalancing import Placed
@@ -15,9 +15,12 @@ from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 class Replica:
     """The engine at a place of the pool, through all of its processes."""
 
-    def __init__(self, place: int, process: EngineProcess) -> None:
+    def __init__(self, place: int, process: EngineProcess, device: str) -> None:
         self.place = place
         self.process = process
+        self.device = device
+        self.moved_in = 0  # requests that came over from other engines
+        self.losses = 0
         self.serves = False
         self.stalled = False
         self.began_s = 0.0
@@ -43,12 +46,31 @@ class Replica:
     def end(self) -> None:
         """Note that the process is lost."""
         self.serves = False
+        self.losses += 1
         figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
         self.tokens_before = tokens + figures.tokens_total, prompt_tokens + figures.prompt_tokens_total
 
     def now(self) -> Engine:
         given = reduce(Work.with_one, self.given.values(), Work())
         return Engine(self.seen.figures, self.facts.slots, self.facts.kv_tokens, given)
+
+    def figures(self) -> DeviceFigures:
+        """Return the engine's part of what the site reports."""
+        load, facts = self.seen.figures, self.facts
+        if not self.serves:
+            load = load._replace(running=0, pending=0, kv_free_tokens=0, tokens_per_s=0.0)
+        return DeviceFigures(
+            self.device,
+            not self.serves,
+            facts.slots,
+            load.running,
+            load.pending,
+            facts.kv_tokens,
+            load.kv_free_tokens,
+            load.tokens_per_s,
+            self.moved_in,
+            self.losses,
+        )
 
     def placed(self) -> list[Placed]:
         """Return the requests that the process has. As many as its report says wait: those that came last."""

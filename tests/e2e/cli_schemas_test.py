@@ -19,14 +19,14 @@ pytestmark = pytest.mark.e2e
 Run = Callable[..., tuple[int, str, str]]
 
 SITE = (
-    "assigned cached_usd_per_mtok capacity_tokens clock_ahead_s cloud engine input_usd_per_mtok "
+    "assigned cached_usd_per_mtok capacity_tokens clock_ahead_s cloud devices engine input_usd_per_mtok "
     "kv_capacity_tokens kv_free_tokens kv_reserved_tokens load_age_s models name orders "
     "output_usd_per_mtok pending pinned_off prompt_tokens_total region rtt_s running slots state "
     "token_load tokens_per_s tokens_total usd_per_hour version weight"
 )
 PROCESS = "log name pid role state"
 SHOWN_SITE = (
-    "asleep cached_share capacity_tokens certificate_until cloud errors_per_min input_per_s "
+    "asleep cached_share capacity_tokens certificate_until cloud devices errors_per_min input_per_s "
     "input_usd_per_mtok itl_p95_s kv_used load models name output_per_s output_usd_per_mtok "
     "outstanding_tokens pending pinned_off pool region report_age_s running share slots state "
     "tokens_per_s ttft_p95_s weight"
@@ -38,7 +38,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
     ("models",): {"[]": "created features id max_model_len object owned_by parent root state"},
     ("site", "plan", "--config", "PLAN"): {
-        "": "gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes site slots_bytes variants",
+        "": "devices gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes site slots_bytes "
+        "variants",
         "gpus": "bytes devices name",
     },
     ("models", "list"): {"[]": "about bytes folder name state"},

@@ -199,6 +199,7 @@ def test_an_answer_larger_than_any_that_was_asked_for_ends_the_link(flood: Any) 
         {"token_load": 1e13},
         {"stalled_s": float("nan")},
         {"longest_iteration_s": -1.0},
+        {"devices": [pb.DeviceLoad(tokens_per_s=float("nan"))]},
     ],
 )
 def test_figures_that_are_no_amounts_end_the_link(figures: dict[str, Any]) -> None:

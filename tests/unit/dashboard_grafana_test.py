@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.decision import Decision
+from gateway.device import DeviceLoad
 from gateway.domain import Attempt, LoadReport, Model, Outcome, SiteIdentity, SiteState, Status
 from gateway.federation.directory import Directory
 from gateway.query.forecasting import ForecastService
@@ -72,7 +73,8 @@ def exported() -> dict[str, set[str]]:
     )
     metrics.observe(answered)
     forecasts.observe(answered)
-    directory.report("a", LoadReport(seq=1, received_s=0.0), directory.sites[0].credit)
+    device = DeviceLoad("cuda:0", False, 4, 1, 2, 100, 50, 9.5, 3, 0)
+    directory.report("a", LoadReport(1, 0.0, devices=(device,)), directory.sites[0].credit)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:

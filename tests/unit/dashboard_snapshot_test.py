@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.device import DeviceLoad
 from gateway.domain import IterationCost, LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
 from gateway.telemetry.banner import banner
 from gateway.telemetry.recent import SiteWaits
@@ -21,6 +22,13 @@ def site(name: str = "a", state: SiteState = SiteState.READY, **load: float) -> 
 
 def shown(*sites: Site, now_s: float = 100.0) -> list[SiteView]:
     return views(sites, {s.name: Rate(1.0, 1.0) for s in sites}, {"a": SiteWaits(0.5, 0.01, 0.0)}, now_s)
+
+
+def test_a_site_shows_its_devices() -> None:
+    device = DeviceLoad("cuda:0", False, 4, 1, 2, 100, 50, 9.5, 3, 1)
+    (shown_site,) = shown(replace(site(), load=replace(site().load, devices=(device,))))
+    assert shown_site.devices == [device]
+    assert shown(site())[0].devices == []
 
 
 def test_rates_are_differences_of_the_sites_own_totals() -> None:

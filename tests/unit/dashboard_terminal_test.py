@@ -69,6 +69,26 @@ def test_batches_that_have_not_ended_are_on_the_screen() -> None:
     for words in ("batch_1 of t", "42 of 900 ended", "64 run", "71% of prompts shared", "ends about"):
         assert words in text
     assert "batch_2" not in text and "batch_3 of t: validating" in text
+def test_a_site_with_several_devices_has_a_line_for_each() -> None:
+    device = {
+        "device": "cuda:0",
+        "lost": False,
+        "slots": 64,
+        "running": 12,
+        "pending": 5,
+        "kv_tokens": 1000,
+        "kv_free_tokens": 400,
+        "tokens_per_s": 321.0,
+    }
+    lost = {**device, "device": "cuda:1", "lost": True, "running": 0, "kv_free_tokens": 0}
+    out = StringIO()
+    site = {**SITE, "devices": [device, lost]}
+    Console(file=out, width=160).print(render({**SNAPSHOT, "sites": [site]}))
+    lines = [line.split() for line in out.getvalue().splitlines() if "cuda:" in line]
+    assert lines == [
+        ["cuda:0", "serves", "321", "12/64", "5", "60%"],
+        ["cuda:1", "lost", "321", "0/64", "5", "100%"],
+    ]
 
 
 def test_an_unknown_load_is_no_empty_bar() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.device import DeviceLoad
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState, Status
 from gateway.ending import Ending
 from gateway.federation.directory import Directory
@@ -47,6 +48,23 @@ def test_sites_are_exported_as_they_are_at_the_scrape() -> None:
     assert value("mico_site_state", site="a", state="ready") == 1
     here.set_state("a", SiteState.DRAINING)
     assert exported(metrics)("mico_site_state", site="a", state="ready") == 0
+
+
+def test_devices_are_exported_for_sites_that_have_several() -> None:
+    here = directory()
+    devices = (
+        DeviceLoad("cuda:0", False, 4, 1, 2, 100, 50, 9.5, 3, 0),
+        DeviceLoad("cuda:1", True, 4, 0, 0, 100, 0, 0.0, 0, 1),
+    )
+    here.report("a", LoadReport(seq=2, received_s=0.0, devices=devices), here.sites[0].credit)
+    value = exported(Metrics(here, lambda: 3))
+    assert value("mico_device_lost", site="a", device="cuda:1") == 1
+    assert value("mico_device_running", site="a", device="cuda:0") == 1
+    assert value("mico_device_pending", site="a", device="cuda:0") == 2
+    assert value("mico_device_kv_free_tokens", site="a", device="cuda:0") == 50
+    assert value("mico_device_moves_total", site="a", device="cuda:0") == 3
+    assert value("mico_device_losses_total", site="a", device="cuda:1") == 1
+    assert value("mico_device_lost", site="b", device="cuda:0") is None
 
 
 def test_an_answer_is_counted_once_everywhere() -> None:

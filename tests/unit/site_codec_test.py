@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from gateway.domain import Finish as GatewayFinish
 from gateway.domain import Sampling as GatewaySampling
 from gateway.failure import Resume
 from gateway.federation import codec as gateway_codec
+from gateway.federation import load_codec
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.directory import Directory
 from gateway.federation.training import trains_of
@@ -20,7 +21,7 @@ from gateway.openai.sampling import MODEL_DEFAULTS
 from gateway.prompt import Chat, Message
 from predictor.forecast import Forecast
 from site_engine import messages as m
-from site_engine.core.load import IterationCost, LoadFigures
+from site_engine.core.load import DeviceFigures, IterationCost, LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingPoint, Sampling, Timings, TokenLogprob
 from site_engine.core.training import (
     AdapterShape,
@@ -254,15 +255,25 @@ def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
 
 def test_hello_and_load_carry_every_figure() -> None:
     cost = IterationCost(1, 2, 3, 4)
-    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0)
+    device = DeviceFigures("cuda:0", True, 1, 2, 3, 4, 5, 6.5, 7, 8)
+    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0, (device,))
     (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
     unsaid = set(pb.Load.DESCRIPTOR.fields_by_name) - {each.name for each, _ in load.load.ListFields()}
     assert unsaid == {"training", "training_s_per_iteration"}  # no gateway reads them
+    (got,) = load_codec.load(load.load, 0.0).devices
+    assert astuple(got) == tuple(device)
     (hello,) = codec.encode(replace(HELLO, trains=Trains(2, 64, 1.5)))
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
     assert unset == {"attempts"}
     assert trains_of(hello.hello) == (2, 64, 1.5)
     assert trains_of(next(codec.encode(HELLO)).hello) is None
+
+
+def test_devices_of_one_name_are_one_and_a_site_has_not_thousands() -> None:
+    many = [pb.DeviceLoad(device=f"cuda:{at // 2}\n", running=at) for at in range(10_000)]
+    got = load_codec.load(pb.Load(devices=many), 0.0).devices
+    assert len(got) == load_codec.MAX_DEVICES // 2
+    assert (got[1].device, got[1].running) == ("cuda:1", 3)
 
 
 def test_an_order_to_train_and_its_report_say_everything() -> None:
@@ -322,9 +333,9 @@ def test_the_bound_of_prompts_is_that_of_the_site_that_takes_most() -> None:
 
 def test_a_gateway_takes_what_prompts_have_left_and_a_site_that_does_not_tell_for_none() -> None:
     (load,) = codec.encode(m.Load(3, 99.0, FakeEngine().load()._replace(running=2, unread_tokens=700)))
-    assert gateway_codec.load(load.load, 0.0).unread_tokens == 700
+    assert load_codec.load(load.load, 0.0).unread_tokens == 700
     load.load.ClearField("unread_tokens")
-    assert gateway_codec.load(load.load, 0.0).unread_tokens == 0
+    assert load_codec.load(load.load, 0.0).unread_tokens == 0
 
 
 def test_what_was_delivered_of_a_thought_arrives_and_an_older_gateway_says_nothing_of_it() -> None:

@@ -168,6 +168,25 @@ def test_gpus_are_named_or_sized() -> None:
             parse_gpus(wrong)
 
 
+def test_each_device_holds_the_weights_and_has_keys_and_values_of_its_own(folder: Path) -> None:
+    lora = VariantConfig("l", adapter=str(folder / "lora"))
+    found = planned(folder, "2xH200", lora, devices=("cuda:0", "cuda:1"), kv_tokens=1000)
+    first, second = found.devices
+    assert (first.device, second.device) == ("cuda:0", "cuda:1")
+    assert first[1:] == second[1:]
+    assert first.weights_bytes == found.shared_bytes + found.slots_bytes + found.own_bytes
+    assert first.kv_bytes == 1000 * PER_TOKEN
+    assert first.weights_bytes + first.kv_bytes + first.left_bytes == found.gpus.bytes
+    assert not found.refused
+
+
+def test_a_device_that_there_is_not_is_refused(folder: Path) -> None:
+    found = planned(folder, "2xH200", devices=("cuda:0", "cuda:1", "cuda:2"))
+    assert [each.device for each in found.devices] == ["cuda:0", "cuda:1"]
+    assert found.refused == {"cuda:2": "the configuration names 3 devices, and there are 2"}
+    assert not planned(folder, "H200", devices=("cpu", "cpu")).refused
+
+
 def test_a_base_that_is_not_here_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be planned: .* needs model.safetensors: there is none"):
         planned(tmp_path)

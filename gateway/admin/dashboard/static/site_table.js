@@ -20,6 +20,12 @@ const COLUMNS = [
   { title: "$/M in · out", key: (s) => s.output_usd_per_mtok, text: (s) => `${s.input_usd_per_mtok} · ${s.output_usd_per_mtok}`, keep: true },
 ];
 
+function deviceLine(device) {
+  if (device.lost) return `${device.device}: lost, starts again`;
+  const used = percent(device.kv_tokens ? 1 - device.kv_free_tokens / device.kv_tokens : null);
+  return `${device.device}: ${device.running}/${device.slots} running, ${device.pending} queued, KV ${used}, ${rate(device.tokens_per_s)} tok/s`;
+}
+
 export class SiteTable {
   constructor(table, filter, act) {
     this.body = table.tBodies[0];
@@ -120,8 +126,10 @@ export class SiteTable {
     const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
     const asleep = site.asleep ? `, ${site.asleep} asleep` : "";
     const models = site.models.length > 1 ? ` · ${site.models.length} models${asleep}` : "";
-    const where = `${site.cloud} · ${site.region}${pool}${models}${pinned}${certificate}`;
-    if (row.where !== where) row.cells[0].title = `${site.name}\n${where}`;
+    const lost = site.devices.filter((device) => device.lost).length;
+    const devices = site.devices.length ? ` · ${lost ? `▲ ${lost} of ${site.devices.length} devices lost` : `${site.devices.length} devices`}` : "";
+    const where = `${site.cloud} · ${site.region}${pool}${models}${pinned}${devices}${certificate}`;
+    row.cells[0].title = [site.name, where, ...site.devices.map(deviceLine)].join("\n");
     setText(row.cells[0].lastChild, (row.where = where));
     setText(row.cells[1].firstChild, site.state);
     setClass(row.cells[1].firstChild, `badge ${site.state}`);
