@@ -122,6 +122,8 @@ def batch_lines(batches: Sequence[dict[str, Any]]) -> list[RenderableType]:
             parts.append(f"ends about {ends.strftime('%a %H:%M')}")
         lines.append(Text(" · ".join(parts)))
     return [*lines, Text("")] if lines else []
+
+
 def device_row(device: dict[str, Any]) -> list[RenderableType | str]:
     """Return the cells of one device of the site above."""
     from rich.text import Text

@@ -70,6 +70,8 @@ class Group:
         self._wanted = wanted
         self._folders = tuple(Path(each).resolve() for each in config.models_from)
         (self._base,) = site.hello().models
+        self._base_waking: list[Reply] = []  # orders that wait for the base to be awake
+        self._after_base: dict[str, list[Reply]] = {}  # by variant: what is to wake once the base is awake
         self._models: dict[str, Model] = {}
         self._waiting = 0  # orders that the engine carries out
         self._leaving: set[str] = set()  # variants that the engine is removing
@@ -101,8 +103,10 @@ class Group:
     def _carry_out(self, order: ModelOrder, reply: Reply) -> None:
         if self._waiting >= MAX_WAITING_ORDERS:
             raise VariantRefused(f"{self._waiting} orders wait here already; try again later")
-        if order.model == self._base.id:
+        if order.model == self._base.id and order.kind not in {"sleep", "wake"}:
             raise VariantRefused(f"{order.model} is the base of this group, which is no variant")
+        if self._base.state is not ModelState.READY and order.kind in {"add", "remove"}:
+            raise VariantRefused(f"{self._base.id} sleeps here, and its variants with it; wake it first")
         acts: dict[str, Callable[[Reply], None]] = {
             "remove": partial(self.remove, order.model),
             "sleep": partial(self.sleep, order.model),
@@ -113,7 +117,7 @@ class Group:
             acts["add"] = self._addition(order)
         elif order.kind not in acts:
             raise VariantRefused(f"this site knows no order {order.kind!r}; upgrade it")
-        elif order.model not in self._models:
+        elif order.model not in self._models and order.model != self._base.id:
             raise VariantRefused(f"{order.model} is not served here")
 
         def end(error: str) -> None:
@@ -140,6 +144,12 @@ class Group:
 
     def sleep(self, variant_id: str, reply: Reply) -> None:
         """Free the memory of a variant; what it has begun goes on, and keeps the memory until it ends."""
+        if variant_id == self._base.id:
+            self._sleep_base(reply)
+            return
+        if self._base.state is not ModelState.READY:
+            reply(f"{self._base.id} sleeps here, and its variants with it; wake it first")
+            return
         model = self._models[variant_id]
         if variant_id in self._leaving or variant_id in self._waking:
             reply(CHANGING.format(variant_id))
@@ -164,7 +174,14 @@ class Group:
             self._load(model.id)
 
     def wake(self, variant_id: str, reply: Reply | None = None) -> None:
-        """Load a variant that sleeps; reply when it is awake, or why it is not."""
+        """Load a variant that sleeps; reply when it is awake, or why it is not. The base wakes before it."""
+        if variant_id == self._base.id:
+            self._wake_base(reply)
+            return
+        if self._base.state is not ModelState.READY:
+            self._after_base.setdefault(variant_id, []).extend([] if reply is None else [reply])
+            self._wake_base(None)
+            return
         if self._models[variant_id].state is ModelState.READY:
             if reply is not None:
                 reply("")
@@ -194,6 +211,53 @@ class Group:
             self._set(replace(model, state=ModelState.READY, wake_s=_clock() - began_s))
         for reply in waiting:
             reply(error)
+
+    def _sleep_base(self, reply: Reply) -> None:
+        """Let the base sleep, and with it all variants: nothing of the engines is left on their devices."""
+        sleeping = self._engine.sleeping
+        if sleeping is None:
+            reply("the base sleeps only where `devices` names its devices: its engines' processes end then")
+        elif self._base.state is ModelState.SLEEPING:
+            reply("")
+        elif self._base.state is ModelState.WAKING or self._leaving or self._waking:
+            reply(CHANGING.format(self._base.id))
+        elif sleeping.trains():
+            reply("an adapter is trained here; let the base sleep when that has ended")
+        else:
+            self._set_base(ModelState.SLEEPING)
+            sleeping.sleep(reply)
+
+    def _wake_base(self, reply: Reply | None) -> None:
+        sleeping = self._engine.sleeping
+        if sleeping is None or self._base.state is ModelState.READY:
+            if reply is not None:
+                reply("")
+            return
+        self._base_waking.extend([] if reply is None else [reply])
+        if self._base.state is ModelState.SLEEPING:
+            self._set_base(ModelState.WAKING)
+            sleeping.wake(partial(self._base_woken, _clock()))
+
+    def _base_woken(self, began_s: float, error: str) -> None:
+        waiting, self._base_waking = self._base_waking, []
+        variants, self._after_base = self._after_base, {}
+        if error:
+            log.error("%s cannot be woken: %s", self._base.id, error)
+            self._set_base(ModelState.SLEEPING)
+            for model_id in (self._base.id, *self._models):
+                self._site.held.refuse(model_id, error)
+        else:
+            self._base = replace(self._base, wake_s=_clock() - began_s)
+            self._set_base(ModelState.READY)
+        for reply in (*waiting, *((each for many in variants.values() for each in many) if error else ())):
+            reply(error)
+        for variant_id, replies in {} if error else variants.items():
+            for reply in replies or (lambda _: None,):
+                self.wake(variant_id, reply)
+
+    def _set_base(self, state: ModelState) -> None:
+        self._base = replace(self._base, state=state)
+        self._announce()
 
     def _set(self, model: Model) -> None:
         self._models[model.id] = model
@@ -306,7 +370,15 @@ class Group:
         end("")
 
     def _announce(self) -> None:
-        self._site.set_models((self._base, *self._models.values()))
+        base, models = self._base, tuple(self._models.values())
+        if base.state is not ModelState.READY:
+            models = tuple(
+                replace(each, state=base.state, wake_s=each.wake_s + base.wake_s)
+                if each.state is ModelState.READY
+                else each
+                for each in models
+            )
+        self._site.set_models((base, *models))
 
 
 def _clock() -> float:

@@ -25,6 +25,7 @@ from site_engine.engine_client import Facts, Group, Listener, Prepared, Training
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
 from site_engine.pool.pool import EnginePool
+from site_engine.pool.sleeping import PoolSleep
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
@@ -180,6 +181,11 @@ class NativeEngine:
     def trainer(self) -> TrainingEngine:
         return self._core.trainer
 
+    @property
+    def sleeping(self) -> PoolSleep | None:
+        """What lets the base sleep: the engine processes of a pool; None for any other engine."""
+        return self._core.sleeping if isinstance(self._core, EnginePool) else None
+
     # ---- variants
 
     @property
@@ -275,8 +281,6 @@ async def launch_core(config: SiteConfig, command: Sequence[str]) -> EngineProce
     on_cpu = [each for each in config.devices if not each.startswith("cuda")]
     threads = config.threads or (max(1, (os.cpu_count() or 1) // len(on_cpu)) if on_cpu else None)
     each = [settings | {"device": device, "devices": (), "threads": threads} for device in config.devices]
-    if len(each) == 1:
-        return await EngineProcess.launch(each[0], time.monotonic, command)
     return await EnginePool.launch(each, time.monotonic, command, share_prefixes=config.share_prefixes)
 
 

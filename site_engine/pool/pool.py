@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from site_engine.core.chain import Chain, Variant
+from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Moved, Output
 from site_engine.core.startup import Part
 from site_engine.engine.process_answer import Answer
@@ -28,6 +29,7 @@ from site_engine.pool.ownership import Act, Owned, Phase
 from site_engine.pool.rebalancing import Rebalancer
 from site_engine.pool.replica import Replica, served
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
+from site_engine.pool.sleeping import PoolSleep
 from site_engine.pool.training import PoolTraining
 from site_engine.pool.variants import PoolVariants
 from site_engine.text.detokenize import NoText, Vocabulary
@@ -72,6 +74,14 @@ class EnginePool:
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self.sleeping = PoolSleep(
+            self._replicas,
+            serves=lambda: bool(self._owned),
+            trains=lambda: self.trainer.trains,
+            start=self._start,
+            restart=lambda replica: self._begin(self._restart(replica)),
+            begin=self._begin,
+        )
 
     @classmethod
     async def launch(
@@ -131,7 +141,6 @@ class EnginePool:
             list(threads.map(lambda end: end(), ends))
 
     def kill(self) -> None:
-        """End all processes at once."""
         self._stopping = True
         self._cancel_tasks()
         for each in self._replicas:
@@ -155,6 +164,9 @@ class EnginePool:
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
         """Submit a group to one engine, all of its requests or none; reply with what it says."""
+        if self.sleeping.asleep:
+            reply(NotServed(Reason.MODEL_UNKNOWN, "the model sleeps here", "model"))
+            return
         first, work = group[0], work_of(group[0])
         for request in group:
             room = self._limit_tokens - len(request.prompt)
@@ -198,6 +210,7 @@ class EnginePool:
                 decisions[at] = gone
                 for request_id in groups[at] if gone else ():
                     del self._owned[request_id]
+            self.sleeping.look()
             left.remove(place)
             if not left:
                 reply(decisions)
@@ -279,6 +292,9 @@ class EnginePool:
     def request_load(self) -> None:
         for each in self._serving():
             each.process.request_load()
+        self.sleeping.look()
+        if self.sleeping.asleep and not self._serving():
+            self._report([idle_figures(each.facts) for each in self._replicas], self._clock())
 
     def stalled_s(self) -> float:
         """Return how long all engines have not moved. One that hangs alone is given up."""
@@ -293,17 +309,21 @@ class EnginePool:
     def _load(self, replica: Replica, seen: LoadSeen) -> None:
         replica.reported(seen)
         serving = self._serving()
-        if self._listener is not None and serving:
-            figures = join_figures(served(serving))
-            before = [each.tokens_before for each in self._replicas]
-            figures = figures._replace(
-                tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
-                prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
-                devices=tuple(each.figures() for each in self._replicas),
-            )
-            self._listener.load(LoadSeen(figures, max(each.seen.at_s for each in serving)))
+        if serving:
+            self._report(served(serving), max(each.seen.at_s for each in serving))
         if len(serving) > 1 and self._rebalancer.is_due(self._clock()):
             self._rebalance(serving)
+
+    def _report(self, each: Sequence[LoadFigures], at_s: float) -> None:
+        figures = join_figures(each)
+        before = [replica.tokens_before for replica in self._replicas]
+        figures = figures._replace(
+            tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
+            prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
+            devices=tuple(replica.figures() for replica in self._replicas),
+        )
+        if self._listener is not None:
+            self._listener.load(LoadSeen(figures, at_s))
 
     # ---- from the engines
 
@@ -313,6 +333,7 @@ class EnginePool:
                 self._owned.pop(output.request_id, None)
         if self._listener is not None:
             self._listener.outputs(outputs)
+        self.sleeping.look()
 
     def _admitted(
         self, request_ids: Sequence[str], reply: AdmissionReply, answer: Admission | NotServed
@@ -326,6 +347,7 @@ class EnginePool:
         if isinstance(answer, NotServed):
             for request_id in request_ids:
                 self._owned.pop(request_id, None)
+            self.sleeping.look()
 
     def _exported(self, answer: Answer, moved: Moved | None) -> None:
         one = self._owned[answer.request.id]
@@ -399,21 +421,30 @@ class EnginePool:
         while True:
             await asyncio.sleep(replica.wait_s)
             replica.wait_s = min(max(1.0, 2 * replica.wait_s), MAX_WAIT_S)
-            process = await self._launch(replica.place)
-            try:
-                facts = await process.ready()
-                if min(facts.context_tokens, facts.kv_tokens) < self._limit_tokens:
-                    raise ConfigError(f"it has room for {facts.kv_tokens} tokens of keys and values only")
-                async with self._variants.changing:
-                    await self._variants.load(process)
-                    replica.begin(process, facts, LoadSeen(idle_figures(facts), self._clock()))
-                    self._serve(replica)
-            except BaseException as exc:
-                process.kill()
-                if not isinstance(exc, ConfigError | VariantRefused):
-                    process.stop()  # which waits for its end: the event loop may end before that
-                    raise
-                log.error("engine %d does not start again: %s", replica.place, exc)
-            else:
-                log.warning("engine %d serves again", replica.place)
-                return
+            async with replica.turning:
+                if self.sleeping.asleep:
+                    return
+                try:
+                    await self._start(replica)
+                except (ConfigError, VariantRefused) as exc:
+                    log.error("engine %d does not start again: %s", replica.place, exc)
+                else:
+                    log.warning("engine %d serves again", replica.place)
+                    return
+
+    async def _start(self, replica: Replica) -> None:
+        """Start an engine and let it serve. Raises ConfigError and VariantRefused."""
+        process = await self._launch(replica.place)
+        try:
+            facts = await process.ready()
+            if min(facts.context_tokens, facts.kv_tokens) < self._limit_tokens:
+                raise ConfigError(f"it has room for {facts.kv_tokens} tokens of keys and values only")
+            async with self._variants.changing:
+                await self._variants.load(process)
+                replica.begin(process, facts, LoadSeen(idle_figures(facts), self._clock()))
+                self._serve(replica)
+        except BaseException as exc:
+            process.kill()
+            if not isinstance(exc, ConfigError | VariantRefused):
+                process.stop()  # which waits for its end: the event loop may end before that
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import reduce
 
@@ -19,9 +20,11 @@ class Replica:
         self.place = place
         self.process = process
         self.device = device
+        self.turning = asyncio.Lock()  # held while its process starts again or ends
         self.moved_in = 0  # requests that came over from other engines
         self.losses = 0
         self.serves = False
+        self.rests = False  # its process has ended, until the pool wakes
         self.stalled = False
         self.began_s = 0.0
         self.wait_s = 0.0  # before it is started again
@@ -34,7 +37,7 @@ class Replica:
         self.given: dict[str, Work] = {}  # to requests that no report counts yet
         self.admitted: list[str] = []  # of these
         self.prefixes = PrefixIndex(facts.kv_tokens)
-        self.serves, self.stalled = True, False
+        self.serves, self.rests, self.stalled = True, False, False
 
     def reported(self, seen: LoadSeen) -> None:
         """Take a report, which counts all that was admitted before."""
@@ -45,8 +48,20 @@ class Replica:
 
     def end(self) -> None:
         """Note that the process is lost."""
-        self.serves = False
         self.losses += 1
+        self._close()
+
+    async def rest(self) -> None:
+        """End the process in order; nothing runs in it."""
+        async with self.turning:
+            if self.serves:
+                self._close()
+                self.rests = True
+                self.process.on_lost = None
+                await asyncio.to_thread(self.process.stop)
+
+    def _close(self) -> None:
+        self.serves = False
         figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
         self.tokens_before = tokens + figures.tokens_total, prompt_tokens + figures.prompt_tokens_total
 
@@ -58,10 +73,11 @@ class Replica:
         """Return the engine's part of what the site reports."""
         load, facts = self.seen.figures, self.facts
         if not self.serves:
-            load = load._replace(running=0, pending=0, kv_free_tokens=0, tokens_per_s=0.0)
+            free = facts.kv_tokens if self.rests else 0
+            load = load._replace(running=0, pending=0, kv_free_tokens=free, tokens_per_s=0.0)
         return DeviceFigures(
             self.device,
-            not self.serves,
+            not (self.serves or self.rests),
             facts.slots,
             load.running,
             load.pending,

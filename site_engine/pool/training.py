@@ -21,6 +21,11 @@ class PoolTraining:
         self._serving = serving
         self._jobs: dict[str, int] = {}  # their places
 
+    @property
+    def trains(self) -> bool:
+        """Return whether any job is here."""
+        return bool(self._jobs)
+
     def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
         serving, places = self._serving(), [*self._jobs.values()]
         if order.job_id in self._jobs:

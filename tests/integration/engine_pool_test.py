@@ -6,14 +6,18 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Request, Sampling
 from site_engine.engine_client import Facts
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
+from site_engine.pool import rebalancing
 from site_engine.pool.pool import EnginePool
 from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
@@ -41,9 +45,13 @@ class Heard(HeardEngine):
         await self.until(look)
 
 
+def launched(count: int = 2, **settings: object) -> AbstractAsyncContextManager[Heard]:
+    return launched_with([fake_settings(**settings)] * count)
+
+
 @asynccontextmanager
-async def launched(count: int = 2, **settings: object) -> AsyncIterator[Heard]:
-    pool = await EnginePool.launch([fake_settings(**settings)] * count, time.monotonic, FAKE_COMMAND)
+async def launched_with(settings: list[dict[str, Any]]) -> AsyncIterator[Heard]:
+    pool = await EnginePool.launch(settings, time.monotonic, FAKE_COMMAND)
     try:
         heard = Heard(pool, facts=await pool.ready())
         pool.vocabulary = LETTERS
@@ -226,5 +234,98 @@ def test_a_model_that_cannot_be_served_is_refused() -> None:
             async with asyncio.timeout(WITHIN_S):
                 while any(is_there(pid, as_zombie=True) for pid in pids):  # noqa: ASYNC110 - nothing reports it
                     await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+def test_what_waits_goes_to_an_engine_that_has_room_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalancing, "LOOK_EVERY_S", 0.05)
+
+    async def scenario() -> None:
+        async with launched(slots=1, iteration_floor_s=0.01) as heard:
+            for name in ("a", "b", "c"):
+                await heard.submit(name, max_tokens=58)
+            await heard.until(lambda: heard.text("a") and heard.text("b"))
+            full = heard.pool.where("c")
+            assert full is not None
+            other = next(name for name in ("a", "b") if heard.pool.where(name) != full)
+            heard.pool.cancel([other])
+            await heard.until(lambda: heard.text("c"))
+            assert heard.pool.where("c") == 1 - full
+            assert not heard.finishes("a" if other == "b" else "b")
+            await heard.until(lambda: heard.finishes("c"))
+            assert heard.text("c") == ("abc" * 58)[:58]
+            await heard.until(lambda: heard.loads[-1].figures.running == 0)
+            devices = heard.loads[-1].figures.devices
+            assert [each.device for each in devices] == ["auto.0", "auto.1"]
+            assert [each.moved_in for each in devices] == [int(at != full) for at in (0, 1)]
+
+    run(scenario())
+
+
+def asked(ask: Callable[[Callable[[str], None]], None]) -> asyncio.Future[str]:
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ask(answer.set_result)
+    return answer
+
+
+def test_a_pool_sleeps_once_its_requests_have_ended_and_wakes_as_it_was() -> None:
+    """Where it cannot wake it says why, and sleeps on."""
+
+    async def scenario() -> None:
+        settings = [fake_settings(iteration_floor_s=0.01)] * 2
+        async with launched_with(settings) as heard:
+            sleeping, pids = heard.pool.sleeping, list(heard.pool.pids.values())
+            added: asyncio.Future[Chain | VariantRefused] = asyncio.get_running_loop().create_future()
+            heard.pool.add_variant(Variant("acme", "/acme"), added.set_result)
+            assert isinstance(await added, Chain)
+            await heard.submit("a", max_tokens=30)
+            slept = asked(sleeping.sleep)
+            refused = await heard.submit("b")
+            assert isinstance(refused, NotServed)
+            assert refused.reason is Reason.MODEL_UNKNOWN
+            assert await asyncio.wait_for(slept, WITHIN_S) == ""
+            assert heard.text("a") == ("abc" * 30)[:30]
+            assert heard.pool.pids == {}
+            assert not any(is_there(pid, as_zombie=True) for pid in pids)
+            heard.loads.clear()
+            heard.pool.request_load()
+            (report,) = heard.loads
+            assert report.figures.kv_free_tokens == heard.facts.kv_tokens
+            assert report.figures.tokens_total == 30
+            assert [(each.lost, each.losses) for each in report.figures.devices] == [(False, 0)] * 2
+            assert heard.pool.stalled_s() == 0.0
+            settings[1] = fake_settings(model=UNSERVABLE)
+            assert "cannot be served" in await asyncio.wait_for(asked(sleeping.wake), WITHIN_S)
+            assert (heard.pool.pids, sleeping.asleep) == ({}, True)
+            settings[1] = settings[0]
+            assert await asyncio.wait_for(asked(sleeping.wake), WITHIN_S) == ""
+            assert len(heard.pool.pids) == 2
+            answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+            heard.pool.submit(
+                [Request("c", (97, 98), Sampling(max_tokens=3), chain="acme")], answer.set_result
+            )
+            assert await asyncio.wait_for(answer, WITHIN_S) == (0, 3)
+            await heard.until(lambda: heard.finishes("c"))
+            assert heard.broken == []
+
+    run(scenario())
+
+
+def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_lost() -> None:
+    async def scenario() -> None:
+        async with launched(iteration_floor_s=0.02) as heard:
+            for name in ("a", "b"):
+                await heard.submit(name, max_tokens=58)
+            await heard.until(lambda: heard.text("a") and heard.text("b"))
+            slept = asked(heard.pool.sleeping.sleep)
+            os.kill(heard.pool.pids[0], signal.SIGKILL)
+            await heard.serving(1)
+            assert await asked(heard.pool.sleeping.wake) == ""
+            assert await slept == "it was woken before its requests had ended"
+            await heard.serving(2)
+            assert isinstance(await heard.submit("c", max_tokens=5), Admission)
+            await heard.until(lambda: all(heard.finishes(name) for name in "abc"))
+            assert heard.text("a") == heard.text("b") == ("abc" * 58)[:58]
 
     run(scenario())

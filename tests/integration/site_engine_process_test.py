@@ -127,6 +127,43 @@ def test_of_two_devices_one_is_lost_and_the_site_stays(model_folder: Path) -> No
     play(model_folder, scenario, devices=("cpu", "cpu"), engine_process=None)
 
 
+def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        session = await stage.gateway.linked(reads_models=True, reads_held=True)
+        await session.served_models("letters", "one", "two")
+        engine = stage.engine()
+
+        async def order(kind: str, model: str) -> str:
+            order_id = str(len(session.received("ordered")))
+            await session.send(order=pb.ModelOrder(order_id=order_id, kind=kind, model=model))
+            await session.until(lambda: [e for e in session.received("ordered") if e.order_id == order_id])
+            return str(session.received("ordered")[-1].error)
+
+        def states() -> set[int]:
+            return {each.state for each in session.received("models")[-1].models}
+
+        for model in ("two", "letters", "letters"):
+            assert await order("sleep", model) == ""
+        await session.until(lambda: states() == {pb.Model.SLEEPING})
+        assert engine not in stage.engines()
+        for kind, model in (("remove", "one"), ("sleep", "one")):
+            assert await order(kind, model) == "letters sleeps here, and its variants with it; wake it first"
+        for name, model in (("a", "letters"), ("b", "one"), ("c", "two")):
+            body = assign(name, max_tokens=5)
+            body["assign"].model = model
+            await session.send(**body)
+        for name in "abc":
+            assert await session.finished(name) == pb.Delta.LENGTH
+            assert session.text(name) == "abcab"
+        assert {each.attempt_id for each in session.received("held")} == set("abc")
+        await session.until(lambda: states() == {pb.Model.READY})
+        assert session.received("models")[-1].models[0].wake_s > 0
+        assert not session.over.is_set()
+
+    variants = (VariantConfig("one", adapter="/srv/one"), VariantConfig("two", adapter="/srv/two"))
+    play(model_folder, scenario, variants=variants, devices=("cpu",), engine_process=None)
+
+
 def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_what_they_removed(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -128,7 +128,8 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
         assert "knows no order 'move'" in await order(session, "move", "v")
         for kind in ("sleep", "wake"):
             assert await order(session, kind, "v") == "v is not served here"
-            assert "is the base" in await order(session, kind, "letters")
+        assert "sleeps only where `devices`" in await order(session, "sleep", "letters")
+        assert not await order(session, "wake", "letters")
         await session.served_models("letters")
         assert not session.received("models")
 

@@ -69,6 +69,8 @@ def test_batches_that_have_not_ended_are_on_the_screen() -> None:
     for words in ("batch_1 of t", "42 of 900 ended", "64 run", "71% of prompts shared", "ends about"):
         assert words in text
     assert "batch_2" not in text and "batch_3 of t: validating" in text
+
+
 def test_a_site_with_several_devices_has_a_line_for_each() -> None:
     device = {
         "device": "cuda:0",
