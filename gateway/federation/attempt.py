@@ -110,6 +110,7 @@ class LiveAttempt:
         self.failure: AttemptFailure | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
+        self._has_output = False  # that the reader has not fetched
         self._reader: asyncio.Future[None] | None = None
         self._on_cancel = on_cancel
 
@@ -169,7 +170,7 @@ class LiveAttempt:
             return
         may_wait = self.started and delta.finish is None
         if not self.truncated:
-            self.started = True
+            self.started = self._has_output = True
             choice.add(delta)
         if delta.finish is not None:
             choice.finished, choice.cached_tokens = True, delta.cached_tokens
@@ -217,8 +218,9 @@ class LiveAttempt:
         once the attempt has expired and nothing is left to return.
         """
         while True:
-            if deltas := self._take_pending():
-                return deltas
+            if self._has_output:
+                self._has_output = False
+                return [delta for choice in self._choices if (delta := choice.take()) is not None]
             if self.truncated:
                 return []
             if self.failure is not None:
@@ -246,6 +248,7 @@ class LiveAttempt:
             if not choice.finished:
                 last = choice.take() or Delta(index, "", choice.completion_tokens)
                 choice.add(replace(last, finish=Finish.LENGTH))
+                self._has_output = True
         self.truncated = True
         self.cancel()
         self._wake()
@@ -256,12 +259,6 @@ class LiveAttempt:
             self._cancelled = True
             self.on_uncovered = None
             self._on_cancel(self)
-
-    def _take_pending(self) -> list[Delta]:
-        if len(self._choices) == 1:
-            delta = self._choices[0].take()
-            return [] if delta is None else [delta]
-        return [delta for choice in self._choices if (delta := choice.take()) is not None]
 
 
 def _merge(first: Delta, then: Delta) -> Delta:

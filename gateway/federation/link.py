@@ -344,7 +344,9 @@ class Link:
             self._delta(delta)
 
     def _delta(self, message: pb.Delta) -> None:
-        """Drop the output of an attempt that is no longer live here: the attempt id is the fence."""
+        """Drop the output of an attempt that is no longer live here: the attempt id is the fence. Raises
+        ProtocolError once an answer is larger than any that was asked for.
+        """
         attempt = self._live.get(message.attempt_id)
         if attempt is None:
             return
@@ -352,7 +354,12 @@ class Link:
             if message.finish in ABANDONED:
                 self._abandoned(attempt, message)
             else:
-                self._count_bytes(attempt, message)
+                attempt.wire_bytes += message.ByteSize()
+                if attempt.wire_bytes > attempt.limits.wire_bytes:
+                    raise codec.ProtocolError(
+                        f"the answer to attempt {attempt.id} has {attempt.wire_bytes} bytes; "
+                        f"it can have {attempt.limits.wire_bytes} at most"
+                    )
                 attempt.feed(codec.delta(message, attempt.limits))
                 self._ejections = 0
                 self._progress.output(self._awake.now_s)
@@ -361,15 +368,6 @@ class Link:
             raise codec.ProtocolError(reason) from exc
         if message.finish and attempt.ended.is_set():
             self._forget(attempt)
-
-    def _count_bytes(self, attempt: LiveAttempt, message: pb.Delta) -> None:
-        """Raises ProtocolError once an answer is larger than any that was asked for."""
-        attempt.wire_bytes += message.ByteSize()
-        if attempt.wire_bytes > attempt.limits.wire_bytes:
-            raise codec.ProtocolError(
-                f"the answer to attempt {attempt.id} has {attempt.wire_bytes} bytes; "
-                f"it can have {attempt.limits.wire_bytes} at most"
-            )
 
     def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
         """Drop the text in the message: the less a client has, the more sites can resume."""

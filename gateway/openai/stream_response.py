@@ -19,7 +19,8 @@ _UNFINISHED = b',"logprobs":null,"finish_reason":null}'
 
 
 def _encode(value: object) -> bytes:
-    return one_line(_json(value))
+    encoded = _json(value)
+    return encoded if encoded.isascii() else one_line(encoded)
 
 
 class ChunkEncoder:

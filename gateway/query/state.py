@@ -232,7 +232,8 @@ class QueryState:
             self._reasoning_chars += len(delta.reasoning)
         if delta.refusal:
             self._refused = True
-        self._token_ids.extend(delta.token_ids)
+        if delta.token_ids:
+            self._token_ids.extend(delta.token_ids)
         self._text.append(delta.text)
         self._tokens = max(self._tokens, delta.completion_tokens)
         for call in delta.tool_calls:
