@@ -204,9 +204,10 @@ class QuotaLedger:
 
     def _take(self, reservation: Reservation, amounts: Mapping[Unit, int]) -> None:
         now = self._clock()
-        needs = [(each, amounts[each.unit]) for each in reservation.bound]
-        if any(need > each.room(now) for each, need in needs):
-            raise self._full([(each, need, each.room(now)) for each, need in needs], now)
+        needs = [(each, amounts[each.unit], each.room(now)) for each in reservation.bound]
+        for _, need, room in needs:
+            if need > room:
+                raise self._full(needs, now)
         for unit in MEASURED:
             if amounts[unit]:
                 self._add(reservation, unit, amounts[unit], now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
-from math import ceil
+from math import ceil, inf
 from typing import Protocol
 
 from gateway.quotas.limits import WINDOW_S, Kind
@@ -32,16 +32,21 @@ class Minute:
     def __init__(self) -> None:
         self._seconds: dict[int, int] = {}  # in order
         self._total = 0
+        self._newest = 0
+        self._oldest_ends = inf  # when the first of the seconds counts no more
 
     def used(self, now: float) -> int:
-        while self._seconds and (first := next(iter(self._seconds))) + 1 + WINDOW_S <= now:
-            self._total -= self._seconds.pop(first)
+        while self._oldest_ends <= now:
+            self._total -= self._seconds.pop(next(iter(self._seconds)))
+            self._oldest_ends = next(iter(self._seconds), inf) + 1 + WINDOW_S
         return self._total
 
     def take(self, amount: int, now: float) -> None:
-        second = max(int(now), next(reversed(self._seconds), 0))  # what was restored comes first
+        second = self._newest = max(int(now), self._newest)  # what was restored comes first
         self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
+        if self._oldest_ends == inf:
+            self._oldest_ends = second + 1 + WINDOW_S
 
     def give_back(self, amount: int, taken_at: float, now: float) -> None:
         self.used(now)
