@@ -120,18 +120,23 @@ class Forecast:
         cumulative, edges, probabilities = self.cumulative, self.edges, self.probabilities
         total, last, above_p90 = cumulative[-1], len(probabilities), 1
         moments = tuple(accumulate(map(mul, probabilities, _range_means(edges)), initial=0.0))
-        moment = moments[-1]
-        starts, expected, p90 = [], [], []
-        for index in self._curve_edges():
-            start, mass = edges[index], total - cumulative[index]
-            rest = (moment - moments[index]) / mass - start
-            target = total - 0.1 * mass
-            above_p90 = bisect_left(cumulative, target, above_p90, last)  # it only ever rises
+        moment, indices = moments[-1], self._curve_edges()
+        starts = [edges[index] for index in indices]
+        expected = [
+            rest
+            if (rest := (moment - moments[index]) / (total - cumulative[index]) - edges[index])
+            > MIN_REMAINING_TOKENS
+            else MIN_REMAINING_TOKENS
+            for index in indices
+        ]
+        p90 = []
+        for index in indices:
+            start, target = edges[index], total - 0.1 * (total - cumulative[index])
+            if cumulative[above_p90] < target:  # it only ever rises, and mostly stays
+                above_p90 = bisect_left(cumulative, target, above_p90, last)
             low, high = edges[above_p90 - 1], edges[above_p90]
             missing, here = target - cumulative[above_p90 - 1], probabilities[above_p90 - 1]
             end = low + ceil(missing / here * (high - low) - 1e-9) if missing < here else high
-            starts.append(start)
-            expected.append(rest if rest > MIN_REMAINING_TOKENS else MIN_REMAINING_TOKENS)
             p90.append(end - start if end > start else 1)
         return starts, expected, p90
 
