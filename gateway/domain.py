@@ -134,7 +134,7 @@ class Query(msgspec.Struct, frozen=True):
         what its images may take.
         """
         if isinstance(self.prompt, Chat):
-            messages = sum(4 + (len(m.content) + len(m.reasoning)) // 4 for m in self.prompt.messages)
+            messages = sum([4 + (len(m.content) + len(m.reasoning)) // 4 for m in self.prompt.messages])
             if images := self.prompt.images:
                 messages += sum(each.tokens for each in images)
             return messages + len(self.prompt.tools_json) // 4

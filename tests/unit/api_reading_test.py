@@ -171,18 +171,31 @@ def test_reading_ends_at_the_first_problem_beyond_the_limit() -> None:
     assert refusal.value.message.endswith("There are more problems.")
 
 
+class Asked(dict[str, object]):
+    """Notes the names that a reader asks for one by one."""
+
+    def __init__(self, body: dict[str, object]) -> None:
+        super().__init__(body)
+        self.names: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
 @pytest.mark.parametrize(
     ("quick", "name"), [(sampling.SAMPLING_FIELDS, "seed"), (chat_tools.TOOL_FIELDS, "tool_choice")]
 )
 def test_what_is_read_only_if_something_of_it_was_sent_names_all_of_it(
     quick: frozenset[str], name: str
 ) -> None:
-    fields = Fields({name: None}, Problems())
+    body = Asked({name: None})
+    fields = Fields(body, Problems())
     if quick is sampling.SAMPLING_FIELDS:
         sampling.read_sampling(fields, max_tokens=None, logprobs=None)
     else:
         chat_tools.read_chat_tools(fields)
-    assert fields._read == quick
+    assert body.names == quick
 
 
 class Watched(list[object]):
