@@ -138,11 +138,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        """Count a part of what precedes the body, however it arrives. Raises HeadTooLarge to end parsing."""
+        self._head_bytes += len(url)
+        if self._head_bytes > self._limits.header_bytes:
+            raise HeadTooLarge
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self._limits.header_bytes:
+            raise HeadTooLarge
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -178,12 +183,6 @@ class LimitedProtocol(HttpToolsProtocol):
             too_large = self._head_bytes > self._limits.header_bytes
             self.transport.write(_head_too_large(self._limits) if too_large else _malformed_request())
         self.transport.close()
-
-    def _count_head(self, size: int) -> None:
-        """Count a part of what precedes the body, however it arrives. Raises HeadTooLarge to end parsing."""
-        self._head_bytes += size
-        if self._head_bytes > self._limits.header_bytes:
-            raise HeadTooLarge
 
     def _is_idle(self) -> bool:
         """Return whether no answer is in progress and no timer of uvicorn's runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -68,7 +69,8 @@ class BulkInsert:
     def __init__(self, engine: AsyncEngine, table: Table) -> None:
         compiled = insert_new(engine.dialect.name, table).compile(dialect=engine.dialect)
         self._statement = str(compiled)
-        self._order = compiled.positiontup  # None where the driver takes values by name
+        order = compiled.positiontup  # None where the driver takes values by name
+        self._in_order = None if order is None else itemgetter(*order)
         self._json = [column.name for column in table.columns if isinstance(column.type, JSON)]
 
     async def execute(self, connection: AsyncConnection, rows: Sequence[object]) -> None:
@@ -79,4 +81,4 @@ class BulkInsert:
         values: dict[str, Any] = msgspec.to_builtins(row)
         for name in self._json:
             values[name] = msgspec.json.encode(values[name]).decode()
-        return values if self._order is None else tuple(values[name] for name in self._order)
+        return values if self._in_order is None else self._in_order(values)
