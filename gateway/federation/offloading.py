@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from gateway.federation.attempt import LiveAttempt
-from gateway.federation.directory import Directory
 from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Offer, Pending, is_crowded, offer, promising, wins
 
@@ -28,6 +27,13 @@ class Donor(Protocol):
     def release(self, release_id: str, attempt_ids: list[str]) -> None: ...
 
 
+class Sites(Protocol):
+    """The part of the directory that the negotiation needs."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+
 class _Round(NamedTuple):
     bidder: str
     attempt_ids: tuple[str, ...]
@@ -35,9 +41,9 @@ class _Round(NamedTuple):
 
 
 class Offloading:
-    """`links` is the live map of the federation, by site."""
+    """`links` is the live map of the federation, by site. `directory` has the fleet."""
 
-    def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
+    def __init__(self, links: Mapping[str, Donor], directory: Sites, clock: Callable[[], float]) -> None:
         self._links = links
         self._directory = directory
         self._clock = clock
@@ -61,7 +67,7 @@ class Offloading:
         if any(asked.bidder == bidder for asked in self._rounds.values()):
             return
         fleet = self._directory.fleet
-        donors = promising(bidder, self._crowded_offers(fleet), fleet)
+        donors = promising(bidder, self.offers(), fleet)
         won = wins(bidder, self._pending(donors), fleet, now_s) if donors else []
         for donor, attempts in groupby(sorted(won, key=attrgetter("site")), key=attrgetter("site")):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
@@ -71,8 +77,11 @@ class Offloading:
         asked = self._rounds.pop(release_id, None)
         return asked.bidder if asked else None
 
-    def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:
+    def offers(self) -> Iterable[Offer]:
         """Return the offers of all crowded sites, each worked out once as long as nothing changes there."""
+        if not self._changed:
+            return self._offers.values()
+        fleet = self._directory.fleet
         for name in self._changed:
             link, place = self._links.get(name), fleet.place(name)
             attempts = link.pending() if link is not None else ()

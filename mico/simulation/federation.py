@@ -14,6 +14,7 @@ from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.row import Row
 from mico.simulation.site import SimulatedSite
 from mico.simulation.specification import SiteSpec
+from mico.simulation.view import views_of
 from site_engine.core.request import Lane
 from site_engine.core.request_queue import Score
 
@@ -78,9 +79,12 @@ class Federation:
             for spec in setting.specs
         }
         affinities = setting.affinity(setting.gateways)
+        seen = views_of(setting.specs, setting.gateways, self.clock)
+        self._views = list(dict.fromkeys(seen))
         self.gateways = [
             Gateway(
-                [spec.seen_by(number) for spec in setting.specs],
+                number,
+                seen[number],
                 setting.policy,
                 self.clock,
                 self,
@@ -198,11 +202,16 @@ class Federation:
             return
         self._reported_s[name] = self.clock.now_s
         self._seq += 1
-        after_s = [gateway.rtt_s(name) / 2 + self._setting.report_delay_s for gateway in self.gateways]
-        load = load_report(site, self._seq, self.clock.now_s + after_s[0])
-        for gateway, each_s in zip(self.gateways, after_s, strict=True):
-            report = load if each_s == after_s[0] else replace(load, received_s=self.clock.now_s + each_s)
-            self.clock.after(each_s, gateway.report, name, report, self.clock.now_s)
+        taken_s = self.clock.now_s
+        load: LoadReport | None = None
+        for view in self._views:
+            after_s = view.rtt_s[name] / 2 + self._setting.report_delay_s
+            received_s = taken_s + after_s
+            if load is None:
+                load = load_report(site, self._seq, received_s)
+            elif load.received_s != received_s:
+                load = replace(load, received_s=received_s)
+            self.clock.after(after_s, view.report, name, load, taken_s)
 
     # ---- outages
 
@@ -212,18 +221,22 @@ class Federation:
         site.settle_rows()
         produced = {row.id: row.produced for row in site.running.values()}
         site.cancel_all()
-        for gateway in self.gateways:
-            self.clock.after(LOSS_DETECTION_S, self._detect_loss, gateway, outage.site, produced)
+        self.clock.after(LOSS_DETECTION_S, self._detect_loss, outage.site, produced)
         noticed_s = outage.from_s + LOSS_DETECTION_S
         self.clock.at(max(outage.until_s, noticed_s), self._end_outage, outage.site)
 
-    def _detect_loss(self, gateway: Gateway, site: str, produced: dict[str, int]) -> None:
-        for attempt in gateway.links[site].live.values():
-            self._attempts.pop(attempt.id, None)
-        gateway.site_lost(site, lambda attempt: produced.get(attempt.id, attempt.produced_before))
+    def _detect_loss(self, site: str, produced: dict[str, int]) -> None:
+        for view in self._views:
+            view.directory.leave(site)
+        for gateway in self.gateways:
+            for attempt in gateway.links[site].live.values():
+                self._attempts.pop(attempt.id, None)
+            gateway.site_lost(site, lambda attempt: produced.get(attempt.id, attempt.produced_before))
 
     def _end_outage(self, site: str) -> None:
         self._down.discard(site)
+        for view in self._views:
+            view.join(site)
         for gateway in self.gateways:
             gateway.site_joined(site)
         self._schedule_report(self.sites[site])

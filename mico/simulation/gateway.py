@@ -5,29 +5,28 @@ It knows of a site only late reports, and its own assignments since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from gateway.domain import Credit, LoadReport, Model, Sampling, SiteIdentity
+from gateway.domain import Credit, Sampling
 from gateway.errors import MicoError
 from gateway.failure import AttemptFailure, FailureCause, Resume
-from gateway.federation.directory import Directory
 from gateway.federation.offloading import Offloading
 from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, tries
+from gateway.routing.fleet import Fleet
 from gateway.routing.policies import JOINT_POLICIES, POLICIES
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
 from mico.simulation.affinity import Affinity
 from mico.simulation.clock import Clock
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
-from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
+from mico.simulation.view import NO_CREDIT, View
 
 MAX_TRIES = 4
-NO_CREDIT = Credit()
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,8 @@ class Gateway:
 
     def __init__(
         self,
-        specs: Sequence[SiteSpec],
+        number: int,
+        view: View,
         policy: Policy,
         clock: Clock,
         network: Network,
@@ -67,11 +67,12 @@ class Gateway:
         window_length: Callable[[Expected], float] = expected_length,
         affinity: Affinity | None = None,
     ) -> None:
-        self.directory = Directory()
+        self.number, self.view = number, view
         self.records: dict[int, Record] = {}
-        self.links = {spec.name: Link(self, spec, network) for spec in specs}
-        self.offloading = Offloading(self.links, self.directory, clock)  # type: ignore[arg-type]
-        self._specs = {spec.name: spec for spec in specs}
+        self.credits: dict[str, Credit] = {}  # by site, as far as reports do not cover what it assigned
+        self.contested: set[str] = set()  # crowded sites where its attempts wait
+        self.links = {name: Link(self, name, network) for name in view.rtt_s}
+        self.offloading = Offloading(self.links, self, clock)  # type: ignore[arg-type]  # attempts of the simulation
         self._policy = policy
         self._clock = clock
         self._network = network
@@ -86,26 +87,23 @@ class Gateway:
         self._turns = count()
         self._ids = count()
         self._plans: dict[int, Generator[Try, FailedTry, None]] = {}
-        for spec in specs:
-            self.site_joined(spec.name)
+        view.gateways.append(self)
 
     @property
     def now_s(self) -> float:
         return self._clock.now_s
 
+    @property
+    def fleet(self) -> Fleet:
+        """The sites as this gateway knows them now."""
+        return self.view.fleet(self.credits)
+
     def rtt_s(self, site: str) -> float:
-        return self._specs[site].rtt_s
+        return self.view.rtt_s[site]
 
     def site_joined(self, name: str) -> None:
-        spec = self._specs[name]
-        self.directory.join(site_identity(spec), self._clock.now_s)
-        self.directory.set_rtt(name, spec.rtt_s)
-        first = LoadReport(
-            seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
-        )
-        self.directory.report(name, first, Credit())
+        """Learn that a site is back, with an empty cache."""
         self._affinity.forget(name)
-        self.offloading.mark_changed(name)
 
     # ---- a query
 
@@ -121,7 +119,7 @@ class Gateway:
     def _assign_or_batch(self, query: Query) -> None:
         """Assign as production does: at once, or jointly with others of a burst while the sites are full."""
         first, demand = self._plan(query), self._demand(query)
-        if not (self._jointly and self._burst.should_wait(demand, self.directory.fleet, self._clock.now_s)):
+        if not (self._jointly and self._burst.should_wait(demand, self.fleet, self._clock.now_s)):
             self._dispatch(query, first, 0)
             return
 
@@ -129,7 +127,7 @@ class Gateway:
             self._dispatch(query, first._replace(preferred_site=site), 0)
 
         if self._burst.add(WindowEntry(demand, place)):
-            self._clock.after(WINDOW_S, lambda: self._burst.close(self.directory.fleet, self._clock.now_s))
+            self._clock.after(WINDOW_S, lambda: self._burst.close(self.fleet, self._clock.now_s))
 
     def _plan(self, query: Query) -> Try:
         plan = self._plans[query.number] = tries(Sampling(), MAX_TRIES)
@@ -138,7 +136,7 @@ class Gateway:
     def _assign_window(self) -> None:
         """Assign the queries of the window jointly, longest first."""
         queries, self._window = self._window, []
-        fleet = self.directory.fleet
+        fleet = self.fleet
         lengths = [self._window_length(self._expected[query.number]) for query in queries]
         speeds = fleet.figures.slots / fleet.figures.iteration_s
         places = assign(lengths, speeds.tolist(), fleet.figures.token_load.tolist())
@@ -163,10 +161,10 @@ class Gateway:
         demand = self._demand(query, delivered)
         preferred = next_try.preferred_site
         if preferred is None:
-            preferred = affinity.choose(query, self.directory.fleet)
+            preferred = affinity.choose(query, self.fleet)
         placement = decide(
             demand,
-            self.directory.fleet,
+            self.fleet,
             self._policy,
             now_s=now_s,
             turn=next(self._turns),
@@ -214,10 +212,6 @@ class Gateway:
         self.links[attempt.site].forget(attempt)
         self._end(attempt.query)
 
-    def report(self, name: str, load: LoadReport, taken_s: float) -> None:
-        """Apply a load report; it covers what had arrived at the site by `taken_s`, when it was taken."""
-        self.links[name].report(load, taken_s)
-
     def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
         bidder = self.offloading.close_round(release_id)
         for attempt_id in attempt_ids:
@@ -228,8 +222,6 @@ class Gateway:
                 )
 
     def site_lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
-        self.directory.leave(name)
-        self.offloading.mark_changed(name)
         for attempt in list(self.links[name].live.values()):
             self.attempt_failed(
                 attempt, AttemptFailure(name, FailureCause.LOST, f"{name} was lost"), delivered(attempt)
@@ -239,11 +231,12 @@ class Gateway:
 class Link:
     """One gateway's account of one site, as production's link keeps it, without messages."""
 
-    def __init__(self, gateway: Gateway, spec: SiteSpec, network: Network) -> None:
+    __slots__ = ("_gateway", "_name", "_network", "_pending", "_uncovered", "live")
+
+    def __init__(self, gateway: Gateway, name: str, network: Network) -> None:
         self.live: dict[str, Attempt] = {}
         self._gateway = gateway
-        self._name = spec.name
-        self._slots = spec.slots
+        self._name = name
         self._network = network
         self._uncovered: dict[str, Attempt] = {}
         self._pending: dict[str, Attempt] = {}
@@ -251,17 +244,19 @@ class Link:
     def assign(self, attempt: Attempt) -> None:
         self.live[attempt.id] = attempt
         self._uncovered[attempt.id] = attempt
+        self._gateway.view.watch(self._name, self)
         self._publish_credit()
         self._network.assign(self._gateway, attempt)
 
     def accepted(self, attempt: Attempt) -> None:
         if attempt.id in self.live:
             self._pending[attempt.id] = attempt
-            self._gateway.offloading.mark_changed(self._name)
+            self._gateway.view.watch(self._name, self)
+            self._mark_changed()
 
     def started(self, attempt: Attempt) -> None:
         if self._pending.pop(attempt.id, None) is not None:
-            self._gateway.offloading.mark_changed(self._name)
+            self._mark_changed()
 
     def forget(self, attempt: Attempt) -> None:
         self.live.pop(attempt.id, None)
@@ -276,36 +271,43 @@ class Link:
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         self._network.release(self._gateway, self._name, release_id, attempt_ids)
 
-    def report(self, load: LoadReport, taken_s: float) -> None:
+    def reported(self, taken_s: float) -> None:
+        """Learn that a report has come, which covers what had arrived at the site by `taken_s`."""
         if self._uncovered:
-            self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
-        self._gateway.directory.report(self._name, load, self._credit())
-        self._gateway.offloading.mark_changed(self._name)
-        if self._gateway.offload and load.running < self._slots and load.pending == 0:
-            self._gateway.offloading.bid(self._name)
+            covered = [k for k, each in self._uncovered.items() if each.at_site_s <= taken_s]
+            for attempt_id in covered:
+                del self._uncovered[attempt_id]
+            if covered:
+                self._publish_credit()
+                return
+        self._mark_changed()
 
     def _publish_credit(self) -> None:
-        self._gateway.directory.set_credit(self._name, self._credit())
-        self._gateway.offloading.mark_changed(self._name)
+        """Sum up what reports do not cover."""
+        gateway, demands = self._gateway, [each.demand for each in self._uncovered.values()]
+        if demands:
+            prompt_tokens = sum(demand.prompt_tokens for demand in demands)
+            response_tokens = sum(demand.response_tokens for demand in demands)
+            gateway.credits[self._name] = Credit(len(demands), prompt_tokens, response_tokens)
+        else:
+            gateway.credits.pop(self._name, None)
+        gateway.view.credit_changed(gateway.credits, self._name)
+        self._mark_changed()
 
-    def _credit(self) -> Credit:
-        if not self._uncovered:
-            return NO_CREDIT
-        demands = [each.demand for each in self._uncovered.values()]
-        prompt_tokens = sum(demand.prompt_tokens for demand in demands)
-        return Credit(len(demands), prompt_tokens, sum(demand.response_tokens for demand in demands))
-
-
-def site_identity(spec: SiteSpec) -> SiteIdentity:
-    model = Model(MODEL, "", 1 << 20, 0, "mico", frozenset({"chat", "resume"}))
-    return SiteIdentity(
-        name=spec.name,
-        boot_id="",
-        cloud=spec.name,
-        region=spec.region or spec.name,
-        models={MODEL: model},
-        slots=spec.slots,
-        kv_capacity_tokens=spec.kv_tokens,
-        input_usd_per_mtok=PROMPT_PRICE * spec.usd_per_mtok,
-        output_usd_per_mtok=spec.usd_per_mtok,
-    )
+    def _mark_changed(self) -> None:
+        """Note whether attempts wait here that a bid may take."""
+        gateway, name = self._gateway, self._name
+        if not (self._pending or self._uncovered):
+            gateway.view.unwatch(name, self)
+        if not gateway.offload:
+            return
+        if self._pending and gateway.view.is_crowded(name, gateway.credits.get(name, NO_CREDIT)):
+            gateway.contested.add(name)
+            gateway.view.contesting[gateway.number] = gateway
+        elif name in gateway.contested:
+            gateway.contested.remove(name)
+            if not gateway.contested:
+                del gateway.view.contesting[gateway.number]
+        else:
+            return
+        gateway.offloading.mark_changed(name)
