@@ -15,7 +15,7 @@ from mico.simulation import prompts, workloads
 from mico.simulation.affinity import affinity
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Outage, Setting
-from mico.simulation.metrics import order_by_name, run_metrics
+from mico.simulation.metrics import Results, order_by_name
 from mico.simulation.queries import Expected, Query
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 
@@ -146,10 +146,11 @@ def _run_combinations(
             block_tokens=prompts.BLOCK_TOKENS if affinity_name else 0,
             affinity=affinity(affinity_name or "none"),
         )
-        federation = Federation(setting, expected[estimator_name])
-        records = federation.run(queries)
+        federation, known = Federation(setting), expected[estimator_name]
+        results = Results({spec.name: spec.usd_per_mtok for spec in specs})
+        in_order = sorted(queries, key=lambda query: query.arrival_s)
+        federation.stream(((query, known[query.number]) for query in in_order), results.add)
         preemptions = sum(site.preemptions for site in federation.sites.values())
-        prices = {spec.name: spec.usd_per_mtok for spec in specs}
         yield {
             "policy": policy_name,
             "estimator": estimator_name,
@@ -157,7 +158,7 @@ def _run_combinations(
             "offload": offload,
             "affinity": affinity_name,
             "queries": len(queries),
-            **run_metrics(records, preemptions, prices).row(),
+            **results.metrics(preemptions).row(),
         }
 
 

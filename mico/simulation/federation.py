@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.domain import LoadReport
@@ -21,6 +21,7 @@ from site_engine.core.request_queue import Score
 LOSS_DETECTION_S = 3.0
 """Three heartbeats, during which a gateway still assigns to a site that is lost."""
 HEARTBEAT_INTERVAL_S = 1.0
+NONE: Mapping[int, Expected] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,12 @@ class Setting:
 class Federation:
     """Gateways, sites and the network between them. Messages take half a round trip."""
 
-    def __init__(self, setting: Setting, expected: Mapping[int, Expected]) -> None:
+    def __init__(self, setting: Setting, expected: Mapping[int, Expected] = NONE) -> None:
+        """Create an idle federation. `expected`: of the queries of `run`, by their numbers."""
         self.clock = Clock()
         self._setting = setting
-        self._expected = expected
+        self._forecasts = expected
+        self._expected: dict[int, Expected] = {}  # of open queries
         self.sites = {
             spec.name: SimulatedSite(
                 spec,
@@ -88,7 +91,7 @@ class Federation:
                 setting.policy,
                 self.clock,
                 self,
-                expected=expected,
+                expected=self._expected,
                 offload=setting.offload,
                 window_s=setting.window_s,
                 window_length=setting.window_length,
@@ -101,27 +104,38 @@ class Federation:
         self._reported_s = dict.fromkeys(self.sites, -1e9)
         self._reporting: set[str] = set()
         self._seq = 1
-        self._open_queries = 0
+        self._last_came = False
+        self._ended: Callable[[Record], None] = lambda _: None
 
     def run(self, queries: Sequence[Query]) -> list[Record]:
         """Run until every query has ended; return their records in the order of `queries`."""
-        self._open_queries = len(queries)
-        self._schedule_next_arrival(iter(sorted(queries, key=lambda query: query.arrival_s)))
+        in_order = sorted(queries, key=lambda query: query.arrival_s)
+        found: dict[int, Record] = {}
+        arrivals = ((query, self._forecasts[query.number]) for query in in_order)
+        self.stream(arrivals, lambda record: found.__setitem__(record.query.number, record))
+        return [found[query.number] for query in queries]
+
+    def stream(self, arrivals: Iterable[tuple[Query, Expected]], ended: Callable[[Record], None]) -> None:
+        """Run until every query has ended, in memory for those that are open. `ended` gets each record."""
+        self._ended = ended
+        self._schedule_next_arrival(iter(arrivals))
+        if self._last_came:
+            return
         for outage in self._setting.outages:
             self.clock.at(outage.from_s, self._begin_outage, outage)
         for site in self.sites.values():
             self.clock.after(HEARTBEAT_INTERVAL_S, self._heartbeat, site)
         self.clock.run()
-        records = {number: record for each in self.gateways for number, record in each.records.items()}
-        return [records[query.number] for query in queries]
 
-    def _schedule_next_arrival(self, queries: Iterator[Query]) -> None:
+    def _schedule_next_arrival(self, arrivals: Iterator[tuple[Query, Expected]]) -> None:
         """Schedule the next arrival only after the one before, so that the clock's heap stays small."""
-        query = next(queries, None)
-        if query is not None:
-            self.clock.at(query.arrival_s, self._arrive, query, queries)
+        arrival = next(arrivals, None)
+        self._last_came = arrival is None
+        if arrival is not None:
+            self.clock.at(arrival[0].arrival_s, self._arrive, *arrival, arrivals)
 
-    def _arrive(self, query: Query, rest: Iterator[Query]) -> None:
+    def _arrive(self, query: Query, expected: Expected, rest: Iterator[tuple[Query, Expected]]) -> None:
+        self._expected[query.number] = expected
         self._schedule_next_arrival(rest)
         self.gateways[query.number % len(self.gateways)].arrive(query)
 
@@ -173,10 +187,11 @@ class Federation:
         gateway, attempt = self._attempts.pop(row.id)
         self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.last_token, attempt, row.cached_tokens)
 
-    def query_ended(self) -> None:
-        """Count a query that ended, answered or refused; stop the clock after the last one."""
-        self._open_queries -= 1
-        if not self._open_queries:
+    def query_ended(self, record: Record) -> None:
+        """Take the record of a query that ended, answered or refused; stop the clock after the last one."""
+        del self._expected[record.query.number]
+        self._ended(record)
+        if self._last_came and not self._expected:
             self.clock.stop()
 
     def _schedule_report(self, site: SimulatedSite) -> None:

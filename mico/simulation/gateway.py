@@ -47,7 +47,7 @@ class Network(Protocol):
 
     def assign(self, gateway: Gateway, attempt: Attempt) -> None: ...
     def release(self, gateway: Gateway, site: str, release_id: str, attempt_ids: list[str]) -> None: ...
-    def query_ended(self) -> None: ...
+    def query_ended(self, record: Record) -> None: ...
 
 
 class Gateway:
@@ -68,7 +68,7 @@ class Gateway:
         affinity: Affinity | None = None,
     ) -> None:
         self.number, self.view = number, view
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, Record] = {}  # of open queries
         self.credits: dict[str, Credit] = {}  # by site, as far as reports do not cover what it assigned
         self.contested: set[str] = set()  # crowded sites where its attempts wait
         self.links = {name: Link(self, name, network) for name in view.rtt_s}
@@ -194,7 +194,7 @@ class Gateway:
 
     def _end(self, query: Query) -> None:
         del self._plans[query.number]
-        self._network.query_ended()
+        self._network.query_ended(self.records.pop(query.number))
 
     # ---- messages from sites
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 
@@ -62,7 +63,7 @@ class RunMetrics:
     p50_ttft_s: float
     p99_ttft_s: float
     makespan_s: float
-    jain: float
+    jain: float  # over the mean normalised latencies of tenants
     offloads: int
     completed: int
     max_ttft_over_median: float
@@ -76,62 +77,93 @@ class RunMetrics:
         return asdict(self)
 
 
+class Results:
+    """The results of a run, in some 50 bytes for each query. `usd_per_mtok`: of response tokens at each site."""
+
+    def __init__(self, usd_per_mtok: Mapping[str, float] | None = None) -> None:
+        self.queries = 0
+        self._usd_per_mtok = usd_per_mtok or {}
+        self._latencies = {lane: Latencies() for lane in Lane}
+        self._makespan_s = 0.0
+        self._offloads = 0
+        self._prompt_tokens = self._cached_tokens = self._response_tokens = 0
+        self._response_usd = self._prompt_usd = 0.0
+
+    def add(self, record: Record) -> None:
+        """Add the record of a query that has ended."""
+        self.queries += 1
+        self._offloads += record.moves
+        if record.finish_s != record.finish_s:  # refused
+            return
+        query = record.query
+        per_token_s = record.finish_s / query.response_tokens
+        self._latencies[query.lane].add(record.first_token_s, record.finish_s, per_token_s, query.tenant)
+        self._makespan_s = max(self._makespan_s, query.arrival_s + record.finish_s)
+        self._prompt_tokens += query.prompt_tokens
+        self._cached_tokens += record.cached_tokens
+        self._response_tokens += query.response_tokens
+        usd = self._usd_per_mtok.get(record.site, 0.0) / MTOK
+        self._response_usd += query.response_tokens * usd
+        self._prompt_usd += PROMPT_PRICE * query.prompt_tokens * usd
+
+    def metrics(self, preemptions: int = 0) -> RunMetrics:
+        """Return the metrics of all queries. Raises CommandFailed if none was completed."""
+        completed = sum(len(each.finish_s) for each in self._latencies.values())
+        if not completed:
+            raise CommandFailed("no query was completed", tip="is every site out of order the whole time?")
+        found = self._latencies[Lane.INTERACTIVE]
+        if not found.finish_s:
+            found = self._latencies[Lane.BATCH]
+        per_token_s, ttft_s = np.frombuffer(found.per_token_s), np.frombuffer(found.first_token_s)
+        median_s = float(np.median(ttft_s))
+        return RunMetrics(
+            mean_normalized_latency=float(per_token_s.mean()),
+            p99_normalized_latency=float(np.quantile(per_token_s, 0.99)),
+            mean_ttft_s=float(ttft_s.mean()),
+            p50_ttft_s=median_s,
+            p99_ttft_s=float(np.quantile(ttft_s, 0.99)),
+            makespan_s=self._makespan_s,
+            jain=jain([total / count for total, count in found.by_tenant.values()]),
+            offloads=self._offloads,
+            completed=completed,
+            max_ttft_over_median=float(ttft_s.max() / median_s),
+            max_ttft_over_median_latency=float(ttft_s.max() / np.median(np.frombuffer(found.finish_s))),
+            preemptions=preemptions,
+            usd_per_mtok=self._response_usd * MTOK / self._response_tokens,
+            usd=self._response_usd + self._prompt_usd,
+            hit_rate=self._cached_tokens / self._prompt_tokens,
+        )
+
+
+class Latencies:
+    """Columns of the answered queries of one lane."""
+
+    def __init__(self) -> None:
+        self.first_token_s, self.finish_s, self.per_token_s = array("d"), array("d"), array("d")
+        self.by_tenant: dict[str, tuple[float, int]] = {}  # the sum of `per_token_s`, and the queries
+
+    def add(self, first_token_s: float, finish_s: float, per_token_s: float, tenant: str) -> None:
+        self.first_token_s.append(first_token_s)
+        self.finish_s.append(finish_s)
+        self.per_token_s.append(per_token_s)
+        total, count = self.by_tenant.get(tenant, (0.0, 0))
+        self.by_tenant[tenant] = total + per_token_s, count + 1
+
+
 def run_metrics(
-    records: Sequence[Record], preemptions: int = 0, usd_per_mtok: Mapping[str, float] | None = None
+    records: Iterable[Record], preemptions: int = 0, usd_per_mtok: Mapping[str, float] | None = None
 ) -> RunMetrics:
-    """Return the metrics of all records. `usd_per_mtok`: price of a million response tokens at each site.
-
-    Raises CommandFailed if no query was completed.
-    """
-    done = [record for record in records if record.finish_s == record.finish_s]
-    if not done:
-        raise CommandFailed("no query was completed", tip="is every site out of order the whole time?")
-    interactive = [record for record in done if record.query.lane is Lane.INTERACTIVE] or done
-    latency = np.array([record.finish_s / record.query.response_tokens for record in interactive])
-    ttft = np.array([record.first_token_s for record in interactive])
-    return RunMetrics(
-        mean_normalized_latency=float(latency.mean()),
-        p99_normalized_latency=float(np.quantile(latency, 0.99)),
-        mean_ttft_s=float(ttft.mean()),
-        p50_ttft_s=float(np.median(ttft)),
-        p99_ttft_s=float(np.quantile(ttft, 0.99)),
-        makespan_s=max(record.query.arrival_s + record.finish_s for record in done),
-        jain=jain([record.query.tenant for record in interactive], latency.tolist()),
-        offloads=sum(record.moves for record in records),
-        completed=len(done),
-        max_ttft_over_median=float(ttft.max() / np.median(ttft)),
-        max_ttft_over_median_latency=float(
-            ttft.max() / np.median([record.finish_s for record in interactive])
-        ),
-        preemptions=preemptions,
-        usd_per_mtok=_mean_usd_per_mtok(done, usd_per_mtok or {}),
-        usd=_usd(done, usd_per_mtok or {}),
-        hit_rate=sum(record.cached_tokens for record in done)
-        / sum(record.query.prompt_tokens for record in done),
-    )
+    """Return the metrics of all records. Raises CommandFailed if no query was completed."""
+    results = Results(usd_per_mtok)
+    for record in records:
+        results.add(record)
+    return results.metrics(preemptions)
 
 
-def _mean_usd_per_mtok(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
-    """Return the mean price of a million response tokens; a moved answer has its last site's price."""
-    tokens = [record.query.response_tokens for record in done]
-    paid = [usd_per_mtok.get(record.site, 0.0) for record in done]
-    return float(np.dot(tokens, paid) / sum(tokens))
-
-
-def _usd(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
-    """Return the price of all answers and their prompts, as a site of the simulation has prices."""
-    tokens = [PROMPT_PRICE * each.query.prompt_tokens + each.query.response_tokens for each in done]
-    paid = [usd_per_mtok.get(each.site, 0.0) for each in done]
-    return float(np.dot(tokens, paid) / MTOK)
-
-
-def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:
-    """Return Jain's fairness index over the tenants' mean normalised latencies: 1 if all are equal."""
-    sums: dict[str, list[float]] = {}
-    for tenant, latency in zip(tenants, latencies, strict=True):
-        sums.setdefault(tenant, []).append(latency)
-    means = np.array([np.mean(values) for values in sums.values()])
-    return float(means.sum() ** 2 / (len(means) * (means**2).sum()))
+def jain(values: Sequence[float]) -> float:
+    """Return Jain's fairness index: 1 if all are equal."""
+    of = np.array(values)
+    return float(of.sum() ** 2 / (len(of) * (of**2).sum()))
 
 
 def order_by_name(name: str) -> tuple[Score, float]:
