@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import itertools
 import logging
 import resource
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -193,6 +195,7 @@ async def _core(
         max_tries=config.most_tries,
         clock=clock,
         wall_clock=store.clock,
+        turns=itertools.count(secrets.randbelow(1 << 32)),  # replicas draw differently
         quotas=leases.quotas,
         lease_more=leases.lease_more,
         routes=lambda: store.routes.current,

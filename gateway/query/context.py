@@ -114,6 +114,7 @@ class QueryContext:
             preferred_site=planned.preferred_site,
             preference_reason=planned.preference_reason,
             keep_estimates=keep_estimates,
+            gateways=self.quotas.replicas,
         )
 
     async def assign_in_window(self, demand: Demand) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import ceil
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -22,6 +23,11 @@ from gateway.routing.policies import REPORTS_EVERY_S
 MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
+FEWEST_DRAWN = 4
+DRAWN_TIMES = 2.0
+"""Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
+docs/decisions/many-gateways.md.
+"""
 NOT_HEARD = "has missed a report, and a try elsewhere failed"
 ASLEEP = "the model sleeps there, and is awake or waking elsewhere"
 NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -48,6 +54,7 @@ def decide(
     preferred_site: str | None = None,
     preference_reason: str = "",
     keep_estimates: bool = True,
+    gateways: int = 1,
 ) -> Placement:
     """Choose the site for one demand.
 
@@ -55,6 +62,7 @@ def decide(
     reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains the
     choice. A line of a batch may go instead where more of its beginning is cached and a slot is free, if the
     policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
+    `gateways`: how many decide by the same reports.
     """
     at = fleet.figures
     allowed = may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
@@ -71,13 +79,36 @@ def decide(
         return Placement(None, f"no site can serve it: {listed or 'no site has joined'}", (), reasons)
     preferred = fleet.place(preferred_site) if preferred_site is not None else None
     if preferred is None or not candidates.may[preferred]:
-        choice = policy(demand, candidates, turn)
+        drawn = _drawn(demand, candidates, fleet, gateways, turn) if gateways > 1 else candidates
+        choice = policy(demand, drawn, turn)
     elif (narrowed := _with_more_cached(demand, candidates, fleet, preferred)) is not None:
         choice = policy(demand, narrowed, turn)
     else:
         choice = Choice(preferred, preference_reason)
     estimated = _best_estimates(demand, candidates, choice, now_s) if keep_estimates else ()
     return Placement(fleet.sites[choice.place], choice.reason, estimated, reasons)
+
+
+def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, turn: int) -> Candidates:
+    """Return the candidates that one of many gateways compares: a draw by `turn`, and where the prompt's
+    beginning is cached.
+
+    Gateways that decide by the same reports would all choose the same few sites until the next ones.
+    """
+    allowed = candidates.may
+    count = np.count_nonzero(allowed)
+    keep = max(FEWEST_DRAWN, ceil(DRAWN_TIMES * count / gateways))
+    if keep >= count:
+        return candidates
+    mixed = (np.arange(len(allowed), dtype=np.uint32) + np.uint32(turn & 0xFFFFFFFF)) * np.uint32(2654435761)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(2246822519)
+    mixed ^= mixed >> np.uint32(13)
+    drawn: NDArray[np.bool_] = allowed & (mixed < np.uint32(keep / count * 2**32))
+    for site in demand.cached.by_site:
+        if (place := fleet.place(site)) is not None:
+            drawn[place] = allowed[place]
+    return candidates._replace(may=drawn) if np.count_nonzero(drawn) else candidates
 
 
 def _with_more_cached(

@@ -86,11 +86,12 @@ class Federation:
         self._views = list(dict.fromkeys(seen))
         self.gateways = [
             Gateway(
-                number,
                 seen[number],
                 setting.policy,
                 self.clock,
                 self,
+                number=number,
+                gateways=setting.gateways,
                 expected=self._expected,
                 offload=setting.offload,
                 window_s=setting.window_s,
@@ -242,7 +243,7 @@ class Federation:
 
     def _detect_loss(self, site: str, produced: dict[str, int]) -> None:
         for view in self._views:
-            view.directory.leave(site)
+            view.leave(site)
         for gateway in self.gateways:
             for attempt in gateway.links[site].live.values():
                 self._attempts.pop(attempt.id, None)

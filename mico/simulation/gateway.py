@@ -24,9 +24,11 @@ from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assi
 from mico.simulation.affinity import Affinity
 from mico.simulation.clock import Clock
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
-from mico.simulation.view import NO_CREDIT, View
+from mico.simulation.view import NO_CREDIT, Assigned, View
 
 MAX_TRIES = 4
+TURNS_APART = 1_000_003
+"""Between the turns of two gateways, which production starts at random."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,21 +57,22 @@ class Gateway:
 
     def __init__(
         self,
-        number: int,
         view: View,
         policy: Policy,
         clock: Clock,
         network: Network,
         *,
+        number: int = 0,
+        gateways: int = 1,
         expected: Mapping[int, Expected],
         offload: bool = True,
         window_s: float | None = None,
         window_length: Callable[[Expected], float] = expected_length,
         affinity: Affinity | None = None,
     ) -> None:
-        self.number, self.view = number, view
+        self.number, self.view, self._gateways = number, view, gateways
         self.records: dict[int, Record] = {}  # of open queries
-        self.credits: dict[str, Credit] = {}  # by site, as far as reports do not cover what it assigned
+        self.assigned: dict[str, Assigned] = {}  # by site, as far as reports do not cover it
         self.contested: set[str] = set()  # crowded sites where its attempts wait
         self.links = {name: Link(self, name, network) for name in view.rtt_s}
         self.offloading = Offloading(self.links, self, clock)  # type: ignore[arg-type]  # attempts of the simulation
@@ -84,10 +87,9 @@ class Gateway:
         self._burst = AssignmentWindow()
         joint = any(policy is POLICIES[name] for name in JOINT_POLICIES)
         self._jointly = joint and not self._affinity.chooses
-        self._turns = count()
+        self._turns = count(number * TURNS_APART)
         self._ids = count()
         self._plans: dict[int, Generator[Try, FailedTry, None]] = {}
-        view.gateways.append(self)
 
     @property
     def now_s(self) -> float:
@@ -96,7 +98,7 @@ class Gateway:
     @property
     def fleet(self) -> Fleet:
         """The sites as this gateway knows them now."""
-        return self.view.fleet(self.credits)
+        return self.view.fleet(self)
 
     def rtt_s(self, site: str) -> float:
         return self.view.rtt_s[site]
@@ -172,6 +174,7 @@ class Gateway:
             preferred_site=preferred,
             preference_reason=next_try.preference_reason,
             keep_estimates=False,
+            gateways=self._gateways,
         )
         if placement.site is None:
             self._end(query)
@@ -274,24 +277,19 @@ class Link:
     def reported(self, taken_s: float) -> None:
         """Learn that a report has come, which covers what had arrived at the site by `taken_s`."""
         if self._uncovered:
-            covered = [k for k, each in self._uncovered.items() if each.at_site_s <= taken_s]
-            for attempt_id in covered:
-                del self._uncovered[attempt_id]
-            if covered:
-                self._publish_credit()
-                return
-        self._mark_changed()
+            self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
+            self._publish_credit()
+        else:
+            self._mark_changed()
 
     def _publish_credit(self) -> None:
         """Sum up what reports do not cover."""
-        gateway, demands = self._gateway, [each.demand for each in self._uncovered.values()]
-        if demands:
+        credit = NO_CREDIT
+        if self._uncovered:
+            demands = [each.demand for each in self._uncovered.values()]
             prompt_tokens = sum(demand.prompt_tokens for demand in demands)
-            response_tokens = sum(demand.response_tokens for demand in demands)
-            gateway.credits[self._name] = Credit(len(demands), prompt_tokens, response_tokens)
-        else:
-            gateway.credits.pop(self._name, None)
-        gateway.view.credit_changed(gateway.credits, self._name)
+            credit = Credit(len(demands), prompt_tokens, sum(demand.response_tokens for demand in demands))
+        self._gateway.view.assigned(self._gateway, self._name, credit)
         self._mark_changed()
 
     def _mark_changed(self) -> None:
@@ -301,7 +299,7 @@ class Link:
             gateway.view.unwatch(name, self)
         if not gateway.offload:
             return
-        if self._pending and gateway.view.is_crowded(name, gateway.credits.get(name, NO_CREDIT)):
+        if self._pending and gateway.view.is_crowded(gateway, name):
             gateway.contested.add(name)
             gateway.view.contesting[gateway.number] = gateway
         elif name in gateway.contested:

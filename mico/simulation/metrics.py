@@ -78,7 +78,7 @@ class RunMetrics:
 
 
 class Results:
-    """The results of a run, in some 50 bytes for each query. `usd_per_mtok`: of response tokens at each site."""
+    """The results of a run, in 24 bytes for each query. `usd_per_mtok`: of response tokens at each site."""
 
     def __init__(self, usd_per_mtok: Mapping[str, float] | None = None) -> None:
         self.queries = 0

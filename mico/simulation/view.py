@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.domain import Credit, LoadReport, Model, SiteIdentity
+import numpy as np
+
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity
 from gateway.federation.directory import Directory
 from gateway.routing.fleet import Figures, Fleet, figures
 from gateway.routing.offload import is_crowded, promising
@@ -16,27 +18,58 @@ if TYPE_CHECKING:
     from mico.simulation.gateway import Gateway, Link
 
 NO_CREDIT = Credit()
-NO_CREDITS: Mapping[str, Credit] = {}
+
+
+class Assigned(NamedTuple):
+    """A site with what one gateway has assigned to it since its report, and its column of `Figures`."""
+
+    site: Site
+    column: tuple[float, ...]
+
+
+class SeenFleet(Fleet):
+    """A fleet with the assignments of one gateway at a time: it copies them all."""
+
+    def __init__(self, told: Fleet) -> None:
+        super().__init__()
+        self._told = told
+        self._places, self._serving, self._asleep = told._places, told._serving, told._asleep
+
+    def show(self, assigned: Mapping[str, Assigned]) -> None:
+        """Take over every column as the sites reported it, and those of `assigned`."""
+        told = self._told
+        told_figures = told.figures  # computes what is outdated
+        self.sites = told.sites.copy()
+        self._remaining = told._remaining
+        if self._values.shape != told._values.shape:
+            self._values = np.empty_like(told._values)
+        np.copyto(self._values, told._values)
+        self._figures = Figures(*self._values[:, : len(told_figures.slots)])
+        if assigned:
+            places = [self._places[name] for name in assigned]
+            for place, each in zip(places, assigned.values(), strict=True):
+                self.sites[place] = each.site
+            self._values[:, places] = np.array([each.column for each in assigned.values()]).T
 
 
 class View:
     """The sites as some gateways know them, which get every report at the same moment.
 
     A report changes one fleet for all of them. What a gateway has itself assigned since is added when that
-    gateway looks. `gateways` are the viewers, in the order in which they act.
+    gateway looks.
     """
 
     def __init__(self, specs: Sequence[SiteSpec], clock: Callable[[], float]) -> None:
         self.directory = Directory()
-        self.gateways: list[Gateway] = []
         self.rtt_s = {spec.name: spec.rtt_s for spec in specs}
-        self.contesting: dict[int, Gateway] = {}  # whose attempts wait at crowded sites, by place
+        self.contesting: dict[int, Gateway] = {}  # whose attempts wait at crowded sites, by number
         self._specs = {spec.name: spec for spec in specs}
         self._clock = clock
         self._watching: dict[str, set[Link]] = {spec.name: set() for spec in specs}
-        self._shown = NO_CREDITS
         for spec in specs:
             self.join(spec.name)
+        self._seen = SeenFleet(self.directory.fleet)
+        self._looking: Gateway | None = None  # whose assignments are in `_seen`; None: out of date
 
     def join(self, name: str) -> None:
         """Add an idle site, or one that was lost."""
@@ -45,6 +78,12 @@ class View:
         self.directory.set_rtt(name, spec.rtt_s)
         first = LoadReport(seq=1, received_s=now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost)
         self.directory.report(name, first, NO_CREDIT)
+        self._looking = None
+
+    def leave(self, name: str) -> None:
+        """Mark a site as lost."""
+        self.directory.leave(name)
+        self._looking = None
 
     def watch(self, name: str, link: Link) -> None:
         """Tell a link of the reports of its site."""
@@ -53,53 +92,53 @@ class View:
     def unwatch(self, name: str, link: Link) -> None:
         self._watching[name].discard(link)
 
-    def fleet(self, credits: Mapping[str, Credit]) -> Fleet:
-        """Return the fleet with the credits of one gateway, by site, until the next call."""
-        if credits is not self._shown:
-            for name in self._shown:
-                if name not in credits:
-                    self.directory.set_credit(name, NO_CREDIT)
-            self._shown = credits
-            for name, credit in credits.items():
-                self.directory.set_credit(name, credit)
-        return self.directory.fleet
+    def fleet(self, gateway: Gateway) -> Fleet:
+        """Return the fleet as one gateway knows it now."""
+        if gateway is not self._looking:
+            self._seen.show(gateway.assigned)
+            self._looking = gateway
+        return self._seen
 
-    def credit_changed(self, credits: Mapping[str, Credit], name: str) -> None:
-        """Show the credit of a gateway at one site, if it is the gateway that looks."""
-        if credits is self._shown:
-            self.directory.set_credit(name, credits.get(name, NO_CREDIT))
+    def assigned(self, gateway: Gateway, name: str, credit: Credit) -> None:
+        """Note what a gateway has assigned to a site since its report."""
+        if credit.requests:
+            fleet = self.directory.fleet
+            site = fleet.sites[fleet.place(name) or 0]
+            gateway.assigned[name] = Assigned(replace(site, credit=credit), figures(site, credit))
+        else:
+            gateway.assigned.pop(name, None)
+        if gateway is self._looking:
+            self._looking = None
 
-    def is_crowded(self, name: str, credit: Credit) -> bool:
-        """Return whether one more query would have to wait at a site, by a gateway's own credit there."""
+    def is_crowded(self, gateway: Gateway, name: str) -> bool:
+        """Return whether one more query of a gateway would have to wait at a site."""
+        if (assigned := gateway.assigned.get(name)) is not None:
+            return is_crowded(Figures(*np.array(assigned.column)[:, None]), 0)
         fleet = self.directory.fleet
-        site = fleet.sites[fleet.place(name) or 0]
-        return is_crowded(cast("Figures", Figures(*zip(figures(site, credit)))), 0)
+        return is_crowded(fleet.figures, fleet.place(name) or 0)
 
     def report(self, name: str, load: LoadReport, taken_s: float) -> None:
         """Apply a load report; it covers what had arrived at the site by `taken_s`, when it was taken.
 
         A site with room bids for what waits elsewhere.
         """
-        self.directory.report(name, load, self._shown.get(name, NO_CREDIT))
+        self.directory.report(name, load, NO_CREDIT)
+        self._looking = None
         for link in list(self._watching[name]):
             link.reported(taken_s)
         if self.contesting and load.pending == 0 and load.running < self._specs[name].slots:
             self._bid(name)
 
     def _bid(self, bidder: str) -> None:
-        """Let each gateway compare the bid with what waits elsewhere, if any of them can gain.
+        """Let the gateways compare the bid with what waits elsewhere.
 
         What a gateway has assigned to the bidder makes the bid worse, so that one comparison without any of
         it ends most bids.
         """
-        rivals = [gateway for _, gateway in sorted(self.contesting.items())]
-        if len(rivals) > 1:
-            offers = [gateway.offloading.offers() for gateway in rivals]
-            fleet = self.fleet(NO_CREDITS) if bidder in self._shown else self.directory.fleet
-            if not promising(bidder, chain.from_iterable(offers), fleet):
-                return
-        for gateway in rivals:
-            gateway.offloading.bid(bidder)
+        told = self.directory.fleet
+        for _, gateway in sorted(self.contesting.items()):
+            if promising(bidder, gateway.offloading.offers(), told):
+                gateway.offloading.bid(bidder)
 
 
 def site_identity(spec: SiteSpec) -> SiteIdentity:

@@ -16,6 +16,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES, REPORTS_EVERY_S
+from gateway.routing.prefixes import Cached
 
 SITES, BURST = 1_000, 5_000
 SPEEDS = (1.0, 1.3, 1.7, 2.2, 3.0)
@@ -79,6 +80,40 @@ def test_a_burst_meets_reports_of_a_second_ago_and_spreads_by_speed(
     shares = [tokens * slower for tokens, slower in zip(got.values(), cycle(SPEEDS), strict=False)]
     assert jain(shares) >= at_least
     assert got == spread(policy, slots, age_s=0.0), "what was assigned since counts, not the age of a report"
+
+
+def chosen_at_once(gateways: int, told: int) -> list[str]:
+    """Return the sites that so many gateways choose by the same reports, each for one query.
+
+    No two sites are alike. `told`: how many gateways each takes for the number of all.
+    """
+    sites = [
+        Site(identity(f"s{n:04d}", 16), SiteState.READY, busy(16, 1.0 + n / SITES, 0.5, NOW))
+        for n in range(SITES)
+    ]
+    fleet, demand = Fleet.of(sites), Demand("m", 100, 200.0, 500)
+    found = []
+    for number in range(gateways):
+        turn = 1_000_003 * number
+        placed = decide(demand, fleet, POLICIES["mico"], now_s=NOW, turn=turn, gateways=told)
+        assert placed.site is not None
+        found.append(placed.site.name)
+    return found
+
+
+def test_gateways_that_know_the_same_do_not_all_choose_the_same_site() -> None:
+    assert len(set(chosen_at_once(50, told=1))) == 1, "each alone would take the best"
+    found = chosen_at_once(50, told=50)
+    assert len(set(found)) >= 40
+    assert max(found) < f"s{SITES // 4:04d}", "one of the faster sites, all the same"
+
+
+@given(st.integers(0, 2**40), st.integers(2, 100))
+def test_what_a_prompt_finds_in_a_cache_is_compared_by_every_gateway(turn: int, gateways: int) -> None:
+    sites = [Site(identity(f"s{n:02d}", 4), SiteState.READY, busy(4, 1.0, 0.0, NOW)) for n in range(40)]
+    demand = Demand("m", 4000, 20.0, 4100, cached=Cached({"s33": 4000.0}))
+    placed = decide(demand, Fleet.of(sites), POLICIES["mico"], now_s=NOW, turn=turn, gateways=gateways)
+    assert placed.site is not None and placed.site.name == "s33"
 
 
 ages = st.lists(st.floats(0, STALE_AFTER_S), min_size=2, max_size=12)

@@ -186,7 +186,7 @@ def test_of_40_turns_of_conversations_at_once_at_most_two_move_between_idle_site
         assert {homes[0] for homes in served} == {site.name for site in sites}, "they begin everywhere"
         moved[name] = sum(before != after for homes in served for before, after in pairwise(homes))
     assert moved["prefix"] <= 2
-    assert moved["none"] > 20
+    assert moved["none"] > 10
 
 
 def test_gateways_that_tell_each_other_find_what_the_other_placed() -> None:
