@@ -23,6 +23,7 @@ from gateway.admin.batches import batch_reads
 from gateway.admin.models import SiteModels
 from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
+from gateway.admin.tuning import tuning_reads
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import SHADOW_TENANT, Outcome, SiteState
@@ -58,6 +59,7 @@ from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.replicas import SummaryExchange
 from gateway.tuning.lifecycle import open_tuning
+from gateway.tuning.service import TuningService
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import HotReloadForecaster
@@ -146,7 +148,7 @@ async def serve(config: GatewayConfig) -> int:
         routes = [
             *admin_routes(backend, admin),
             *_batch_routes(backend, admin, batches),
-            *tuning_routes(backend, tuning.service),
+            *_tuning_routes(backend, admin, tuning.service),
         ]
         server = _http(config, backend, routes, credentials)
         operators_server = _operators_http(config, core, backend)
@@ -382,6 +384,11 @@ def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> li
         *message_batch_routes(backend, batches.files, batches.ledger, batches.limits, batches.runner.wake),
         *batch_reads(access, batches.ledger),
     ]
+
+
+def _tuning_routes(backend: Backend, admin: AdminContext, service: TuningService) -> list[HTTPRouteHandler]:
+    access = Access(backend, admin.still_valid, admin.session_key, admin.ended_sessions)
+    return [*tuning_routes(backend, service), *tuning_reads(access, backend, service)]
 
 
 def _backend(config: GatewayConfig, core: Core, store: Store, side_work: SideWork) -> Backend:

@@ -61,7 +61,7 @@ def _job_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandle
             return json_response({})
         await _submit(job, caller, backend, tuning)
         tuning.wake()
-        return json_response(job_json(job))
+        return json_response(job_json(job, backend.unix_time()))
 
     @get("/v1/fine_tuning/jobs")
     async def list_jobs(request: AnyRequest) -> Response[bytes]:
@@ -69,11 +69,13 @@ def _job_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandle
         page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
         with database_errors(page):
             rows = await tuning.ledger.list_page(caller.tenant, page)
-        return list_response([job_json(job) for job in rows], page)
+        now_s = backend.unix_time()
+        return list_response([job_json(job, now_s) for job in rows], page)
 
     @get("/v1/fine_tuning/jobs/{job_id:str}")
     async def retrieve_job(request: AnyRequest) -> Response[bytes]:
-        return json_response(job_json(await _asked_job(request, backend, tuning)))
+        job = await _asked_job(request, backend, tuning)
+        return json_response(job_json(job, backend.unix_time()))
 
     return [create_job, list_jobs, retrieve_job]
 
@@ -90,7 +92,7 @@ def _turning_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHa
         if not turned and job.status not in already:
             raise BadRequest(f"The job is {job.status}: there is nothing to {verb}.", param="id")
         tuning.wake()
-        return json_response(job_json(job))
+        return json_response(job_json(job, backend.unix_time()))
 
     @post("/v1/fine_tuning/jobs/{job_id:str}/cancel", status_code=200)
     async def cancel_job(request: AnyRequest) -> Response[bytes]:
@@ -237,7 +239,7 @@ class _EventList:
             await events.end(DONE)
 
 
-def job_json(job: Job) -> dict[str, Any]:
+def job_json(job: Job, now_s: float) -> dict[str, Any]:
     """Render OpenAI's job. A paused job is `queued`, as its clients know it, with `paused` beside it."""
     plan = job.plan
     hyperparameters = {
@@ -245,7 +247,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "batch_size": plan.batch_size,
         "learning_rate_multiplier": plan.learning_rate_multiplier,
     }
-    paused = job.status is JobStatus.PAUSED
+    paused, finish = job.status is JobStatus.PAUSED, job.estimate_finish(now_s)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -262,7 +264,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "validation_file": job.validation_file_id,
         "result_files": [] if job.result_file_id is None else [job.result_file_id],
         "seed": plan.seed,
-        "estimated_finish": None,
+        "estimated_finish": None if finish is None else int(finish),
         "error": None if job.error is None else job.error._asdict(),
         "user_provided_suffix": job.suffix or None,
         "metadata": job.about,

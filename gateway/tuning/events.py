@@ -36,6 +36,15 @@ class Events:
             rows = await connection.execute(query.limit(page.limit + 1))
             return [Event(row.number, row.at, row.level, row.message, row.data) for row in rows]
 
+    async def list_losses(self, job_id: str, most: int) -> list[dict[str, Any]]:
+        """Return the figures of recorded steps in their order, `most` at most: first, last and between."""
+        table = tuning_events
+        query = select(table.c.data).where(table.c.job_id == job_id).order_by(table.c.number)
+        async with self._engine.connect() as connection:
+            found = [data for data in await connection.scalars(query) if data is not None]
+        count = min(most, len(found))
+        return [found[place * (len(found) - 1) // max(1, count - 1)] for place in range(count)]
+
     async def add(
         self,
         connection: AsyncConnection,

@@ -128,6 +128,13 @@ class Job:
     def ended(self) -> bool:
         return self.status not in UNFINISHED
 
+    def estimate_finish(self, now_s: float) -> float | None:
+        """Return the time at which it ends at the speed of its run; None while that is not known."""
+        if self.status is not JobStatus.RUNNING or self.step == 0 or self.tokens_per_s <= 0.0:
+            return None
+        left_tokens = self.trained_tokens / self.step * (self.total_steps - self.step)
+        return now_s + left_tokens / self.tokens_per_s
+
     @property
     def tuned_model(self) -> str:
         """Return the name of the adapter that it makes."""

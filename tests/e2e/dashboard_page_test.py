@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
+from gateway.store.database import open_engine
+from gateway.store.tables import files
+from gateway.tuning.events import Events
+from gateway.tuning.ledger import Ledger, new_job_id
+from gateway.tuning.values import Job, JobStatus, Plan, StepFigures, TuningLimits
 from tests.support.browser import Browser, find_chromium
 from tests.support.local_federation import LocalFederation, mico
 
@@ -364,6 +374,41 @@ def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_
     page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
     assert "1 of 1" in page.text("#batches")
     assert page.complaints == []
+
+
+def test_a_job_of_fine_tuning_is_on_the_page_with_its_loss(
+    page: Browser, federation: LocalFederation
+) -> None:
+    assert page.run("document.querySelector('#training-section').hidden")
+    with federation.sdk() as sdk:
+        file = sdk.files.create(
+            file=("rows.jsonl", b'{"prompt": "a", "completion": "b"}'), purpose="fine-tune"
+        )
+    job_id, ended = new_job_id(), {"status": JobStatus.SUCCEEDED, "site": "<b>school</b>"}
+
+    async def write() -> None:
+        engine, limits = open_engine(federation.running.database_url), TuningLimits()
+        events = Events(engine, time.time, limits.events)
+        async with engine.connect() as connection:
+            tenant = await connection.scalar(select(files.c.tenant).where(files.c.id == file.id))
+        job = Job(job_id, tenant, "a key", federation.model, file.id, time.time(), Plan(), **ended)
+        await Ledger(engine, "a test", time.time, limits).create(replace(job, step=4, total_steps=4))
+        for step in range(1, 5):
+            async with engine.begin() as connection:
+                figures = StepFigures(step, 4.0 / step, 0.5, 1.25 if step == 4 else None)
+                await events.add_step(connection, job_id, 4, figures)
+        await engine.dispose()
+
+    asyncio.run(write())
+    page.open(federation.base_url.removesuffix("/v1") + "/admin")
+    page.until(f"document.querySelector('#training').innerText.includes({json.dumps(job_id)})", "the job")
+    shown = page.text("#training")
+    for words in ("succeeded", "<b>school</b>", "4 of 4", "4 → 1, 1.25 held out"):
+        assert words in shown, shown
+    drawn = page.run("document.querySelector('#training .spark').getAttribute('d')")
+    heights = [float(point.split()[1]) for point in re.split("[ML]", drawn)[1:]]
+    assert len(heights) == 4 and heights == sorted(heights)  # a loss that falls
+    assert page.complaints == [] and page.run(NAMELESS) == []
 
 
 def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFederation) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tuning.placing import Act, End, Seen, next_act
-from gateway.tuning.values import UNFINISHED, JobStatus, Plan, TuningLimits, before, may_become
+from gateway.tuning.values import UNFINISHED, Job, JobStatus, Plan, TuningLimits, before, may_become
 
 ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
 
@@ -38,6 +41,20 @@ def test_the_steps_of_a_plan_read_every_row_once_an_epoch(rows: int, batch: int,
     steps = Plan(epochs=epochs, batch_size=batch).total_steps(rows)
     assert steps % epochs == 0
     assert (steps // epochs - 1) * batch < rows <= steps // epochs * batch
+
+
+@given(st.integers(0, 100), st.floats(1.0, 1e6), st.integers(1, 10_000))
+def test_a_job_is_expected_to_end_when_the_rest_of_its_steps_is_trained(
+    step: int, per_s: float, tokens: int
+) -> None:
+    job = Job("j", "t", "k", "m", "f", 0.0, Plan(), status=JobStatus.RUNNING, total_steps=100)
+    assert job.estimate_finish(50.0) is None
+    running = replace(job, step=step, trained_tokens=step * tokens, tokens_per_s=per_s)
+    if step:
+        assert running.estimate_finish(50.0) == pytest.approx(50.0 + (100 - step) * tokens / per_s)
+        for status in set(JobStatus) - {JobStatus.RUNNING}:
+            assert replace(running, status=status).estimate_finish(50.0) is None
+        assert replace(running, tokens_per_s=0.0).estimate_finish(50.0) is None
 
 
 @given(st.floats(0.0, 60.0), st.floats(0.0, 60.0))

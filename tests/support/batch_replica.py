@@ -18,6 +18,7 @@ from sqlalchemy.exc import OperationalError
 
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
+from gateway.admin.tuning import tuning_reads
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
@@ -215,6 +216,7 @@ async def replica(
             ),
             *batch_reads(access, batches.ledger),
             *tuning_routes(backend, tuning.service),
+            *tuning_reads(access, backend, tuning.service),
         ]
         transport = httpx2.ASGITransport(create_http(backend, routes))
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 from gateway.admin.dashboard.pages import FOLDER, POLICY, read_files
 
-LIMIT_BYTES = 64_000
+LIMIT_BYTES = 67_000
 
 
 class Page(HTMLParser):

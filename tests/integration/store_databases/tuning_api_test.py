@@ -58,6 +58,10 @@ def test_a_job_from_the_file_to_the_tuned_models_answer(url: str) -> None:
         await run.report(2)
         await recorded(here, job.id, 2)
         assert (await tuning.jobs.retrieve(job.id)).status == "running"
+        (listed,) = (await here.raw("GET", "/admin/api/fine_tuning", "boss")).json()["data"]
+        assert (listed["id"], listed["tenant"], listed["mico"]["step"]) == (job.id, "tenant-1", 2)
+        assert listed["losses"] == [[1, 1.0, None], [2, 0.5, None]]
+        assert (await here.raw("GET", "/admin/api/fine_tuning", "one")).status_code == 403
         await run.succeed()
         done = await reached(here, job.id, "succeeded")
         FineTuningJob.model_validate_json((await here.raw("GET", f"{JOBS}/{job.id}")).content, strict=True)

@@ -5,6 +5,7 @@ import { Plot, spark } from "./plot.js";
 import { explain } from "./query.js";
 import { clock, dollars, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
 import { SiteTable } from "./site_table.js";
+import { drawTraining } from "./training.js";
 
 const MAX_SAMPLES = 900, LATE_S = 3.5, REFRESH_MS = 30000;
 const $ = (id) => document.getElementById(id);
@@ -185,6 +186,7 @@ async function drawRecords() {
   try {
     const { data } = await request("batches?limit=5");
     fill("batches", data.map(batchCells), "No batch was submitted.");
+    await drawTraining($("training-section"));
     drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
