@@ -262,6 +262,7 @@ class LoadReport:
     unread_tokens: int = 0
     unknown_messages: int = 0
     devices: tuple[DeviceLoad, ...] = ()  # of a site that has several
+    quiet_s: float = 0.0  # so much later than in a small fleet may the next one come
 
 
 @dataclass(frozen=True, slots=True)

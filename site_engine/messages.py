@@ -230,6 +230,12 @@ class Ping:
     nonce: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReportPace:
+    times_off: int = 1
+    every_s: int = 1
+
+
 # ---- from the site
 
 
@@ -413,6 +419,7 @@ FromGateway: TypeAlias = (
     | Resume
     | ModelOrder
     | Ping
+    | ReportPace
     | Train
     | StopTraining
 )

@@ -58,7 +58,7 @@ class SiteMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., training: _Optional[_Union[Training, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order", "train", "stop_training")
+    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order", "train", "stop_training", "report_pace")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class GatewayMessage(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     STOP_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PACE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     assign: Assign
     cancel: Cancel
@@ -83,7 +84,8 @@ class GatewayMessage(_message.Message):
     order: ModelOrder
     train: Train
     stop_training: StopTraining
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ..., train: _Optional[_Union[Train, _Mapping]] = ..., stop_training: _Optional[_Union[StopTraining, _Mapping]] = ...) -> None: ...
+    report_pace: ReportPace
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ..., train: _Optional[_Union[Train, _Mapping]] = ..., stop_training: _Optional[_Union[StopTraining, _Mapping]] = ..., report_pace: _Optional[_Union[ReportPace, _Mapping]] = ...) -> None: ...
 
 class SiteBunch(_message.Message):
     __slots__ = ("messages",)
@@ -98,7 +100,7 @@ class GatewayBunch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "takes_orders", "trains", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "takes_orders", "paces_reports", "trains", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,7 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     TAKES_ORDERS_FIELD_NUMBER: _ClassVar[int]
+    PACES_REPORTS_FIELD_NUMBER: _ClassVar[int]
     TRAINS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     CACHED_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
@@ -133,13 +136,14 @@ class Hello(_message.Message):
     version: str
     reads_bunches: bool
     takes_orders: bool
+    paces_reports: bool
     trains: Trains
     pool: str
     cached_usd_per_mtok: float
     usd_per_hour: float
     highest_protocol: int
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., trains: _Optional[_Union[Trains, _Mapping]] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., paces_reports: _Optional[bool] = ..., trains: _Optional[_Union[Trains, _Mapping]] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "state", "wake_s", "tenant")
@@ -290,6 +294,14 @@ class DeviceLoad(_message.Message):
     moved_in: int
     losses: int
     def __init__(self, device: _Optional[str] = ..., lost: _Optional[bool] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_free_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., moved_in: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
+
+class ReportPace(_message.Message):
+    __slots__ = ("times_off", "every_s")
+    TIMES_OFF_FIELD_NUMBER: _ClassVar[int]
+    EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    times_off: int
+    every_s: int
+    def __init__(self, times_off: _Optional[int] = ..., every_s: _Optional[int] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")

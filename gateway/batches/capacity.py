@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from gateway.domain import Site, SiteState
 from gateway.routing.failover import NATIVE
-from gateway.routing.filters import STALE_AFTER_S
+from gateway.routing.filters import is_stale
 from gateway.routing.window import assign
 
 QUEUED_SHARE: Final = 0.25
@@ -78,7 +78,7 @@ def can_serve(site: Site, model: str, now_s: float) -> bool:
     return (
         site.state is SiteState.READY
         and site.weight > 0
-        and now_s - site.load.received_s <= STALE_AFTER_S
+        and not is_stale(site.load, now_s)
         and model in site.identity.models
         and model not in site.pinned_off
     )

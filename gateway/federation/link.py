@@ -26,6 +26,7 @@ from gateway.federation.model_orders import ModelOrders
 from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
+from gateway.federation.report_pace import ReportPace
 from gateway.federation.stream_pace import StreamPace
 from gateway.federation.training import TrainingRuns
 from gateway.federation.unreported import UnreportedDemands
@@ -70,30 +71,30 @@ class Link:
         clock: Callable[[], float],
         *,
         reads_bunches: bool = False,
+        paces_reports: bool = False,
         awake: AwakeClock | None = None,
         pace: StreamPace | None = None,
     ) -> None:
         self.identity = identity
         self.ping_heartbeats = 1  # from one ping to the next
-        self.last_heard_s = clock()
+        self.silent_since_s = clock()
         self.outbox = Outbox()
+        self.reports = ReportPace(self.outbox, is_kept=paces_reports)
         self.counts = Counts(identity.name, self.outbox)
         self.orders = ModelOrders(identity.name, self.outbox)
         self.training = TrainingRuns(self.outbox, clock)
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._unreported = UnreportedDemands()
-        self._reads_bunches = reads_bunches
-        self._directory = directory
-        self._offloading, self._clock = offloading, clock
+        self._reads_bunches, self._clock = reads_bunches, clock
+        self._directory, self._offloading = directory, offloading
         self._nonce = 0
         self._pings: dict[int, float] = {}  # that are not answered: when each was made
         self._awake = awake or AwakeClock(clock)
         self._pace = pace or StreamPace()
         self._progress = Progress(self._awake.now_s)
         self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
-        self._ejections = 0  # in a row
-        self._told_s = -inf  # when the site last told of prompts
+        self._ejections, self._told_s = 0, -inf  # in a row; when the site last told of prompts
         self._ejected: _Ejection | None = None
         self._handlers: Mapping[str, Callable[[Any], None]] = {
             "accepted": self._accepted,
@@ -166,6 +167,8 @@ class Link:
         deadline_s = max(0.001, query.deadline_s - self._clock())
         assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
         assign.assign.prefix_hashes = prefix_hashes
+        if not self._live:
+            self.silent_since_s = self._clock()
         self._live[attempt.id] = attempt
         self._unreported.add(attempt.id, demand)
         self._progress.assigned(attempt.id, self._awake.now_s)
@@ -243,7 +246,7 @@ class Link:
         """
         if self.closing is not None:
             return
-        self.last_heard_s = self._clock()
+        self.silent_since_s = self._clock()
         self._offloading.mark_changed(self.name)
         for each in codec.messages_of(message):
             body = each.WhichOneof("body")
@@ -384,7 +387,7 @@ class Link:
 
     def _report(self, message: pb.Load) -> None:
         """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
-        report = load_codec.load(message, self._clock())
+        report = load_codec.load(message, self._clock(), self.reports.quiet_s)
         self._progress.reported(load_codec.engine_report(message), self._awake.now_s)
         self._unreported.keep(lambda attempt_id: self._live[attempt_id].accepted is None)
         self._directory.report(self.name, report, self._unreported.credit)
@@ -423,7 +426,7 @@ class Link:
         sent_s = self._pings.get(message.nonce)
         if sent_s is not None:
             self._pings = {nonce: s for nonce, s in self._pings.items() if nonce > message.nonce}
-            rtt_s = self.last_heard_s - sent_s
+            rtt_s = self.silent_since_s - sent_s
             ahead_s = message.unix_s - (time.time() - rtt_s / 2)
             known = message.unix_s and abs(ahead_s) < MAX_CLOCK_AHEAD_S  # false for NaN, too
             self._directory.set_rtt(self.name, rtt_s, ahead_s if known else None)

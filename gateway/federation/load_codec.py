@@ -14,7 +14,7 @@ MAX_DEVICES = 64
 """Of one site; more are not shown."""
 
 
-def load(report: pb.Load, received_s: float) -> LoadReport:
+def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport:
     cost = report.iteration
     return LoadReport(
         seq=report.seq,
@@ -41,6 +41,7 @@ def load(report: pb.Load, received_s: float) -> LoadReport:
         unread_tokens=report.unread_tokens,
         unknown_messages=report.unknown_messages,
         devices=_devices(report.devices),
+        quiet_s=quiet_s,
     )
 
 

@@ -20,7 +20,7 @@ from gateway.domain import LoadReport
 
 CHECK_EVERY_S = 0.25
 REPORT_WITHIN_S = 3.0
-"""Sites report at least once a second."""
+"""Sites report at least once a second in a small fleet."""
 ANSWER_WITHIN_S = 1.0
 """Beside one iteration, at whose end an engine takes what was submitted, and the reading of the prompt."""
 PROGRESS_WITHIN_S = 6.0
@@ -124,7 +124,7 @@ class Progress:
             return None
         iteration_s = self._longest_iteration_s(load, prompt_tokens)
         explained_s = min(MAX_EXPLAINED_S, 2 * iteration_s)
-        if (lasts_s := now_s - self.reported_s - explained_s) > REPORT_WITHIN_S:
+        if (lasts_s := now_s - self.reported_s - explained_s) > REPORT_WITHIN_S + load.quiet_s:
             return Silence("it has reported no load", lasts_s)
         oldest_s = next(iter(self._unanswered.values()), now_s)
         reading_s = min(MAX_EXPLAINED_S, iteration_s + prompt_tokens / PROMPT_TOKENS_PER_S)

@@ -158,6 +158,7 @@ class Federation(rpc.FederationServicer):
             self._offloading,
             self._clock,
             reads_bunches=bunches,
+            paces_reports=first.hello.paces_reports,
             awake=self._awake,
             pace=self._pace,
         )
@@ -254,15 +255,18 @@ class Federation(rpc.FederationServicer):
 
     async def _watch(self, link: Link, certificate: SiteCertificate | None) -> str:
         """Send pings; return when the site is silent, because a site that hangs keeps its socket open, or
-        when its certificate ends. A site says something at every heartbeat, also where pings are rarer.
+        when its certificate ends. A site with work says something at every heartbeat, also where pings are
+        rarer; one without, as seldom as its reports may be.
 
         Silence is counted in heartbeats for which this process slept as long as planned: if it was stalled
         itself, the site's messages wait unread, and the site is not at fault.
         """
         heartbeat_s, missed, heartbeats = self._settings.heartbeat_s, 0, 0
         while link.closing is None:
-            if missed >= MISSED_HEARTBEATS:
-                return f"silent for {self._clock() - link.last_heard_s:.1f} s"
+            link.reports.adapt(len(self._links))
+            quiet = 0 if link.live else link.reports.every_s - 1
+            if missed >= MISSED_HEARTBEATS + quiet:
+                return f"silent for {self._clock() - link.silent_since_s:.1f} s"
             if invalid_reason := self._site_auth.invalid_reason(certificate):
                 return invalid_reason
             if heartbeats % link.ping_heartbeats == 0 and (unread_reason := link.ping()):
@@ -271,7 +275,7 @@ class Federation(rpc.FederationServicer):
             began_s = self._clock()
             await self._sleep(heartbeat_s)
             stalled = self._clock() - began_s > 1.5 * heartbeat_s
-            missed = 0 if stalled or link.last_heard_s >= began_s else missed + 1
+            missed = 0 if stalled or link.silent_since_s >= began_s else missed + 1
         return link.closing
 
 

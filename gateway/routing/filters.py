@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import ModelState, Site, SiteState
+from gateway.domain import LoadReport, ModelState, Site, SiteState
 from gateway.prices import NANO_USD, prices_of
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Figures, Fleet
 
 STALE_AFTER_S = 3.0
-"""Three missed reports: sites report at least once a second."""
+"""Three missed reports: sites report at least once a second in a small fleet."""
 
 
 def may(
@@ -57,9 +57,13 @@ def why_not(demand: Demand, site: Site, now_s: float, tried: Collection[str] = (
         return site.state.value
     if site.weight <= 0:
         return "weight 0"
-    if (age_s := now_s - site.load.received_s) > STALE_AFTER_S:
-        return f"load report {age_s:.1f} s old"
+    if is_stale(site.load, now_s):
+        return f"load report {now_s - site.load.received_s:.1f} s old"
     return _model_why_not(demand, site)
+
+
+def is_stale(load: LoadReport, now_s: float) -> bool:
+    return now_s - load.received_s > STALE_AFTER_S + load.quiet_s
 
 
 def _model_why_not(demand: Demand, site: Site) -> str | None:

@@ -34,7 +34,7 @@ MAX_CACHED = 1_000
 class Figures(NamedTuple):
     """The inputs of a decision, each `[sites]`. Assignments since the report count as pending."""
 
-    heard_s: Numbers  # time of the last report; -inf for a site that takes no work
+    heard_s: Numbers  # time of the last report, and what it may be quiet after; -inf: it takes no work
     slots: Numbers
     running: Numbers
     requests: Numbers  # running and pending
@@ -88,7 +88,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
     room = identity.kv_capacity_tokens - occupied - prompt_tokens - response_tokens
     return (
-        load.received_s if site.state is SiteState.READY and site.weight > 0 else -inf,
+        load.received_s + load.quiet_s if site.state is SiteState.READY and site.weight > 0 else -inf,
         slots,
         load.running,
         requests,

@@ -25,8 +25,7 @@ docs/decisions/routing-cost.md.
 FIRST_TOKEN = 6.0
 """Weight of a second until the first token, in seconds between tokens, added to the finish."""
 REPORTS_EVERY_S = 1.5
-"""A report older than this means that one was missed: a site reports every change, and every second anyway.
-"""
+"""A report older than this means that one was missed: a site of a small fleet reports every second anyway."""
 STALE_PENALTY = 1.0
 """Seconds added per second of a report's age beyond that."""
 USD_PER_SECOND = {Lane.INTERACTIVE: 0.001, Lane.BATCH: 0.0001}

@@ -178,7 +178,7 @@ class Rates:
 
 def shown_state(site: Site, now_s: float) -> SiteState:
     """Return the state to display: stale if the figures are old, since the load is unknown then."""
-    silent = now_s - site.load.received_s > STALE_SHOWN_AFTER_S
+    silent = now_s - site.load.received_s > STALE_SHOWN_AFTER_S + site.load.quiet_s
     return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.domain import Site, SiteState
-from gateway.routing.filters import STALE_AFTER_S
+from gateway.routing.filters import is_stale
 from gateway.tuning.values import JobStatus, Plan, TuningLimits
 
 
@@ -64,7 +64,7 @@ def _serves(site: Site, model: str) -> bool:
 
 
 def _is_fresh(site: Site, now_s: float) -> bool:
-    return site.state is SiteState.READY and site.weight > 0 and now_s - site.load.received_s <= STALE_AFTER_S
+    return site.state is SiteState.READY and site.weight > 0 and not is_stale(site.load, now_s)
 
 
 class End(StrEnum):

@@ -309,6 +309,7 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
     "resume": lambda body: m.Resume(body.reason),
     **training_codec.DECODERS,
     "ping": lambda body: m.Ping(body.nonce),
+    "report_pace": lambda body: m.ReportPace(body.times_off, body.every_s),
 }
 
 
@@ -399,7 +400,7 @@ def encode_hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
     own |= {"models": encode_models(hello.models), "trains": training_codec.encode_trains(hello.trains)}
     own |= {"protocol": LOWEST_PROTOCOL, "highest_protocol": HIGHEST_PROTOCOL}
-    return pb.Hello(reads_bunches=True, **own)
+    return pb.Hello(reads_bunches=True, paces_reports=True, **own)
 
 
 def encode_models(models: Iterable[m.Model]) -> list[pb.Model]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from site_engine.federation.attempts import Attempts
-from site_engine.messages import Model, Welcome, of_everyone
+from site_engine.messages import Model, ReportPace, Welcome, of_everyone
 
 if TYPE_CHECKING:
     from site_engine.federation.bulk import Bulk
 
 MAX_GRACE_S = 600.0
+READS_STALLS = 2
+"""The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
+PINGS_RARELY = 3
+"""The protocol from which on a gateway may ping a site more rarely than it wants to hear of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,7 @@ class Connection:
     reads_models: bool = False
     reads_held: bool = False
     tunes: bool = False
+    report_pace: ReportPace = field(default_factory=ReportPace)  # that it asks for
     bulk: Bulk | None = None  # calls beside the stream, while one is up
     hello_is_old: bool = (
         False  # it names other models than are served now, and the gateway knows Hello's only
@@ -46,7 +51,7 @@ class Connection:
         self.draining = self.has_bid = self.hello_is_old = False
         self.protocol, self.reads_prefixes = welcome.protocol, welcome.reads_prefixes
         self.reads_models, self.reads_held = welcome.reads_models, welcome.reads_held
-        self.tunes = welcome.tunes
+        self.tunes, self.report_pace = welcome.tunes, ReportPace()
 
     def visible(self, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """Return the models that the gateway is told of."""

@@ -22,7 +22,7 @@ from site_engine.federation import codec
 from site_engine.federation.bulk import Bulk
 from site_engine.federation.connection import Connection
 from site_engine.federation.site import Site
-from site_engine.messages import Bye, FromSite, Hello, Welcome
+from site_engine.messages import Bye, FromSite, Hello, ReportPace, Welcome
 from wire import federation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -222,6 +222,8 @@ class Link:
                     self._site.unknown_messages += 1
                 elif isinstance(decoded, Train | StopTraining):
                     self._site.on_training(decoded)
+                elif isinstance(decoded, ReportPace):
+                    self._site.pace_reports(connection, decoded)
                 else:
                     self._site.receive(connection, decoded)
 

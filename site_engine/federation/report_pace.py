@@ -2,18 +2,23 @@
 as a token.
 
 Between two reports a gateway takes the last one for true. What it decides by is then off by a known bound at
-most: requests and KV by `SHARE` of the site, seconds of work by `SHARE` of themselves or `SECONDS`. Pure
-bookkeeping; the caller passes the time.
+most: requests and KV by `SHARE` of the site, seconds of work by `SHARE` of themselves or `SECONDS`. A gateway
+with many sites asks each for a multiple of that bound. Pure bookkeeping; the caller passes the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
+
+from site_engine import messages as m
 
 SHARE = 1 / 16
 SECONDS = 0.05
 REPORT_EVERY_S = 1.0
 """However little changes: a gateway takes a site that reports less often for lost."""
+MAX_TIMES = 16
+"""Whatever a gateway asks for, reports are not further off, nor more seldom."""
 
 
 class Cost(Protocol):
@@ -74,33 +79,49 @@ class Told(NamedTuple):
             iteration_s * response / max(1, slots),
         )
 
-    def differs(self, now: Told, slots: int, kv_capacity_tokens: int) -> bool:
-        """Return whether what was told is off by more than the bound, or hides that nothing is left to do."""
-        few, little = SHARE * slots, SHARE * kv_capacity_tokens
+    def differs(self, now: Told, slots: int, kv_capacity_tokens: int, times: int) -> bool:
+        """Return whether what was told is off by more than so many times the bound, or hides that nothing is
+        left to do.
+        """
+        share = times * SHARE
+        few, little = share * slots, share * kv_capacity_tokens
         return (
             abs(now.requests - self.requests) > few
             or abs(now.running - self.running) > few
             or abs(now.kv_tokens - self.kv_tokens) > little
-            or _off(self.prefill_s, now.prefill_s)
-            or _off(self.decode_s, now.decode_s)
-            or abs(now.iteration_s - self.iteration_s) > SHARE * self.iteration_s
+            or _off(self.prefill_s, now.prefill_s, times)
+            or _off(self.decode_s, now.decode_s, times)
+            or abs(now.iteration_s - self.iteration_s) > share * self.iteration_s
             or (now.requests == 0 < self.requests)
         )
 
 
-def _off(told_s: float, now_s: float) -> bool:
-    return abs(now_s - told_s) > max(SECONDS, SHARE * told_s)
+def _off(told_s: float, now_s: float, times: int) -> bool:
+    return abs(now_s - told_s) > times * max(SECONDS, SHARE * told_s)
 
 
 class ReportPace:
     """Of one site: the report that the gateways have, and what has changed since."""
 
     def __init__(self, slots: int, kv_capacity_tokens: int) -> None:
+        self._times_off = self._times_seldom = 1
         self._slots = slots
         self._kv_capacity_tokens = kv_capacity_tokens
         self._told: Told | None = None
         self._told_s = float("-inf")
         self._admitted = 0
+
+    @property
+    def every_s(self) -> float:
+        """Return the longest time until the next report: none while a gateway waits for one."""
+        return 0.0 if self._told is None else REPORT_EVERY_S * self._times_seldom
+
+    def agree(self, asked: Iterable[m.ReportPace]) -> None:
+        """Do the least that a gateway asks for, and have the next figures reported."""
+        every = list(asked) or [m.ReportPace()]
+        self._times_off = max(1, min(MAX_TIMES, *(each.times_off for each in every)))
+        self._times_seldom = max(1, min(MAX_TIMES, *(each.every_s for each in every)))
+        self._told = None
 
     def admitted(self) -> None:
         """Note a request that a gateway adds to what it was told, until the next report counts it."""
@@ -108,12 +129,12 @@ class ReportPace:
 
     def is_due(self, figures: Figures, now: float) -> bool:
         """Return whether the figures must be reported."""
-        if self._told is None or now - self._told_s >= REPORT_EVERY_S:
+        if self._told is None or now - self._told_s >= self.every_s:
             return True
-        if self._admitted > SHARE * self._slots:
+        if self._admitted > self._times_off * SHARE * self._slots:
             return True
         seen = Told.by(figures, self._slots, self._kv_capacity_tokens)
-        return self._told.differs(seen, self._slots, self._kv_capacity_tokens)
+        return self._told.differs(seen, self._slots, self._kv_capacity_tokens, self._times_off)
 
     def reported(self, figures: Figures, now: float) -> None:
         self._told = Told.by(figures, self._slots, self._kv_capacity_tokens)
@@ -121,5 +142,5 @@ class ReportPace:
         self._admitted = 0
 
     def forget(self) -> None:
-        """Have the next figures reported: there is a gateway that has none."""
+        """Have the next figures reported, whatever they are."""
         self._told = None

@@ -18,7 +18,7 @@ from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
-from site_engine.federation.connection import Connection
+from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection
 from site_engine.federation.held import HeldCall, HeldCalls
 from site_engine.federation.outbox import STREAM_INTERVAL_S
 from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace
@@ -34,10 +34,6 @@ STUCK_AFTER_S = 120.0
 """An engine that has been without progress for so long does not come back: a new process has to load it."""
 MAX_NAMED = 10
 """Models that a refusal names."""
-READS_STALLS = 2
-"""The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
-PINGS_RARELY = 3
-"""The protocol from which on a gateway may ping a site more rarely than it wants to hear of it."""
 
 
 class Site:
@@ -129,7 +125,7 @@ class Site:
             self._engine.cancel(known.attempts.cancel(attempt_id))
         if self._draining is not None:
             known.attempts.outbox.put(self._draining)
-        self._pace.forget()
+        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
         self._engine.request_load()
         return known
 
@@ -142,15 +138,16 @@ class Site:
         connection.wake = lambda: None  # nobody reads while no stream is up
         connection.attempts.outbox.stream_lost()
         connection.lost_s = self._clock()
+        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
         self.tick()
 
     def tick(self) -> None:
-        """End grace periods, and request a load report every second. Call this a few times a second."""
+        """End grace periods, and request a load report when one is due. Call this a few times a second."""
         now = self._clock()
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
                 self._abandon(each)
-        if now - self._load_s >= REPORT_EVERY_S:
+        if now - self._load_s >= self._pace.every_s:
             self._engine.request_load()
         self._watch_engine(now)
         self._show_life(now)
@@ -173,12 +170,13 @@ class Site:
             self._send_load(able, LoadSeen(self._figures, now), stalled_s)
 
     def _show_life(self, now: float) -> None:
-        """Say something while the engine says nothing, in a long iteration: a pong that answers no ping."""
+        """Say something in a long iteration, as seldom as reports where nobody waits: a pong of no ping."""
         if now - max(self._load_s, self._sign_s) < SIGN_OF_LIFE_S:
             return
         self._sign_s = now
+        owed = now - self._load_s >= SIGN_OF_LIFE_S + self._pace.every_s - REPORT_EVERY_S
         for each in self._connections.values():
-            if each.linked and each.protocol >= PINGS_RARELY:
+            if each.linked and each.protocol >= PINGS_RARELY and (owed or not each.is_idle):
                 each.attempts.outbox.put(m.Pong(NO_PING, now, time.time()))
                 each.wake()
 
@@ -210,6 +208,10 @@ class Site:
             case _:
                 log.warning("gateway %s said Welcome twice", connection.gateway)
         self._changed(connection)
+
+    def pace_reports(self, connection: Connection, message: m.ReportPace) -> None:
+        connection.report_pace = message
+        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
 
     def _assign(self, connection: Connection, assign: m.Assign) -> None:
         refusal = self._refusal(connection, assign)

@@ -191,8 +191,8 @@ def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path
             (row,) = await here.store.certificates.list_sites()
             assert row.renewals == 1
             here.now_s = 25 * 3600.0  # the first one has expired by now
-            last_heard_s = link.last_heard_s
-            await until(lambda: link.last_heard_s > last_heard_s, "a heartbeat later")
+            silent_since_s = link.silent_since_s
+            await until(lambda: link.silent_since_s > silent_since_s, "a heartbeat later")
             assert here.federation.links["alpha"] is link
             here.now_s = 38 * 3600.0
             await until(lambda: link.closing, "and nobody renewed the second")

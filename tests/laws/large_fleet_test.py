@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from random import Random
 
@@ -134,3 +135,15 @@ def test_a_retry_avoids_sites_that_missed_a_report_as_long_as_others_are_left(
     assert {name for name, why in found.excluded.items() if why == NOT_HEARD} == (silent if lately else set())
     first = decide(demand, fleet, POLICIES[policy], now_s=NOW, turn=turn)
     assert NOT_HEARD not in first.excluded.values()
+
+
+@given(st.floats(0, 10), st.floats(0, 3), st.sampled_from(sorted(POLICIES)))
+def test_a_site_that_may_be_quiet_for_longer_is_stale_as_much_later(
+    age_s: float, quiet_s: float, policy: str
+) -> None:
+    report = replace(busy(4, 1.0, 0.0, NOW - age_s), quiet_s=quiet_s)
+    fleet = Fleet.of([Site(identity("s", 4), SiteState.READY, report)])
+    found = decide(Demand("m", 100, 200.0, 500), fleet, POLICIES[policy], now_s=NOW, turn=0)
+    over_s = age_s - STALE_AFTER_S - quiet_s
+    assert abs(over_s) < 1e-9 or (found.site is None) == (over_s > 0)
+    assert ("load report" in found.excluded.get("s", "")) == (found.site is None)

@@ -1,5 +1,6 @@
 """Laws of load reports: what a gateway decides by is off by the stated bound at most, whatever happens at a
-site and whoever assigns; and a site that tells nothing new sends next to nothing.
+site, whoever assigns, and however many sites each gateway has; and a site that tells nothing new sends next
+to nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.decision import Decision
@@ -17,7 +18,10 @@ from gateway.federation import codec as gateway_codec
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
+from gateway.federation.report_pace import LINKS_PER_SECOND, MAX_EVERY_S
 from gateway.routing.demand import Demand
+from gateway.routing.filters import is_stale
+from gateway.routing.policies import REPORTS_EVERY_S
 from predictor.forecast import Forecast
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures, condense
@@ -131,17 +135,19 @@ class Gateway:
     """The link of one gateway to the site, and the connection of the site to it."""
 
     def __init__(self, name: str, site: site_module.Site, clock: Callable[[], float]) -> None:
-        self.directory, self.loads, self._assigned = Directory(), 0, 0
+        self.directory, self.loads, self.assigned = Directory(), 0, 0
         identity = gateway_codec.identity(next(iter(site_codec.encode(site.hello()))).hello)
         self.directory.join(identity, clock())
-        self.link = Link(identity, self.directory, Offloading({}, self.directory, clock), clock)
-        welcome = m.Welcome(name, (), 1.0, 1.0, (), protocol=3)
-        self.connection = site.welcomed(site.hello(), welcome, lambda: None)
+        offloading = Offloading({}, self.directory, clock)
+        self.link = Link(identity, self.directory, offloading, clock, paces_reports=True)
+        hello = site.hello()
+        welcome = m.Welcome(name, (), 1.0, 60.0, hello.attempts, protocol=3)
+        self.connection = site.welcomed(hello, welcome, lambda: None)
         self.name, self._site, self._clock = name, site, clock
 
     def assign(self) -> None:
-        self._assigned += 1
-        query = Query(f"{self.name}{self._assigned}", "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
+        self.assigned += 1
+        query = Query(f"{self.name}{self.assigned}", "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
         decision = Decision(query.id, query.id, "s", "mico", "test", (), {}, 0.0)
         self.link.assign(query, decision, Demand("m", PROMPT_TOKENS, 50.0, 90), FORECAST)
 
@@ -151,7 +157,10 @@ class Gateway:
             sent = pb.GatewayMessage.FromString(await self.link.next_message())
             decoded = site_codec.decode(sent)
             assert decoded is not None
-            self._site.receive(self.connection, decoded)
+            if isinstance(decoded, m.ReportPace):
+                self._site.pace_reports(self.connection, decoded)
+            else:
+                self._site.receive(self.connection, decoded)
 
     def take(self) -> None:
         for message in self.connection.attempts.outbox.take(self._clock()):
@@ -170,10 +179,38 @@ class World:
         clock = lambda: self.now_s  # noqa: E731
         self.site = site_module.Site(HELLO, self.engine, clock, 1_000)
         self.listener = Listener(self.site.outputs, self.site.load, lambda _: None)
+        self._clock = clock
         self.gateways = [Gateway(name, self.site, clock) for name in ("east", "west")]
 
-    async def turn(self, assigned: Sequence[int] = (), tokens: int = 1, iterations: int = 0) -> None:
-        """Let gateways assign, the engine work, and the site report what it sees, within TURN_S."""
+    def relink(self, number: int) -> None:
+        """Break the link of a gateway, and open the next one."""
+        before = self.gateways[number]
+        before.link.close("cut")
+        self.site.lost(before.connection)
+        self.gateways[number] = Gateway(before.name, self.site, self._clock)
+        self.gateways[number].assigned = before.assigned
+
+    @property
+    def share(self) -> float:
+        return SHARE * min(each.link.reports.times_off for each in self.gateways)
+
+    @property
+    def every_s(self) -> float:
+        return REPORT_EVERY_S * min(each.link.reports.every_s for each in self.gateways)
+
+    async def turn(
+        self,
+        assigned: Sequence[int] = (),
+        tokens: int = 1,
+        iterations: int = 0,
+        links: Sequence[int] = (),
+        lasts_s: float = TURN_S,
+    ) -> None:
+        """Let gateways assign, the engine work, and the site report what it sees at the end. `links`: of each
+        gateway now.
+        """
+        for gateway, count in zip(self.gateways, links, strict=False):
+            gateway.link.reports.adapt(count)
         self.engine.next_tokens = tokens
         for number in assigned:
             self.gateways[number].assign()
@@ -181,25 +218,28 @@ class World:
             await each.deliver()
         for _ in range(iterations):
             self.engine.iterate(self.listener)
-        self.now_s += TURN_S
+        self.now_s += lasts_s
         self.site.load(LoadSeen(self.engine.figures(), self.now_s))
         for each in self.gateways:
             each.take()
 
-    def check(self) -> None:
+    def check(self, turn_s: float = TURN_S) -> None:
         figures = self.engine.figures()
-        true = Told.by(figures, SLOTS, KV_TOKENS)
+        true, share = Told.by(figures, SLOTS, KV_TOKENS), self.share
         for gateway in self.gateways:
             site = gateway.view
             seen = Told.by(site.load, SLOTS, KV_TOKENS)
-            assert abs(seen.requests - true.requests) <= SHARE * SLOTS
-            assert abs(seen.running - true.running) <= SHARE * SLOTS
-            assert abs(seen.kv_tokens - true.kv_tokens) <= SHARE * KV_TOKENS
-            assert abs(seen.prefill_s - true.prefill_s) <= max(SECONDS, SHARE * seen.prefill_s)
-            assert abs(seen.decode_s - true.decode_s) <= max(SECONDS, SHARE * seen.decode_s)
-            assert abs(seen.iteration_s - true.iteration_s) <= SHARE * seen.iteration_s + 1e-12
-            assert site.credit.requests <= SHARE * SLOTS, "what is added to a report is bounded, too"
-            assert self.now_s - site.load.received_s < REPORT_EVERY_S + TURN_S
+            seconds = share / SHARE * SECONDS
+            assert abs(seen.requests - true.requests) <= share * SLOTS
+            assert abs(seen.running - true.running) <= share * SLOTS
+            assert abs(seen.kv_tokens - true.kv_tokens) <= share * KV_TOKENS
+            assert abs(seen.prefill_s - true.prefill_s) <= max(seconds, share * seen.prefill_s)
+            assert abs(seen.decode_s - true.decode_s) <= max(seconds, share * seen.decode_s)
+            assert abs(seen.iteration_s - true.iteration_s) <= share * seen.iteration_s + 1e-12
+            assert site.credit.requests <= share * SLOTS, "what is added to a report is bounded, too"
+            assert self.now_s - site.load.received_s < self.every_s + turn_s
+            assert self.now_s - site.load.received_s <= REPORTS_EVERY_S + site.load.quiet_s
+            assert not is_stale(site.load, self.now_s)
             if true.requests == 0:
                 assert seen.requests + site.credit.requests == 0
 
@@ -220,6 +260,58 @@ def test_no_gateway_is_ever_off_by_more_than_the_bound(
             world.engine.rate = rate
             await world.turn(assigned, tokens, iterations)
             world.check()
+
+    asyncio.run(scenario())
+
+
+sizes = st.integers(0, 5 * LINKS_PER_SECOND)
+walks = st.lists(
+    st.tuples(turns, st.none() | st.tuples(sizes, sizes), st.none() | st.integers(0, 1), st.integers(0, 20)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=50)
+@given(walks)
+def test_fleets_grow_and_shrink_and_no_gateway_is_off_by_more_than_the_least_that_one_asks_for(
+    walk: list[tuple[tuple[list[int], int, int, float], tuple[int, int] | None, int | None, int]],
+) -> None:
+    """Nor does any take the site for silent. The link after one that broke begins as in a small fleet."""
+
+    async def scenario() -> None:
+        world, sizes = World(), (0, 0)
+        await world.turn()
+        for (assigned, tokens, iterations, rate), news, broken, idle_turns in walk:
+            world.engine.rate = rate
+            if broken is not None:
+                world.relink(broken)
+            sizes = news or (sizes if broken is None else (0, 0))
+            await world.turn(assigned, tokens, iterations, sizes)
+            world.check()
+            for _ in range(idle_turns):
+                await world.turn(links=sizes, lasts_s=0.25)
+                world.check(turn_s=0.25)
+
+    asyncio.run(scenario())
+
+
+def test_a_site_of_a_large_fleet_tells_a_quarter_as_often_that_nothing_is_new() -> None:
+    async def scenario() -> None:
+        world, large = World(), 4 * LINKS_PER_SECOND
+        await world.turn(links=(large, large))
+        assert world.every_s == MAX_EVERY_S
+
+        async def reports_in(seconds: int) -> list[int]:
+            before = [each.loads for each in world.gateways]
+            for _ in range(2 * seconds):
+                await world.turn(lasts_s=0.5)
+                world.check(turn_s=0.5)
+            return [each.loads - past for each, past in zip(world.gateways, before, strict=True)]
+
+        assert await reports_in(5 * MAX_EVERY_S) == [5, 5]
+        await world.turn(links=(large, LINKS_PER_SECOND - 1), lasts_s=0.5)
+        assert await reports_in(5) == [5, 5], "of both asks the stricter"
 
     asyncio.run(scenario())
 

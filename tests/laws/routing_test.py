@@ -46,6 +46,7 @@ def site(
     name: str = "a",
     *,
     age_s: float = 0.0,
+    quiet_s: float = 0.0,
     seconds: float = 0.01,
     slots: int = 8,
     running: tuple[int, ...] = (),
@@ -68,6 +69,7 @@ def site(
     load = LoadReport(
         seq=1,
         received_s=NOW - age_s,
+        quiet_s=quiet_s,
         running=len(running),
         pending=pending,
         kv_free_tokens=10_000 - kv_used,
@@ -88,6 +90,7 @@ loads = st.builds(
     credit=st.integers(0, 200),
     kv_used=st.integers(0, 10_000),
     age_s=st.floats(0, STALE_AFTER_S),
+    quiet_s=st.floats(0, 3),
     price=st.floats(0, 50),
     rtt_s=st.floats(0, 0.5),
 )

@@ -148,6 +148,46 @@ def test_a_site_says_that_it_is_there_while_its_engine_says_nothing() -> None:
     assert older.attempts.outbox.take(float("inf")) == []
 
 
+def test_to_a_gateway_with_many_sites_a_site_says_less_until_there_is_work_of_that_gateway() -> None:
+    scene = Scene(max_preparing=2)
+    idle, waits = scene.link("idle", protocol=3), scene.link("waits", protocol=3)
+    for each in (idle, waits):
+        scene.site.pace_reports(each, m.ReportPace(every_s=4))
+    scene.load(running=1)
+    scene.site.receive(waits, assign("a"))
+    loads(idle), loads(waits)
+    said: dict[str, list[float]] = {"idle": [], "waits": []}
+    for _ in range(20):
+        scene.clock.now += 0.25
+        scene.site.tick()
+        for each in (idle, waits):
+            said[each.gateway] += [
+                pong.monotonic_s - 100.0 for pong in each.attempts.outbox.take(float("inf"))
+            ]
+    assert said == {"idle": [4.5], "waits": [1.5, 3.0, 4.5]}
+    assert scene.engine.loads_asked == 7, "two when linked, and from the fourth second on"
+
+
+def test_the_least_that_a_gateway_asks_for_holds_until_its_link_is_lost() -> None:
+    scene = Scene()
+    small, large = scene.link("small"), scene.link("large")
+
+    def reports_after(seconds: float) -> bool:
+        scene.load()
+        loads(large)
+        scene.clock.now += seconds
+        scene.load()
+        return bool(loads(large))
+
+    scene.site.pace_reports(large, m.ReportPace(1, 10**9))
+    assert reports_after(1.0), "the other asks for a report each second"
+    scene.site.lost(small)
+    assert not reports_after(15.0)
+    assert reports_after(16.0), "no gateway can ask for next to none"
+    scene.site.pace_reports(large, m.ReportPace(0, 0))
+    assert reports_after(1.0)
+
+
 def test_a_report_that_waits_to_be_sent_is_replaced_after_an_admission() -> None:
     """It is sent after Accepted: the gateway takes it for one that counts the attempt."""
     scene = Scene()

@@ -69,9 +69,11 @@ class ScriptedSite:
         model: str = "m",
         takes_orders: bool = False,
         highest_protocol: int = 0,
+        paces_reports: bool = False,
         trains: pb.Trains | None = None,
     ):
         self.trains = trains
+        self.paces_reports = paces_reports
         self.highest_protocol = highest_protocol
         self.model = model
         self.takes_orders = takes_orders
@@ -120,6 +122,7 @@ class ScriptedSite:
         hello = pb.Hello(
             protocol=1,
             highest_protocol=self.highest_protocol,
+            paces_reports=self.paces_reports,
             site=self.name,
             boot_id=self.boot_id,
             cloud=f"cloud-{self.name}",
@@ -258,12 +261,19 @@ class Scene:
     async def heartbeat(self) -> None:
         """Let a heartbeat pass in which every site reports."""
         links: Any = self.gateway.federation.links
-        before = {name: link.last_heard_s for name, link in links.items()}
+        before = {name: link.silent_since_s for name, link in links.items()}
         for site in self.sites:
             await site.report()
-        await until(lambda: all(links[name].last_heard_s > s for name, s in before.items()), "reports")
+        await until(lambda: all(links[name].silent_since_s > s for name, s in before.items()), "reports")
         self._heart.beat()
         await until(lambda: len(self._heart.waiting) >= len(links), "the next heartbeat")
+
+    async def silent_heartbeats(self, count: int) -> None:
+        """Let heartbeats pass in which no site says anything."""
+        links: Any = self.gateway.federation.links
+        for _ in range(count):
+            self._heart.beat()
+            await until(lambda: len(self._heart.waiting) >= len(links), "the next heartbeat")
 
     def let_pass(self, seconds: float) -> None:
         """Let the links wait: whatever sites have sent by now was read, and nothing comes meanwhile."""
