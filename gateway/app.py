@@ -78,9 +78,8 @@ FAREWELL_S = 2.0
 OPERATORS_CONNECTIONS = 100
 SILENT_S = 2.0
 """After this long a silence of the database, the readiness answer says that it is away."""
-LARGE_BLOCK_BYTES = 2**20
+LARGE_BLOCK_BYTES, M_MMAP_THRESHOLD = 2**20, -3
 """Of a prompt of megabytes. By glibc's own rule such blocks stay with the process once some were freed."""
-M_MMAP_THRESHOLD = -3
 GC_THRESHOLDS = (5_000, 20, 20)
 """In 1,000 queries 3 collections, 4 ms in total; by Python's own thresholds 70, 27 ms in total."""
 
@@ -250,12 +249,11 @@ def _outcome_recorder(
     observers: Sequence[Callable[[Outcome], None]],
 ) -> Callable[[Outcome], None]:
     """Return the function that records each outcome. Of shadows `forecasts` alone is told."""
-    loop = asyncio.get_running_loop()
 
     def record(outcome: Outcome) -> None:
         """Record usage before the answer's end is sent; observers run later and can cost no record."""
         store.recorder.record(outcome, directory.cloud_of(outcome.site))
-        loop.call_soon(observe, outcome)
+        asyncio.get_running_loop().call_soon(observe, outcome)
 
     def observe(outcome: Outcome) -> None:
         if outcome.tenant != SHADOW_TENANT:
