@@ -90,9 +90,7 @@ class SiteConfig:
     key_env: str = ""  # the environment variable that holds the server's key
     key_file: Path | None = None  # read instead
     context_tokens: int | None = None  # of the server's models, where it does not say
-    features: tuple[
-        str, ...
-    ] = ()  # what its models are for, where it does not say: chat, vision, embed, rerank
+    features: tuple[str, ...] = ()  # of its models, where it does not say: chat, vision, embed, rerank
     allow_image_urls: bool = False  # let clients make the server fetch images from addresses that they name
     metrics: bool = True  # whether to read its load from its metrics; off behind a load balancer
     silence_s: float = 120.0  # of a server within an answer, after which it has hung
@@ -102,13 +100,11 @@ class SiteConfig:
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
     variants: tuple[VariantConfig, ...] = ()  # of the model, by [[group.variant]]
     models_from: tuple[str, ...] = ()  # folders, from which alone operators' orders load variants
-    training: bool = (
-        False  # let tenants fine-tune: adapters of the model, trained in the time that chats leave
-    )
+    training: bool = False  # let tenants fine-tune adapters of the model, in the time that chats leave
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
-    devices: tuple[str, ...] = ()  # several of them: an engine process for each, as cuda:0, cuda:1
+    devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
@@ -119,9 +115,7 @@ class SiteConfig:
     share_prefixes: bool = False  # between tenants too: faster, but times then reveal prompts of others
     allow_special_tokens: bool = False  # read the names of control tokens in the messages of chats as those
     sampling_defaults: str = "model"  # for what a client leaves out: its generation_config.json, or OpenAI's
-    stream_interval_s: float = (
-        0.02  # longest that text waits to be sent with the next, while the site is busy
-    )
+    stream_interval_s: float = 0.02  # longest that text waits for the next, while the site is busy
     iteration_floor_s: float = 0.0  # makes a site slower than its machine
 
     input_usd_per_mtok: float = 0.0
@@ -131,9 +125,7 @@ class SiteConfig:
     usd_per_hour: float = 0.0  # of a site that is paid by the hour, busy or idle, instead of by tokens
     drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "info"
-    otlp_url: str = (
-        ""  # collector of traces, such as http://collector:4318; empty: none. Needs the extra otel
-    )
+    otlp_url: str = ""  # collector of traces, such as http://collector:4318. Needs the extra otel
 
     def __post_init__(self) -> None:
         _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
@@ -177,7 +169,7 @@ class SiteConfig:
         """Whether the engine runs in a process of its own. No library is asked for a GPU: in the site's
         process that would take hold of it.
         """
-        if self.engine_process is not None or self.devices:
+        if self.engine_process is not None or self.devices or "+" in self.device:
             return self.engine_process is not False
         return self.device.startswith("cuda") or (self.device == "auto" and NVIDIA.exists())
 
@@ -199,15 +191,21 @@ class SiteConfig:
         return environ.get(self.key_env, "") if self.key_env else ""
 
     def _check_devices(self) -> None:
+        groups = [each.split("+") for each in self.devices or (self.device,)]
+        if any(len(each) > 1 for each in groups):
+            _require(not (self.variants or self.models_from), "devices", "joined by + serve no variants")
         if not self.devices:
             return
         _require(self.engine == "native", "devices", "need the native engine")
         _require(self.device == "auto", "device", "and devices exclude each other")
         _require(self.engine_process is not False, "devices", "need engine_process, which is off")
-        for each in self.devices:
+        names = [name for each in groups for name in each]
+        for each in names:
             known = each == "cpu" or re.fullmatch(r"cuda:\d+", each) is not None
-            _require(known, "devices", f"has {each!r}; name them as cuda:0, cuda:1, or cpu")
-            _require(each == "cpu" or self.devices.count(each) == 1, "devices", f"names {each} twice")
+            _require(known, "devices", f"has {each!r}; name them as cuda:0, cuda:1, cuda:0+cuda:1, or cpu")
+            _require(each == "cpu" or names.count(each) == 1, "devices", f"names {each} twice")
+        mixed = next(("+".join(each) for each in groups if 0 < each.count("cpu") < len(each)), "")
+        _require(not mixed, "devices", f"has {mixed}, which are of two kinds")
 
     def _check_training(self) -> None:
         if not self.training:

@@ -6,24 +6,27 @@ Loads the model of the first message, then serves it until the site says Stop or
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.request import Grammar
 from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
+from site_engine.engine.child import end_with_parent, see_one_device
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_server import EngineServer
+from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.native import facts_of, grammars_of
 from site_engine.telemetry import logs
@@ -34,11 +37,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
-PR_SET_PDEATHSIG = 1
 SWITCH_S = 2e-4
 """After which a thread gives up the interpreter to one that waits. A step gives it up about ten times and
 then waits each time for a thread that loads a variant: 50 ms with Python's own 5 ms.
 """
+REASON_WITHIN_S = 1.0
+"""A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
 
 
 def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
@@ -52,7 +56,14 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
     if config is None:
         return 1
     logs.set_up(config.log_level, config.site)
-    startup, compiler = StartUp(time.monotonic), GrammarCompiler()
+    startup, compiler, serving = StartUp(time.monotonic), GrammarCompiler(), threading.Event()
+
+    def lost(reason: str) -> None:
+        """End with a rank that has ended; while the model loads the site is told why."""
+        log.critical("%s", reason)
+        if not serving.is_set():
+            connection.sendall(pm.frame(pm.Refused(reason)))
+        end(1)
 
     def describe(model: Described) -> None:
         """Let the site go on with its tokenizer, and read the vocabulary, while the engine is built."""
@@ -60,13 +71,17 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
         described = pm.Described(model.context_tokens, model.vocab_size, model.eos_token_ids)
         connection.sendall(pm.frame(described))
 
+    rank = lead(config, lost)
     try:
+        config = replace(config, device=see_one_device(config.device.split("+")[0]))
         if load is None:
-            loaded = load_engine(config, TokenNames(), startup, describe)
+            loaded = load_engine(config, TokenNames(), startup, describe, rank)
         else:
             loaded = load(config)
             describe(loaded)
     except ConfigError as exc:
+        if rank is not None:
+            time.sleep(REASON_WITHIN_S)
         connection.sendall(pm.frame(pm.Refused(str(exc))))
         return 1
     server = EngineServer(
@@ -76,15 +91,10 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
         compiler.compile,
     )
     compiler.wait()
+    serving.set()
     connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts)))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
     return 0 if server.run() else 1
-
-
-def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends, also where it hangs. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read_start(connection: socket.socket) -> SiteConfig | None:

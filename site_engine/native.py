@@ -274,12 +274,12 @@ async def launch_engine(
 
 
 async def launch_core(config: SiteConfig, command: Sequence[str]) -> EngineProcess | EnginePool:
-    """Start the process of the engine, or one for each of several devices."""
+    """Start the process of the engine, or one for each of several devices; those joined by + are one."""
     settings = engine_settings(config)
     if not config.devices:
         return await EngineProcess.launch(settings, time.monotonic, command)
-    on_cpu = [each for each in config.devices if not each.startswith("cuda")]
-    threads = config.threads or (max(1, (os.cpu_count() or 1) // len(on_cpu)) if on_cpu else None)
+    on_cpu = "+".join(config.devices).split("+").count("cpu")
+    threads = config.threads or (max(1, (os.cpu_count() or 1) // on_cpu) if on_cpu else None)
     each = [settings | {"device": device, "devices": (), "threads": threads} for device in config.devices]
     return await EnginePool.launch(each, time.monotonic, command, share_prefixes=config.share_prefixes)
 

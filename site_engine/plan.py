@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.adapter_slots import RANK_CLASSES
+from site_engine.core.tensor_split import FAMILIES
 from site_engine.errors import ConfigError, VariantRefused
 from site_engine.variants.projections import (
     ADAPTER_SLOTS,
-    FAMILIES,
     MODULES,
     Size,
     largest_rank,

@@ -15,6 +15,7 @@ from site_engine.cuda.sampling import RULES
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.runner import Forward
+from site_engine.model.tensor_group import TensorGroup
 
 PREPARE_BLOCK = 256
 ARGMAX_SPAN = 8192
@@ -27,7 +28,10 @@ IN_PROMPT = 1 << 14
 class Device:
     """Device memory that all steps share: the page table, the newest token of every slot, split counters."""
 
-    def __init__(self, kv_cache: KVCache, slots: int, pages_per_row: int) -> None:
+    def __init__(
+        self, kv_cache: KVCache, slots: int, pages_per_row: int, group: TensorGroup | None = None
+    ) -> None:
+        self.group = group
         where = kv_cache.keys[0].device
         self.kv_cache = kv_cache
         self.where = where
@@ -151,6 +155,8 @@ class Step:
 
     def _prepare(self) -> None:
         shape, given = self._shape, self._in
+        if self._device.group is not None:  # its leader alone knows the rules by which some were taken
+            self._device.group.share(self._device.newest)
         most = max(shape.tokens, shape.samples, shape.patches)
         layer_kernels.prepare_inputs[(-(-most // PREPARE_BLOCK),)](
             given.source, given.position, given.wanted, given.patch_at, given.patch_page,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
+from site_engine.core.tensor_split import FAMILIES
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.adapters import AdapterArenas
 from site_engine.cuda.attention import DeviceContext
@@ -22,7 +23,8 @@ from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
-from site_engine.variants.projections import FAMILIES, Projection, Size
+from site_engine.model.tensor_group import TensorGroup
+from site_engine.variants.projections import Projection, Size
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 GATE_BLOCK = 1024
@@ -39,10 +41,11 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm fused with the residual sum before it."""
+    """An RMS norm fused with the residual sum before it, to which each rank of `group` has a part."""
 
     weight: torch.Tensor
     epsilon: float
+    group: TensorGroup | None = None
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the embeddings of the ids and their norm."""
@@ -51,6 +54,8 @@ class Norm(NamedTuple):
 
     def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `added` to `residual` in place and return the norm of the sum."""
+        if self.group is not None:
+            self.group.sum(added)
         return self._launch(layer_kernels.add_norm, added, residual)
 
     def add_parts(
@@ -58,8 +63,11 @@ class Norm(NamedTuple):
     ) -> torch.Tensor:
         """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum.
 
-        `more` [rows, size] comes from another stream: with it the kernel does not overlap the one before.
+        `more` [rows, size] comes from another stream: with it the kernel does not overlap the one before,
+        nor does it overlap the sum over ranks.
         """
+        if self.group is not None:
+            parts, pdl = self.group.sum(parts.sum(0, keepdim=True)), False
         return self._launch(
             skinny_gemm_kernels.add_parts_norm, parts, parts if more is None else more, residual,
             part_stride=parts.stride(0), PARTS=parts.shape[0], MORE=more is not None, PDL=pdl,
@@ -106,7 +114,7 @@ class LlamaForward:
         skinny = skinny_gemm.is_supported(model.device) and not any(bias is not None for bias in others)
         self._skinny_rows = skinny_gemm.MAX_ROWS if skinny else 0
         self._embedding = body.embed_tokens.weight
-        self._last = _norm(body.norm)
+        self._last = _norm(body.norm, model.group)
         self._head = Linear(model.model.lm_head.weight, model.model.lm_head.bias)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -237,7 +245,7 @@ def llama_forward(model: LoadedModel) -> LlamaForward | None:
         return None
     body = model.model.model
     window = config.sliding_window if type(model.model).__name__ == "MistralForCausalLM" else None
-    layers = [_layer(one, window) for one in body.layers]
+    layers = [_layer(one, window, model.group) for one in body.layers]
     split_gate = faster_split([one.gate_up.weight for one in layers[:TIMED_LAYERS]])
     positions = torch.arange(model.context_tokens, device=model.device)[None]
     with torch.no_grad():
@@ -247,21 +255,21 @@ def llama_forward(model: LoadedModel) -> LlamaForward | None:
     )
 
 
-def _layer(layer: Any, window: int | None) -> Layer:
+def _layer(layer: Any, window: int | None, group: TensorGroup | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
-        before=_norm(layer.input_layernorm),
+        before=_norm(layer.input_layernorm, group),
         query_key_value=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
         scoring=Scoring(attention.scaling, getattr(attention, "sliding_window", window)),
         output=_linear(attention.o_proj),
-        between=_norm(layer.post_attention_layernorm),
+        between=_norm(layer.post_attention_layernorm, group),
         gate_up=_joint(mlp.gate_proj, mlp.up_proj),
         down=_linear(mlp.down_proj),
     )
 
 
-def _norm(norm: Any) -> Norm:
-    return Norm(norm.weight.detach(), norm.variance_epsilon)
+def _norm(norm: Any, group: TensorGroup | None) -> Norm:
+    return Norm(norm.weight.detach(), norm.variance_epsilon, group)
 
 
 def _linear(linear: Any) -> Linear:

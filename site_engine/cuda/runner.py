@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +29,31 @@ from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.ruled_rows import Ranked, RuledRows
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
+from site_engine.model.tensor_group import TensorGroup
 
 log = logging.getLogger(__name__)
+
+
+class FreshLengths(NamedTuple):
+    """The first packed token of prefill chunks that all begin at their prompt's first, and their lengths."""
+
+    begin: int
+    lengths: list[int]
+
+
+class StepNumbers(NamedTuple):
+    """All that a follower needs to compute a step."""
+
+    shape: Shape
+    block: Numbers
+    fresh: FreshLengths | None
+
+
+class Patches(NamedTuple):
+    """Entries of the flat page table and their pages: more than the step that needs them has room for."""
+
+    at: list[int]
+    pages: list[int]
 
 
 class DeviceStep:
@@ -73,14 +98,19 @@ class DeviceRunner:
         pages_per_row: int,
         heads_per_kv_head: int,
         arenas: AdapterArenas | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
-        """Create a runner; without `arenas` every request is the base's."""
+        """Create a runner; without `arenas` every request is the base's.
+
+        `group`: over which the layers of both, the pass and the reference, are split.
+        """
         self.kv_cache = kv_cache = reference.kv_cache
+        self._group = group
         self._forward = forward
         self._reference = reference
         self._slots = slots
         self._arenas = arenas
-        self._device = Device(kv_cache, slots, pages_per_row)
+        self._device = Device(kv_cache, slots, pages_per_row, group)
         self._tables = PageTables(slots, pages_per_row, kv_cache.page_size)
         self._packer = Packer(
             self._tables,
@@ -114,7 +144,7 @@ class DeviceRunner:
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits."""
         if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
-            self._patch(*self._tables.patches(plan))
+            self.patch(Patches(*self._tables.patches(plan)))
             self._tables.applied(plan)
             for scheduled in plan.prefills:
                 self._packer.rules.set(scheduled.request)
@@ -130,24 +160,24 @@ class DeviceRunner:
         """
         for rows in reversed(row_buckets(self._slots)):
             for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
-                self._warm_shape(shape)
+                self.warm_shape(shape)
         for tokens in reversed(MIXED_TOKENS):
             for shape in self._packer.mixed_shapes(tokens, longest):
-                self._warm_shape(shape)
+                self.warm_shape(shape)
         self._warm_rules()
         return len(self._steps)
 
-    def _warm_shape(self, shape: Shape) -> None:
-        self._step(shape)
-        if self._arenas is not None:
-            self._step(shape._replace(tiles=self._arenas.tiles(shape.tokens)))
+    def warm_shape(self, shape: Shape) -> None:
+        """Capture the graphs of a shape: every rank of a group in the same order."""
+        with self._together(shape):
+            self._step(shape)
+            if self._arenas is not None:
+                self._step(shape._replace(tiles=self._arenas.tiles(shape.tokens)))
 
     def _warm_rules(self) -> None:
         """Compile what samples rows with rules, on a step of padding."""
         shape = decode_shapes(2, 1)[0]
-        step = self._step(shape)
-        step.load(self._padding(shape))
-        step.run()
+        step = self.play(shape, self._padding(shape))
         rules = LogitRules((0,), self._device.where)
         for sampling in (
             Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=1),
@@ -167,7 +197,7 @@ class DeviceRunner:
         if arenas is not None and any(chunk.request.variant is not None for chunk in plan.chunks):
             shape = shape._replace(tiles=arenas.tiles(shape.tokens))
         if len(at) > shape.patches:
-            self._patch(at, pages)
+            self.patch(Patches(at, pages))
             at, pages = [], []
         block = torch.empty(shape.size, dtype=torch.int32, pin_memory=self._cuda)
         to = views(block.numpy(), shape)
@@ -176,11 +206,38 @@ class DeviceRunner:
             arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan, shape.tokens)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
-        step = self._step(shape, fresh=self._fresh(plan, shape))
-        step.load(block)
-        step.run()
+        step = self.play(shape, block, self._fresh_lengths(plan, shape))
         self._tables.applied(plan)
         return step, requests, to.owner[: len(requests)]
+
+    def play(self, shape: Shape, block: torch.Tensor, fresh: FreshLengths | None = None) -> Step:
+        """Queue a step of which only the numbers are known."""
+        with self._together(StepNumbers(shape, block.numpy(), fresh)):
+            step = self._step(shape, fresh=None if fresh is None else self._fresh(fresh))
+            step.load(block)
+            step.run()
+        return step
+
+    def obey(self, message: StepNumbers | Patches | Shape) -> None:
+        """Do what the leader of the group has announced."""
+        if isinstance(message, Patches):
+            self.patch(message)
+        elif isinstance(message, Shape):
+            self.warm_shape(message)
+        else:
+            block = torch.empty(message.shape.size, dtype=torch.int32, pin_memory=self._cuda)
+            block.copy_(torch.from_numpy(message.block))
+            self.play(message.shape, block, message.fresh)
+
+    def patch(self, patches: Patches) -> None:
+        """Write entries of the page table."""
+        where = self._device.where
+        with self._together(patches):
+            index = torch.tensor(patches.at, dtype=torch.long).to(where)
+            self._device.table.view(-1)[index] = torch.tensor(patches.pages, dtype=torch.int32).to(where)
+
+    def _together(self, message: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self._group is None else self._group.step(message)
 
     def _step(self, shape: Shape, fresh: FreshPrefill | None = None) -> Step:
         if not shape.graph:
@@ -194,6 +251,8 @@ class DeviceRunner:
                 try:
                     step.capture(self._stream, self._pool, compiled=shape.kernels in self._compiled)
                 except RuntimeError:
+                    if self._group is not None:
+                        raise  # the other ranks have captured it
                     log.exception("no graph could be captured, steps of its shape run eagerly: %s", shape)
                     return step
                 self._compiled.add(shape.kernels)
@@ -210,17 +269,13 @@ class DeviceRunner:
             items[: shape.samples, 0] = range(shape.samples)
         return block
 
-    def _fresh(self, plan: SchedulePlan, shape: Shape) -> FreshPrefill | None:
+    def _fresh_lengths(self, plan: SchedulePlan, shape: Shape) -> FreshLengths | None:
         """Return lengths for PyTorch's varlen attention if all chunks begin their prompt, outside a graph."""
         if shape.graph or not self._cuda or any(scheduled.start for scheduled in plan.prefills):
             return None
-        lengths = [scheduled.length for scheduled in plan.prefills]
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return FreshPrefill(
-            len(plan.decodes), ends.pin_memory().to(self._device.where, non_blocking=True), max(lengths)
-        )
+        return FreshLengths(len(plan.decodes), [scheduled.length for scheduled in plan.prefills])
 
-    def _patch(self, at: list[int], pages: list[int]) -> None:
-        where = self._device.where
-        index = torch.tensor(at, dtype=torch.long).to(where)
-        self._device.table.view(-1)[index] = torch.tensor(pages, dtype=torch.int32).to(where)
+    def _fresh(self, fresh: FreshLengths) -> FreshPrefill:
+        ends = torch.tensor([0, *fresh.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        on_device = ends.pin_memory().to(self._device.where, non_blocking=True)
+        return FreshPrefill(fresh.begin, on_device, max(fresh.lengths))

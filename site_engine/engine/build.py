@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,10 @@ from site_engine.model.runner import Forward, PackedRunner
 from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.store import VariantStore
+
+if TYPE_CHECKING:
+    from site_engine.cuda.adapters import AdapterArenas
+    from site_engine.cuda.runner import DeviceRunner
 
 Clock = Callable[[], float]
 
@@ -45,16 +50,24 @@ def build_engine(
     return engine
 
 
+def build_follower(model: LoadedModel, settings: EngineSettings) -> tuple[PackedRunner, DeviceRunner | None]:
+    """Build what computes the steps of another rank's engine, of whatever `build_engine` builds there."""
+    if model.device.type != "cuda":
+        return packed_runner(model, settings), None
+    from site_engine.cuda.forward import fast_forward
+
+    forward = fast_forward(model)
+    reference = packed_runner(model, settings)
+    gc.collect()
+    gc.freeze()
+    return reference, device_runner(model, settings, reference, forward)
+
+
 def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
     """Build an engine that runs packed tokens through PyTorch attention, on any device."""
-    kv_cache = allocate_kv_cache(model, settings)
-    runner = PackedRunner(
-        model.forward,
-        kv_cache,
-        slots=settings.slots,
-        pages_per_row=_pages_per_row(model, kv_cache),
-        use_variants=grouped.rows_of(model.device),
-    )
+    runner = packed_runner(model, settings)
+    if model.group is not None:
+        return SiteEngine(model, runner, settings, clock)
     slots = AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None
     return SiteEngine(model, runner, settings, clock, VariantStore(model, settings.variant_bytes, slots))
 
@@ -68,7 +81,6 @@ def overlapped_engine(
     of the data type, with an adapter within the limit that certifies variants.
     """
     from site_engine.cuda.llama_forward import LlamaForward
-    from site_engine.cuda.runner import DeviceRunner
 
     arenas = variants = None
     if settings.adapter_slots and isinstance(forward, LlamaForward):
@@ -76,26 +88,9 @@ def overlapped_engine(
         slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
         variants = VariantStore(model, settings.variant_bytes, slots, arenas.prepare)
         variants.certifier.ready()  # now, since steps wait for it
-    kv_cache = allocate_kv_cache(model, settings)
-    reference = PackedRunner(
-        model.forward,
-        kv_cache,
-        slots=settings.slots,
-        pages_per_row=_pages_per_row(model, kv_cache),
-        use_variants=grouped.rows_of(model.device),
-    )
-    config = model.model.config.get_text_config()
-    runner = DeviceRunner(
-        forward or model.forward,
-        reference,
-        slots=settings.slots,
-        pages_per_row=_pages_per_row(model, kv_cache),
-        heads_per_kv_head=max(
-            1, int(config.num_attention_heads) // min(shape.kv_heads for shape in model.layers)
-        ),
-        arenas=arenas,
-    )
-    limit_tokens = min(model.context_tokens, kv_cache.tokens)
+    reference = packed_runner(model, settings)
+    runner = device_runner(model, settings, reference, forward, arenas)
+    limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
     checked: list[tuple[LoadedVariant | None, float]] = [(None, certify.TOLERANCE.get(model.dtype, 0.0))]
     if arenas is not None and variants is not None:
         trial = arenas.trial(model)
@@ -109,6 +104,43 @@ def overlapped_engine(
                 f"they differ by {off:.1e} of the largest (limit {limit:.1e})"
             )
     return SiteEngine(model, runner, settings, clock, variants)
+
+
+def packed_runner(model: LoadedModel, settings: EngineSettings) -> PackedRunner:
+    """Make a runner through PyTorch attention and its KV cache. Raises ValueError."""
+    kv_cache = allocate_kv_cache(model, settings)
+    return PackedRunner(
+        model.forward,
+        kv_cache,
+        slots=settings.slots,
+        pages_per_row=_pages_per_row(model, kv_cache),
+        use_variants=grouped.rows_of(model.device) if model.group is None else None,
+        group=model.group,
+    )
+
+
+def device_runner(
+    model: LoadedModel,
+    settings: EngineSettings,
+    reference: PackedRunner,
+    forward: Forward | None = None,
+    arenas: AdapterArenas | None = None,
+) -> DeviceRunner:
+    """Make a runner of Triton kernels over the KV cache of `reference`."""
+    from site_engine.cuda.runner import DeviceRunner
+
+    config = model.model.config.get_text_config()
+    return DeviceRunner(
+        forward or model.forward,
+        reference,
+        slots=settings.slots,
+        pages_per_row=_pages_per_row(model, reference.kv_cache),
+        heads_per_kv_head=max(
+            1, int(config.num_attention_heads) // min(shape.kv_heads for shape in model.layers)
+        ),
+        arenas=arenas,
+        group=model.group,
+    )
 
 
 def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:
@@ -132,10 +164,14 @@ def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
     if tokens is None:
         affordable = affordable_tokens(model.layers, model.dtype, model.device)
         tokens = min(affordable, settings.slots * model.context_tokens)
+    if model.group is not None:
+        if settings.swap_tokens:
+            raise ValueError("swap_tokens need all heads of the keys and values in one process")
+        tokens = model.group.least(tokens)
     pages = tokens // settings.page_size
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    return KVCache(model.layers, pages, settings.page_size, model.dtype, model.device)
+    return KVCache(model.layers, pages, settings.page_size, model.dtype, model.device, group=model.group)
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

@@ -215,7 +215,7 @@ class SiteEngine:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
         if moved is not None:
             request.take_up(moved)
-        if moved is not None and 0 < moved.computed < len(request.tokens):
+        if moved is not None and 0 < moved.computed < len(request.tokens) and self._kv_cache.is_whole:
             self._swap.put(request.id, self._kv_cache.from_bytes(moved.kv))
             request.swapped = moved.computed
             self._scheduler.adopt(request)
@@ -235,7 +235,7 @@ class SiteEngine:
         request = processor.request
         moved, computed = request.to_move(), request.computed
         unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
-        if request.row >= 0 and computed and not unread_prompt:
+        if request.row >= 0 and computed and self._kv_cache.is_whole and not unread_prompt:
             pages = request.pages[: self._pool.pages_for(computed)]
             moved = moved._replace(computed=computed, kv=self._kv_cache.to_bytes(pages))
         self._forget(request)

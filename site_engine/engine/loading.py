@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
+from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported
-from site_engine.text.detokenize import Vocabulary
+from site_engine.text.detokenize import TokenNames, Vocabulary
 from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
 if TYPE_CHECKING:
+    from site_engine.cuda.runner import DeviceRunner
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
+    from site_engine.model.runner import PackedRunner
 
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
@@ -47,13 +51,47 @@ def load_engine(
     vocabulary: Vocabulary | None = None,
     startup: StartUp | None = None,
     on_model: Callable[[LoadedModel], None] = lambda model: None,
+    rank: Rank | None = None,
 ) -> Loaded:
     """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't.
 
     `vocabulary`: instead of the model's own. `on_model` is called with the model before its engine is built,
-    which takes longer.
+    which takes longer. `rank`: the first of the group over which the model is split.
     """
     startup = startup or StartUp(time.monotonic)
+    device, dtype = _device(config, startup)
+    on_gpu = device.startswith("cuda")
+    with _as_config_error(config):
+        model = _load_model(config, device, dtype, vocabulary=vocabulary, startup=startup, rank=rank)
+        on_model(model)
+        from site_engine.engine.build import build_engine
+        from site_engine.engine.warmup import warm_up
+
+        settings = _settings(config, device)
+        if config.sampling_defaults == "openai":
+            model = replace(model, sampling_defaults={})
+        engine = build_engine(model, settings, time.monotonic, startup)
+        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
+        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
+        with startup.part("first answers"):
+            warm_up(engine, model.vocab_size, room_tokens, longest)
+    facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
+    return Loaded(engine, model.tokenizer, *facts, settings.slots)
+
+
+def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:
+    """Load what computes the steps of another rank's engine. Raises ConfigError."""
+    startup = StartUp(time.monotonic)
+    device, dtype = _device(replace(config, device=device), startup)
+    with _as_config_error(config):
+        model = _load_model(config, device, dtype, vocabulary=TokenNames(), startup=startup, rank=rank)
+        from site_engine.engine.build import build_follower
+
+        return build_follower(model, _settings(config, device))
+
+
+def _device(config: SiteConfig, startup: StartUp) -> tuple[str, str]:
+    """Import torch and return the device and data type of a model. Raises ConfigError without the GPU."""
     with startup.part("torch"):
         import torch
 
@@ -63,44 +101,39 @@ def load_engine(
     if config.device.startswith("cuda") and not has_gpu:
         raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
     device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
-    on_gpu = device.startswith("cuda")
-    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
-    try:
-        model = _load_model(config, device, dtype, vocabulary, startup)
-        on_model(model)
-        from site_engine.engine.build import build_engine
-        from site_engine.engine.warmup import warm_up
+    default = "bfloat16" if device.startswith("cuda") else "float32"
+    return device, default if config.dtype == "auto" else config.dtype
 
-        settings = _settings(config, device)
-        if on_gpu and config.threads is None:
-            torch.set_num_threads(1)  # its threads spin between small copies, on cores that others need
-        if config.sampling_defaults == "openai":
-            model = replace(model, sampling_defaults={})
-        engine = build_engine(model, settings, time.monotonic, startup)
-        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
-        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
-        with startup.part("first answers"):
-            warm_up(engine, model.vocab_size, room_tokens, longest)
+
+@contextmanager
+def _as_config_error(config: SiteConfig) -> Iterator[None]:
+    try:
+        yield
     except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
-    facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
-    return Loaded(engine, model.tokenizer, *facts, settings.slots)
 
 
 def _load_model(
-    config: SiteConfig, device: str, dtype: str, vocabulary: Vocabulary | None, startup: StartUp
+    config: SiteConfig,
+    device: str,
+    dtype: str,
+    *,
+    vocabulary: Vocabulary | None,
+    startup: StartUp,
+    rank: Rank | None,
 ) -> LoadedModel:
     """Load the model; for a GPU, its weights and Triton come while Python imports transformers."""
+    import torch
+
+    where, kind = torch.device(device), getattr(torch, dtype)
+    group = None if rank is None else join(rank, where)
     with ThreadPoolExecutor(2, "start-up") as threads:
         weights = launching = None
         if device.startswith("cuda"):
-            import torch
-
             from site_engine.cuda.first_launch import launch_first
             from site_engine.model.weights import reader
 
-            where, kind = torch.device(device), getattr(torch, dtype)
-            if (read := reader(Path(config.model), kind, where)) is not None:
+            if group is None and (read := reader(Path(config.model), kind, where)) is not None:
                 weights = threads.submit(startup.timed("weights", read)).result
             launching = threads.submit(startup.timed("Triton", partial(launch_first, where, kind)))
         with startup.part("transformers"):
@@ -114,9 +147,12 @@ def _load_model(
             weights=weights,
             vocabulary=vocabulary,
             startup=startup,
+            group=group,
         )
         if launching is not None:
             launching.result()
+        if config.threads is None and where.type == "cuda":
+            torch.set_num_threads(1)  # its threads spin between small copies, on cores that others need
         return model
 
 

@@ -13,9 +13,9 @@ from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
+from site_engine.core.tensor_split import FAMILIES
 from site_engine.core.training import TrainingOrder
 from site_engine.errors import TrainingRefused
-from site_engine.variants.projections import FAMILIES
 
 if TYPE_CHECKING:
     from site_engine.model.loader import LoadedModel

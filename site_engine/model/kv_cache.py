@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+
+from site_engine.model.tensor_group import TensorGroup
 
 
 class LayerShape(NamedTuple):
@@ -17,11 +20,18 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
+class Fill(NamedTuple):
+    """Pages that get one number in all their places."""
+
+    pages: list[int]
+    number: float
+
+
 class KVCache:
     """Pages 0 to `pages` of every layer; page 0 is the null page.
 
     Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
-    is allocated.
+    is allocated. The ranks of a `group` have pages of the same numbers, each with the heads that it computes.
     """
 
     def __init__(
@@ -31,6 +41,8 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        group: TensorGroup | None = None,
     ) -> None:
         def room(shape: LayerShape, dim: int) -> torch.Tensor:
             return torch.zeros(pages + 1, page_size, shape.kv_heads, dim, dtype=dtype, device=device)
@@ -38,6 +50,7 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.device = device
+        self.group = group
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
         self.key_slots = [room.flatten(0, 1) for room in self.keys]
@@ -48,6 +61,11 @@ class KVCache:
     def tokens(self) -> int:
         """Return the capacity in tokens."""
         return self.pages * self.page_size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all heads are here, so that another engine can go on with a copy."""
+        return self.group is None
 
     def buffers(self, layer: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers for the keys and values of gathered pages, `[pages, page, kv_heads, dim]`.
@@ -96,8 +114,9 @@ class KVCache:
 
     def fill(self, pages: list[int], number: float) -> None:
         index = self._index(pages)
-        for room in (*self.keys, *self.values):
-            room.index_fill_(0, index, number)
+        with nullcontext() if self.group is None else self.group.step(Fill(pages, number)):
+            for room in (*self.keys, *self.values):
+                room.index_fill_(0, index, number)
 
     def zero_pages(self, pages: list[int]) -> None:
         """Clear pages that a failed iteration wrote: masked slots are multiplied by 0 and must be finite."""

@@ -23,6 +23,8 @@ from site_engine.model import certify, gguf
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.hf_attention import install_hook, probe_layers
 from site_engine.model.kv_cache import LayerShape
+from site_engine.model.shard import load_shard
+from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.weights import Weights
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.vocabulary import vocabulary_of
@@ -39,7 +41,10 @@ _DEFAULT_RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A certified model. `layers` has one shape per attention call, in the order of the calls."""
+    """A certified model. `layers` has one shape per attention call, in the order of the calls.
+
+    With a `group` the layers are those of one of its ranks.
+    """
 
     model: Any
     tokenizer: Any
@@ -53,6 +58,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # by the names of `Sampling`
+    group: TensorGroup | None = None
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Map ids and positions [1, tokens] to logits [wanted, vocabulary], in the current context."""
@@ -67,11 +73,13 @@ def load(
     weights: Callable[[], Weights | None] | None = None,
     vocabulary: Vocabulary | None = None,
     startup: StartUp | None = None,
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
     """Load safetensors from a folder or a Hub id, or a GGUF file, which is converted on first use.
 
     `weights` returns those of the folder on the device if they could be read, and `vocabulary` stands in for
-    the tokenizer's. Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
+    the tokenizer's. Of a `group` each rank loads its share, at the same time. Raises ModelNotSupported with
+    the reason, OSError if a converted file can't be kept.
     """
     startup = startup or StartUp(time.monotonic)
     if source.endswith(gguf.SUFFIX):
@@ -81,7 +89,9 @@ def load(
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         with startup.part("model"):
             found = weights() if weights is not None else None
-            if found is not None:
+            if group is not None:
+                model = load_shard(source, group, torch.device(device), getattr(torch, dtype))
+            elif found is not None:
                 model = _with_weights(source, found, torch.device(device), getattr(torch, dtype))
             else:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -92,7 +102,8 @@ def load(
     model = optimize_for_cpu(model)
     revision = _revision(source, model)
     with startup.part("logits compared with the model's own"):
-        return from_model(model, tokenizer, name=Path(source).name, revision=revision, vocabulary=vocabulary)
+        name = Path(source).name
+        return from_model(model, tokenizer, name=name, revision=revision, vocabulary=vocabulary, group=group)
 
 
 def _with_weights(source: str, weights: Weights, device: torch.device, dtype: torch.dtype) -> Any:
@@ -119,6 +130,7 @@ def from_model(
     revision: str = "unversioned",
     eos_token_ids: Iterable[int] | None = None,
     vocabulary: Vocabulary | None = None,
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
     """Hook and certify a model that is in memory. Raises ModelNotSupported with the reason."""
     model.eval()
@@ -155,6 +167,7 @@ def from_model(
         dtype=parameter.dtype,
         device=device,
         sampling_defaults=sampling_defaults(model.generation_config),
+        group=group,
     )
 
 

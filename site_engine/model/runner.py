@@ -17,6 +17,7 @@ from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.sampler import Alternatives
+from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
 MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
@@ -82,6 +83,17 @@ class OverlappedRunner(Runner, Protocol):
         ...
 
 
+class PackedStep(NamedTuple):
+    """The numbers of a step of packed tokens: all that a follower needs to compute it."""
+
+    ids: np.ndarray  # [tokens], as `positions` and `slots`
+    positions: np.ndarray
+    wanted: np.ndarray  # [rows]
+    slots: np.ndarray  # of the cache
+    groups: list[tuple[int, int, np.ndarray, np.ndarray]]  # the fields of `Rows`
+    chunks: list[tuple[int, int, np.ndarray, int]]  # the fields of `Chunk`
+
+
 class PackedRunner:
     """Runs packed tokens through PyTorch attention, on any device.
 
@@ -96,10 +108,15 @@ class PackedRunner:
         slots: int,
         pages_per_row: int,
         use_variants: UseVariants | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
-        """Create a runner; without `use_variants` every request is the base's."""
+        """Create a runner; without `use_variants` every request is the base's.
+
+        `group`: over which the model's layers are split.
+        """
         self._forward = forward
         self._use_variants = use_variants
+        self._group = group
         self.kv_cache = kv_cache
         self._device = kv_cache.device
         self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
@@ -110,15 +127,24 @@ class PackedRunner:
         """Compute a plan and return its logits."""
         plan.decodes.sort(key=itemgetter(1))  # by length, so that rows of similar length are neighbours
         self._update_tables(plan)
-        begins, wanted = self._layout(plan)
-        ids, positions = self._pack(plan)
-        step = self._context(plan, positions, begins)
-        variants = nullcontext() if self._use_variants is None else self._use_variants(plan, wanted)
-        with torch.inference_mode(), attention_context.use(step), variants:
-            rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
-        if step.layer != len(self.kv_cache.keys):
-            raise RuntimeError(f"{step.layer} attention calls in a model of {len(self.kv_cache.keys)}")
+        step = self._numbers(plan)
+        variants = nullcontext() if self._use_variants is None else self._use_variants(plan, step.wanted)
+        with variants:
+            rows = self.play(step)
         return split_logits(plan, rows)
+
+    def play(self, step: PackedStep) -> torch.Tensor:
+        """Compute a step of which only the numbers are known and return the logits of its wanted tokens."""
+        groups = [Rows(begin, end, *map(self._tensor, arrays)) for begin, end, *arrays in step.groups]
+        chunks = [Chunk(begin, end, self._tensor(pages), kv_len) for begin, end, pages, kv_len in step.chunks]
+        context = ReferenceContext(self.kv_cache, self._tensor(step.slots), groups, chunks)
+        ids, positions = self._tensor(step.ids)[None], self._tensor(step.positions)[None]
+        together = nullcontext() if self._group is None else self._group.step(step)
+        with together, torch.inference_mode(), attention_context.use(context):
+            rows = self._forward(ids, positions, self._tensor(step.wanted))
+            if context.layer != len(self.kv_cache.keys):
+                raise RuntimeError(f"{context.layer} attention calls in a model of {len(self.kv_cache.keys)}")
+        return rows
 
     def _update_tables(self, plan: SchedulePlan) -> None:
         """Write new pages into the rows' tables; past its pages a row points at the null page."""
@@ -132,13 +158,28 @@ class PackedRunner:
                 self._tables[row, shown[row] : len(pages)] = pages[shown[row] :]
                 shown[row] = len(pages)
 
-    def _pack(self, plan: SchedulePlan) -> tuple[np.ndarray, np.ndarray]:
+    def _numbers(self, plan: SchedulePlan) -> PackedStep:
+        page_size = self.kv_cache.page_size
+        begins, wanted = self._layout(plan)
         ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
-        positions = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
+        at = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
         for request, start, length, _ in plan.prefills:
             ids += request.tokens[start : start + length]
-            positions.append(np.arange(start, start + length))
-        return np.array(ids, dtype=np.int64), np.concatenate(positions)
+            at.append(np.arange(start, start + length))
+        positions = np.concatenate(at)
+        rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
+        owners = [rows, *(np.full(chunk.length, chunk.request.row) for chunk in plan.prefills)]
+        pages = self._tables[np.concatenate(owners), positions // page_size]
+        slots = pages * page_size + positions % page_size
+        groups = [
+            (begin, end, self._tables[rows[begin:end], :width], lens)
+            for begin, end, width, lens in _groups(positions[: len(rows)] + 1, page_size)
+        ]
+        chunks = []
+        for (request, start, length, _), begin in zip(plan.prefills, begins, strict=True):
+            own = self._tables[request.row, : -(-(start + length) // page_size)]
+            chunks.append((begin, begin + length, own.copy(), start + length))
+        return PackedStep(np.array(ids, dtype=np.int64), positions, wanted, slots, groups, chunks)
 
     def _layout(self, plan: SchedulePlan) -> tuple[list[int], np.ndarray]:
         """Return the first packed token of each chunk, and the tokens whose logits are wanted."""
@@ -152,25 +193,6 @@ class PackedRunner:
                 wanted.append(at + chunk.length - 1)
             at += chunk.length
         return begins, np.array(wanted or [0], dtype=np.int64)
-
-    def _context(self, plan: SchedulePlan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
-        page_size = self.kv_cache.page_size
-        rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
-        owners = [rows, *(np.full(chunk.length, chunk.request.row) for chunk in plan.prefills)]
-        pages = self._tables[np.concatenate(owners), positions // page_size]
-        groups = [
-            Rows(begin, end, self._tensor(self._tables[rows[begin:end], :width]), self._tensor(lens))
-            for begin, end, width, lens in _groups(positions[: len(rows)] + 1, page_size)
-        ]
-        chunks = [self._chunk(chunk, begin) for chunk, begin in zip(plan.prefills, begins, strict=True)]
-        return ReferenceContext(
-            self.kv_cache, self._tensor(pages * page_size + positions % page_size), groups, chunks
-        )
-
-    def _chunk(self, chunk: ScheduledChunk, begin: int) -> Chunk:
-        kv_len = chunk.start + chunk.length
-        pages = self._tables[chunk.request.row, : -(-kv_len // self.kv_cache.page_size)]
-        return Chunk(begin, begin + chunk.length, self._tensor(pages.copy()), kv_len)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

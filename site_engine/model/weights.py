@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from site_engine.core.tensor_split import Part, part_shape
+from site_engine.errors import ModelNotSupported
 
 THREADS = 8
 PIECE_BYTES = 8 << 20
@@ -25,10 +29,11 @@ Weights = dict[str, torch.Tensor]
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file, from `offset` on, and where on the device they go [bytes]."""
+    """Rows of bytes of a file, one every `stride` from `offset` on, and where they go [rows, bytes]."""
 
     path: Path
     offset: int
+    stride: int
     target: torch.Tensor
 
 
@@ -55,16 +60,60 @@ def reader(folder: Path, dtype: torch.dtype, device: torch.device) -> Callable[[
                 first, end = entry["data_offsets"]
                 data = torch.empty(end - first, dtype=torch.uint8, device=device)
                 weights[name] = data.view(dtype).view(entry["shape"])
-                pieces += [
-                    _Piece(path, begin + first + at, data[at : at + PIECE_BYTES])
-                    for at in range(0, end - first, PIECE_BYTES)
-                ]
-        with ThreadPoolExecutor(THREADS, "weights") as threads:
-            copy = partial(_copy, device=device)
-            list(threads.map(copy, [pieces[at::THREADS] for at in range(THREADS)]))
+                pieces += _pieces(path, begin + first, 0, data[None])
+        _copy_all(pieces, device)
         return weights
 
     return read
+
+
+def read_parts(folder: Path, parts: Mapping[str, Part], device: torch.device) -> Weights:
+    """Read parts of a folder's tensors, in the types of its files; of no other tensor a byte is read.
+
+    Raises ModelNotSupported for tensors that are no plain numbers, OSError.
+    """
+    weights: Weights = {}
+    pieces: list[_Piece] = []
+    for path in _files(folder):
+        begin, entries = _header(path)
+        for name in entries.keys() & parts.keys():
+            entry, part = entries[name], parts[name]
+            if (dtype := DTYPES.get(entry["dtype"])) is None:
+                raise ModelNotSupported(
+                    f"{name} is {entry['dtype']}; tensors that are split are plain numbers"
+                )
+            shape = tuple(entry["shape"])
+            weights[name] = made = torch.zeros(part_shape(part, shape), dtype=dtype, device=device)
+            if part.zero:
+                continue
+            row_bytes = dtype.itemsize * prod(shape[1:])
+            offset = begin + entry["data_offsets"][0] + part.rows[0] * row_bytes
+            data = made.view(-1).view(torch.uint8)
+            if part.columns is None:
+                pieces += _pieces(path, offset, 0, data[None])
+            else:
+                offset += dtype.itemsize * part.columns[0]
+                pieces += _pieces(path, offset, row_bytes, data.view(made.shape[0], -1))
+    _copy_all(pieces, device)
+    return weights
+
+
+def _pieces(path: Path, offset: int, stride: int, target: torch.Tensor) -> Iterator[_Piece]:
+    """Cut what goes to `target` [rows, bytes]: one long row, or many that are shorter than a piece."""
+    rows, row_bytes = target.shape
+    if rows == 1:
+        for at in range(0, row_bytes, PIECE_BYTES):
+            yield _Piece(path, offset + at, 0, target[:, at : at + PIECE_BYTES])
+        return
+    each = max(1, PIECE_BYTES // row_bytes)
+    for at in range(0, rows, each):
+        yield _Piece(path, offset + at * stride, stride, target[at : at + each])
+
+
+def _copy_all(pieces: Sequence[_Piece], device: torch.device) -> None:
+    with ThreadPoolExecutor(THREADS, "weights") as threads:
+        copy = partial(_copy, device=device)
+        list(threads.map(copy, [pieces[at::THREADS] for at in range(THREADS)]))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -86,15 +135,17 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 def _copy(pieces: Sequence[_Piece], device: torch.device) -> None:
     """Copy pieces one after another: one is read from its file while the device takes the one before."""
     on_gpu = device.type == "cuda"
-    buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    largest = max((piece.target.numel() for piece in pieces), default=0)
+    buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
     taken = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
     with torch.cuda.stream(torch.cuda.Stream(device) if on_gpu else None):
-        for number, (path, offset, target) in enumerate(pieces):
-            buffer = buffers[number % 2][: len(target)]
+        for number, (path, offset, stride, target) in enumerate(pieces):
+            buffer = buffers[number % 2][: target.numel()].view(target.shape)
             if taken:
                 taken[number % 2].synchronize()
             with path.open("rb", buffering=0) as file:
-                _read(file.fileno(), memoryview(buffer.numpy()), offset)
+                for row, view in enumerate(buffer.numpy()):
+                    _read(file.fileno(), memoryview(view), offset + row * stride)
             target.copy_(buffer, non_blocking=True)
             if taken:
                 taken[number % 2].record()

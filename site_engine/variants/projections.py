@@ -15,8 +15,6 @@ from site_engine.config import SiteConfig
 
 ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
 """Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
-"""The models that have kernels of their own, and with them adapters on a GPU."""
 SCALE_BYTES = 4
 
 

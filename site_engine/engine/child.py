@@ -1,0 +1,44 @@
+"""What every process of an engine does first: end with the one that started it, and see one device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from site_engine.errors import ConfigError
+
+PR_SET_PDEATHSIG = 1
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends, also where it hangs. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def see_one_device(name: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Hide all GPUs but the named one from this process, and return its new name; others are returned as
+    they are.
+
+    CUDA's current device is each thread's own: what a thread launches that did not choose goes to the first.
+    Has to come before the first use of CUDA. Raises ConfigError for a GPU that is hidden already.
+    """
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not number:
+        return name
+    environ[VISIBLE] = nth_visible(int(number), environ)
+    return "cuda:0"
+
+
+def nth_visible(number: int, environ: Mapping[str, str]) -> str:
+    given = environ.get(VISIBLE)
+    if given is None:
+        return str(number)
+    names = [each.strip() for each in given.split(",") if each.strip()]
+    if number >= len(names):
+        raise ConfigError(f"device is cuda:{number}, but {VISIBLE} is {given!r}")
+    return names[number]
