@@ -206,6 +206,11 @@ class SiteConfig:
             _require(each == "cpu" or names.count(each) == 1, "devices", f"names {each} twice")
         mixed = next(("+".join(each) for each in groups if 0 < each.count("cpu") < len(each)), "")
         _require(not mixed, "devices", f"has {mixed}, which are of two kinds")
+        _require(
+            len({len(each) for each in groups}) == 1,
+            "devices",
+            "have to be alike: as many joined by + in each",
+        )
 
     def _check_training(self) -> None:
         if not self.training:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.adapter_slots import RANK_CLASSES
-from site_engine.core.tensor_split import FAMILIES
-from site_engine.errors import ConfigError, VariantRefused
+from site_engine.core.tensor_split import FAMILIES, part_of, part_shape, sizes_of
+from site_engine.errors import ConfigError, ModelNotSupported, VariantRefused
 from site_engine.variants.projections import (
     ADAPTER_SLOTS,
     MODULES,
@@ -75,6 +75,7 @@ class Plan(NamedTuple):
     why a device, by its name.
 
     `slots_bytes`: of the places of adapters on a GPU, whatever is in them. `devices`: each holds all of this.
+    `ranks`: devices over which one base is split.
     """
 
     site: str
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
     kv_tokens: int
     refused: dict[str, str]
     devices: list[PlannedDevice]
+    ranks: int
 
     @property
     def own_bytes(self) -> int:
@@ -120,17 +122,21 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     if config.engine != "native":
         raise ConfigError(f"{config.site} is in front of a server, and a server has no weights to plan here")
     folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 2)
+    ranks = max(len(each.split("+")) for each in config.devices or (config.device,))
+    refused = {}
     try:
         base = dict(tensors(folder))
-        per_token = kv_bytes_per_token(folder, item)
+        per_token = kv_bytes_per_token(folder, item, ranks)
         slots = slots_for(config, base, item)
+        own = shapes_of_rank(base, configuration(folder), ranks)
     except VariantRefused as exc:
         raise ConfigError(f"model {folder} cannot be planned: {exc}") from exc
-    shared = sum(map(prod, base.values())) * item
+    except ModelNotSupported as exc:
+        own, refused[str(folder)] = base, str(exc)
+    shared = sum(map(prod, own.values())) * item
     left = max(0, gpus.bytes - shared - slots.bytes)
     tokens = config.kv_tokens or int(left * KV_SHARE) // per_token
     room = left - tokens * per_token
-    refused = {}
     if room < 0 or tokens < config.page_size:
         refused[str(folder)] = (
             f"the base has {shared:,} bytes and {tokens:,} KV tokens {tokens * per_token:,}; "
@@ -153,16 +159,29 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
             served.append(one)
             room -= one.own_bytes
     weights = shared + slots.bytes + sum(each.own_bytes for each in served)
-    named = config.devices or (config.device,)
+    named = names_of_devices(config, gpus, refused)
+    each = [PlannedDevice(name, weights, tokens * per_token, max(0, room)) for name in named]
+    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused, each, ranks)
+
+
+def names_of_devices(config: SiteConfig, gpus: Gpus, refused: dict[str, str]) -> list[str]:
+    """Return the devices that the configuration names; note in `refused` those beyond what there is."""
+    named = [name for each in config.devices or (config.device,) for name in each.split("+")]
     lacking = [each for each in named if each != "cpu"][gpus.devices :]
     for device in lacking:
         refused[device] = f"the configuration names {len(named)} devices, and there are {gpus.devices}"
-    each = [
-        PlannedDevice(name, weights, tokens * per_token, max(0, room))
-        for name in named
-        if name not in lacking
-    ]
-    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused, each)
+    return [name for name in named if name not in lacking]
+
+
+def shapes_of_rank(base: Shapes, config: Mapping[str, Any], ranks: int) -> Shapes:
+    """Return the shapes of what one rank keeps of each tensor. Raises ModelNotSupported."""
+    if ranks == 1:
+        return base
+    try:
+        sizes = sizes_of(config, ranks)
+    except SENSELESS as exc:
+        raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+    return {name: part_shape(part_of(name, shape, sizes, 0, ranks), shape) for name, shape in base.items()}
 
 
 class AdapterSlots(NamedTuple):
@@ -292,15 +311,15 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     return read
 
 
-def kv_bytes_per_token(folder: Path, item: int) -> int:
-    """Return the bytes of a token's keys and values in all layers. Raises VariantRefused."""
+def kv_bytes_per_token(folder: Path, item: int, ranks: int) -> int:
+    """Return the bytes of a token's keys and values in all layers, on one rank. Raises VariantRefused."""
     config = configuration(folder)
     try:
         found: dict[str, Any] = config.get("text_config") or config
         heads = int(found["num_attention_heads"])
         kv_heads = int(found.get("num_key_value_heads") or heads)
         head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
-        return max(1, 2 * int(found["num_hidden_layers"]) * kv_heads * head_dim * item)
+        return max(1, 2 * int(found["num_hidden_layers"]) * max(1, kv_heads // ranks) * head_dim * item)
     except SENSELESS as exc:
         raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
 

@@ -123,7 +123,8 @@ def describe_plan(found: Plan) -> dict[str, Any]:
 
 
 def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
-    rows = [["base, shared by all", format_bytes(found.shared_bytes)]]
+    what = "base, shared by all" if found.ranks == 1 else f"share of one of {found.ranks} devices"
+    rows = [[what, format_bytes(found.shared_bytes)]]
     if found.slots_bytes:
         rows.append(["slots for adapters", format_bytes(found.slots_bytes)])
     for each in found.variants:
@@ -138,7 +139,8 @@ def show_plan(terminal: Terminal, found: Plan, title: str) -> None:
             for each in found.devices
         ]
         terminal.table(["each device holds all of this", "weights", "KV", "left"], rows)
-        terminal.info(f"{len(rows) * found.kv_tokens:,} KV tokens in all; one prompt fits one device")
+        engines = len(rows) // found.ranks
+        terminal.info(f"{engines * found.kv_tokens:,} KV tokens in all; one prompt fits one engine")
     for name, reason in found.refused.items():
         terminal.info(f"{name} is refused: {reason}")
 

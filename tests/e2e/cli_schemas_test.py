@@ -38,7 +38,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
     ("models",): {"[]": "created features id max_model_len object owned_by parent root state"},
     ("site", "plan", "--config", "PLAN"): {
-        "": "devices gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes site slots_bytes "
+        "": "devices gpus kv_bytes_per_token kv_tokens own_bytes ranks refused shared_bytes site slots_bytes "
         "variants",
         "gpus": "bytes devices name",
     },

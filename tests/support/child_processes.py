@@ -8,13 +8,18 @@ from pathlib import Path
 
 def child_processes() -> set[int]:
     """Return their ids, with the dead that this process has not waited for."""
+    return children_of(os.getpid())
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the processes that a process has started and that are there."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(status.read_text().rpartition(") ")[2].split()[1])
         except OSError:
             continue  # it has ended meanwhile
-        if parent == os.getpid():
+        if parent == pid:
             found.add(int(status.parent.name))
     return found
 

@@ -25,11 +25,17 @@ NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
 def test_devices_are_named_one_by_one_and_a_cpu_may_be_named_twice() -> None:
     assert load(None, {}, **NEEDED, devices="cpu, cpu").devices == ("cpu", "cpu")
     assert load(None, {"MICO_SITE_DEVICES": "cuda:0,cuda:1"}, **NEEDED).separates_engine
+    assert load(None, {}, **NEEDED, devices="cpu+cpu").devices == ("cpu+cpu",)
     for wrong, words in (
         ({"devices": "cuda:0,cuda:0"}, "names cuda:0 twice"),
         ({"devices": "cuda"}, "name them as cuda:0"),
         ({"devices": "cpu", "device": "cpu"}, "exclude each other"),
         ({"devices": "cpu", "engine_process": "no"}, "need engine_process"),
+        ({"devices": "cuda:0+cuda:1,cuda:1+cuda:2"}, "names cuda:1 twice"),
+        ({"devices": "cuda:0+"}, "has ''; name them as"),
+        ({"devices": "cuda:0+cpu"}, "which are of two kinds"),
+        ({"devices": "cuda:0+cuda:1,cuda:2"}, "have to be alike"),
+        ({"devices": "cpu+cpu", "models_from": "/srv"}, "joined by [+] serve no variants"),
     ):
         with pytest.raises(ConfigError, match=words):
             load(None, {}, **NEEDED, **wrong)

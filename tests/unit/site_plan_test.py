@@ -31,6 +31,7 @@ CONFIG = {
     "hidden_size": WIDTH,
     "num_attention_heads": 32,
     "num_key_value_heads": KV_HEADS,
+    "intermediate_size": 14_336,
 }
 BASE = {
     "model.embed_tokens.weight": (VOCABULARY, WIDTH),
@@ -157,6 +158,18 @@ def test_a_model_of_other_shapes_is_refused(folder: Path) -> None:
     assert "wrong base: model.layers.3.self_attn.q_proj.weight is (4096, 2048)" in found.refused["wide"]
     assert "it lacks 7 tensors of the base" in found.refused["lacking"]
     assert [each.id for each in found.variants] == ["tied"]
+
+
+def test_a_device_of_several_holds_its_share_of_the_layers_and_the_embeddings_whole(folder: Path) -> None:
+    both_ends = 2 * VOCABULARY * WIDTH
+    found = planned(folder, "2xH200", devices=("cuda:0+cuda:1",))
+    assert (found.ranks, found.kv_bytes_per_token) == (2, PER_TOKEN // 2)
+    assert found.shared_bytes == NUMBERS - both_ends + 2 * both_ends
+    assert found.kv_tokens == int((found.gpus.bytes - found.shared_bytes) * 0.85) // (PER_TOKEN // 2)
+    many = "+".join(f"cuda:{number}" for number in range(2 * KV_HEADS))
+    assert planned(folder, devices=(many,)).kv_bytes_per_token == PER_TOKEN // KV_HEADS
+    (reason,) = planned(folder, "3xH200", devices=("cuda:0+cuda:1+cuda:2",)).refused.values()
+    assert reason == "32 attention heads cannot be divided over 3 devices"
 
 
 def test_gpus_are_named_or_sized() -> None:
