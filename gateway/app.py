@@ -144,11 +144,7 @@ async def serve(config: GatewayConfig) -> int:
         core.metrics.register(RecorderMetrics(store.recorder))
         core.publisher.pools = scaler.pools
         backend = _backend(config, core, store, side_work)
-        routes = [
-            *admin_routes(backend, admin),
-            *_batch_routes(backend, admin, batches),
-            *_tuning_routes(backend, admin, tuning.service),
-        ]
+        routes = [*admin_routes(backend, admin), *_tenants_routes(backend, admin, batches, tuning.service)]
         server = _http(config, backend, routes, credentials)
         operators_server = _operators_http(config, core, backend)
         gc.collect()
@@ -374,19 +370,19 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> list[HTTPRouteHandler]:
+def _tenants_routes(
+    backend: Backend, admin: AdminContext, batches: Batches, tuning: TuningService
+) -> list[HTTPRouteHandler]:
+    """Return the routes of files, batches and fine-tuning, of tenants and of the operator."""
     access = Access(backend, admin.still_valid, admin.session_key, admin.ended_sessions)
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
         *message_batch_routes(backend, batches.files, batches.ledger, batches.limits, batches.runner.wake),
         *batch_reads(access, batches.ledger),
+        *tuning_routes(backend, tuning),
+        *tuning_reads(access, backend, tuning),
     ]
-
-
-def _tuning_routes(backend: Backend, admin: AdminContext, service: TuningService) -> list[HTTPRouteHandler]:
-    access = Access(backend, admin.still_valid, admin.session_key, admin.ended_sessions)
-    return [*tuning_routes(backend, service), *tuning_reads(access, backend, service)]
 
 
 def _backend(config: GatewayConfig, core: Core, store: Store, side_work: SideWork) -> Backend:
