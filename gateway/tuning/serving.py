@@ -13,7 +13,7 @@ from gateway.federation.link import Link
 from gateway.federation.model_orders import ModelOrder
 from gateway.tuning.context import TuningContext
 from gateway.tuning.registry import name_of
-from gateway.tuning.values import Content, Job, Kind
+from gateway.tuning.values import Content, Job, JobStatus
 from wire import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ AGAIN_S: Final = 60.0
 
 
 class Serving:
-    """Checkpoints are kept, not served: only the last adapter of a job that succeeded is."""
+    """Has the adapters of jobs that succeeded served: the last of each, and its checkpoints."""
 
     def __init__(self, context: TuningContext) -> None:
         self._context = context
@@ -52,7 +52,7 @@ class Serving:
                 self._begin(site, ModelOrder("remove", name), REMOVE_WITHIN_S)
         served = {name for _, name in tuned}
         for name, (job, content) in models.items():
-            if content.kind is Kind.ADAPTER and name not in served:
+            if job.status is JobStatus.SUCCEEDED and name not in served:
                 self._add(name, job, content, sites)
 
     async def close(self) -> None:

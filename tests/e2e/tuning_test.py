@@ -175,6 +175,9 @@ def test_a_job_by_the_sdk_becomes_a_model_that_answers(school: School, whole: st
     assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(whole))
     assert {each.step_number for each in checkpoints} >= {STEPS - STEPS // EPOCHS}
+    last = checkpoints[0].fine_tuned_model_checkpoint
+    eventually(lambda: last in school.models_at("home"), "the last checkpoint is served")
+    assert learned(school.answers(last)[0]) >= 4
     before, _ = school.answers(BASE)
     after, sites = school.answers(job.fine_tuned_model)
     assert sites == {"home"}

@@ -83,15 +83,14 @@ class Run:
         await self.serve()
         await self.report(total, total=total, end=pb.Training.SUCCEEDED)
 
-    async def serve(self) -> None:
-        tuned = pb.Model(
-            id=self.order.tuned_model,
-            context_tokens=1024,
-            features=("chat",),
-            parent=self.order.model,
-            tenant=self.order.tenant,
-        )
-        await self.site.send(models=pb.Models(models=[self.site.served_model, tuned]))
+    async def serve(self, *names: str) -> None:
+        """Announce these tuned models, else the one that the run makes."""
+        about = {"context_tokens": 1024, "features": ("chat",), "parent": self.order.model}
+        tuned = [
+            pb.Model(id=name, tenant=self.order.tenant, **about)
+            for name in names or (self.order.tuned_model,)
+        ]
+        await self.site.send(models=pb.Models(models=[self.site.served_model, *tuned]))
 
 
 async def ordered(here: Replica, kind: str = "train") -> tuple[ScriptedSite, Any]:

@@ -99,7 +99,7 @@ async def removal(here: Replica) -> pb.ModelOrder:
     async with asyncio.timeout(60):
         while True:
             site, message = await here.orders.get()
-            if message.WhichOneof("body") == "order":
+            if message.WhichOneof("body") == "order" and message.order.kind == "remove":
                 await site.send(models=pb.Models(models=[site.served_model]))
                 await site.send(ordered=pb.Ordered(order_id=message.order.order_id))
                 return message.order

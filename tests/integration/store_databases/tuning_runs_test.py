@@ -15,6 +15,7 @@ from gateway.quotas.limits import Kind as QuotaKind
 from gateway.quotas.limits import LimitId, Scope
 from gateway.tuning.values import Job, JobStatus, Kind, TuningLimits
 from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, Run, next_run, ordered, stopped
 from tests.support.tuning_jobs import JOBS, create, reached, recorded
 from wire import federation_pb2 as pb
@@ -269,24 +270,37 @@ def test_a_job_for_which_no_site_comes_fails_and_does_not_hang(url: str) -> None
     play(url, scenario, sites=("a",), limits=replace(IMPATIENT, queued_s=0.2))
 
 
-def test_a_tuned_model_that_no_site_serves_is_fetched_again(url: str) -> None:
+def test_tuned_models_and_checkpoints_that_no_site_serves_are_fetched(url: str) -> None:
     async def scenario(here: Replica) -> None:
         job = await create(here, suffix="s")
         run = await next_run(here)
         await run.succeed()
         name = str((await reached(here, job.id, "succeeded")).fine_tuned_model)
+        checkpoint = f"{name}:ckpt-step-3"
+        site, order = await ordered(here, "order")
+        assert (order.kind, order.model, order.tenant, order.parent) == ("add", checkpoint, TENANT, "m")
+        assert await run.fetch(order.content) == b"checkpoint" * 50
+        await run.serve(name, checkpoint)
+        await site.send(ordered=pb.Ordered(order_id=order.order_id))
+        directory = here.scene.gateway.directory
+        await until(lambda: checkpoint in {each.id for each in directory.served.values()}, "it is served")
+        answer = await here.sdk().chat.completions.create(
+            model=checkpoint, messages=[{"role": "user", "content": "hello"}]
+        )
+        assert answer.choices[0].message.content == "re: hello"
         listed = (await here.raw("GET", "/v1/fine_tuning/models")).json()["data"]
         assert [(each["id"], each["checkpoint"], each["served"]) for each in listed] == [
             (name, False, True),
-            (f"{name}:ckpt-step-3", True, False),
+            (checkpoint, True, True),
         ]
         assert (await here.raw("GET", "/v1/fine_tuning/models", "two")).json()["data"] == []
         await run.site.send(models=pb.Models(models=[run.site.served_model]))  # it has started anew
-        site, order = await ordered(here, "order")
-        assert (order.kind, order.model, order.tenant, order.parent) == ("add", name, TENANT, "m")
-        assert await run.fetch(order.content) == b"adapter" * 500
-        await run.serve()
-        await site.send(ordered=pb.Ordered(order_id=order.order_id))
+        orders = {order.model: order for _, order in [await ordered(here, "order") for _ in range(2)]}
+        assert orders.keys() == {name, checkpoint}
+        assert await run.fetch(orders[name].content) == b"adapter" * 500
+        await run.serve(name, checkpoint)
+        for order in orders.values():
+            await site.send(ordered=pb.Ordered(order_id=order.order_id))
         assert (await here.raw("DELETE", f"/v1/models/{name}")).status_code == 200
         _, removal = await ordered(here, "order")
         assert (removal.kind, removal.model) == ("remove", name)
