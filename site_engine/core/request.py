@@ -252,9 +252,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # alternatives per token; 0: only the chosen one
     prompt_logprobs: bool = False
-    left_out: frozenset[str] = (
-        frozenset()
-    )  # rules that the client did not give: they are at OpenAI's defaults
+    left_out: frozenset[str] = frozenset()  # rules that the client did not give: at OpenAI's defaults
 
     @property
     def greedy(self) -> bool:
@@ -325,6 +323,9 @@ class Request:
     cached_tokens: int = field(default=0, init=False)  # prefix-cache hits since it last started
     preemptions: int = field(default=0, init=False)
     charged: float = field(default=0.0, init=False)  # output tokens charged to its tenant
+    length_factor: float = field(
+        default=1.0, init=False
+    )  # by which requests like it are longer than forecast
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)

@@ -111,7 +111,8 @@ def shortest_prompt(request: Request, _aged: float) -> float:
 def forecast(request: Request) -> list[float]:
     """Return the likely numbers of remaining tokens: of the likely lengths those that are not reached yet."""
     generated, limit = request.generated, request.max_tokens
-    left = [min(each, limit) - generated for each in likely_lengths(request.remaining) if each > generated]
+    likely = [each * request.length_factor for each in likely_lengths(request.remaining)]
+    left = [min(each, limit) - generated for each in likely if each > generated]
     return left or [request.expected_remaining()]
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from site_engine.core.learned_lengths import LengthFactors
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import LIKELY, Request, State
 
@@ -139,6 +140,7 @@ class Reservation:
     def __init__(self, pool: PagePool, remaining: Remaining, chunk: Callable[[], int]) -> None:
         """Create a book without requests; `chunk` returns the prompt tokens that an iteration computes."""
         self.iteration = 0
+        self.factors = LengthFactors()
         self._pool, self._remaining, self._chunk = pool, remaining, chunk
         self._spans: dict[Request, Span] = {}
         self._future = FuturePeak()
@@ -224,6 +226,7 @@ class Reservation:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
     def _read_forecasts(self) -> None:
+        self.factors.look(self._spans)
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
         for each, span in self._spans.items():
             self._future.put(each, span)
@@ -231,6 +234,7 @@ class Reservation:
         self._refused.clear()
 
     def _span(self, request: Request, shared: int) -> Span:
+        request.length_factor = self.factors.factor(request)
         length, size = len(request.tokens), self._pool.page_size
         missing = 0 if request.state is State.DECODE else length - request.computed
         begins = self.iteration + ENDS_LATE + missing / max(1, self._chunk())

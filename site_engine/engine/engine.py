@@ -372,6 +372,7 @@ class SiteEngine:
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
             if output.finish is not None:
+                self._scheduler.reservation.factors.ended(request)
                 self._end(request)
         return discarded
 
@@ -429,8 +430,7 @@ class SiteEngine:
     def _measure_last(self, now: float) -> None:
         """Measure the last synchronous iteration, up to the start of the next if there is more to do.
 
-        What the engine's owner does between two iterations counts for the first: measured from end to end,
-        the wait after a short iteration would count for the next.
+        What the engine's owner does between two iterations counts for the first, however short it was.
         """
         if self._unmeasured is not None:
             plan, began = self._unmeasured

@@ -83,6 +83,7 @@ class CountedEngine:
             counts.asked += request.prompt_len
             counts.preemptions += request.preemptions
             counts.output += request.generated
+            scheduler.reservation.factors.ended(request)
             scheduler.release(request)
         return ended
 

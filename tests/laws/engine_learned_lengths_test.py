@@ -1,0 +1,114 @@
+"""A batch whose lengths are all off by one factor is corrected as its lines end, and no other is."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from site_engine.core.learned_lengths import MOST_KINDS, LengthFactors
+from site_engine.core.request import Lane, Request
+from tests.laws.engine_reserve_test import WRONG_BY, wrong_forecast
+from tests.support.counted_engine import CountedEngine, Counts
+
+EXPECTED = 200.0
+CURVE = wrong_forecast(EXPECTED)
+
+
+def line(at: int, generated: int, tenant: str = "t", lane: Lane = Lane.BATCH) -> Request:
+    made = Request(str(at), [1], remaining=CURVE, lane=lane, tenant=tenant)
+    made.tokens += [7] * generated
+    made.max_tokens = 1 << 20
+    return made
+
+
+def learned(times: float, part: float, seed: int) -> float:
+    """Return the factor after `part` of the median length, when 200 lines have begun together."""
+    rnd, factors = random.Random(seed), LengthFactors()
+    lengths = [times * EXPECTED * math.exp(rnd.gauss(0, WRONG_BY)) for _ in range(200)]
+    now = part * times * EXPECTED
+    for at, length in enumerate(lengths):
+        if length <= now:
+            factors.ended(line(at, max(1, round(length))))
+    running = [line(at, round(now)) for at, length in enumerate(lengths) if length > now]
+    for _ in range(60):
+        factors.look(running)
+    return factors.factor(line(0, 0))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6, 1.0, 2.5])
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_the_factor_is_found_though_the_short_lines_end_first(times: float, part: float) -> None:
+    """The mean of those that have ended says half of it at first, whatever the factor is."""
+    for seed in range(3):
+        assert abs(math.log(learned(times, part, seed) / times)) <= (0.35 if part < 0.5 else 0.15)
+
+
+def test_a_few_lines_say_little_and_none_says_nothing() -> None:
+    factors = LengthFactors()
+    factors.look([line(1, 900)])
+    assert factors.factor(line(2, 0)) == 1.0
+    factors.ended(line(3, 400))
+    factors.look([])
+    assert 1.0 < factors.factor(line(2, 0)) < 1.1
+
+
+def test_chats_and_other_tenants_are_forecast_as_before() -> None:
+    factors = LengthFactors()
+    for at in range(100):
+        factors.ended(line(at, 900))
+        factors.ended(line(at, 900, "u", Lane.CHAT))
+    factors.look([])
+    assert factors.factor(line(0, 0)) > 3
+    for other in (line(0, 0, "u"), line(0, 0, lane=Lane.CHAT)):
+        assert factors.factor(other) == 1.0
+
+
+def test_what_a_limit_cut_off_and_other_kinds_of_lines_say_nothing() -> None:
+    factors = LengthFactors()
+    for at in range(100):
+        cut = line(at, 900)
+        cut.max_tokens = 900
+        factors.ended(cut)
+        short = line(at, 900)
+        short.prefill_heavy = True
+        factors.ended(short)
+    factors.look([])
+    assert factors.factor(line(0, 0)) == 1.0
+    assert factors.factor(short) > 3
+
+
+def test_a_tenants_next_batch_of_another_kind_is_learned_and_old_tenants_are_forgotten() -> None:
+    factors = LengthFactors()
+    for generated in (900, 200):
+        for at in range(1200):
+            factors.ended(line(at, generated))
+    factors.look([])
+    assert factors.factor(line(0, 0)) < 1.2
+    for at in range(MOST_KINDS):
+        factors.ended(line(at, 900, f"u{at}"))
+    factors.look([])
+    assert factors.factor(line(0, 0)) == 1.0
+
+
+def run(times: float, seed: int) -> Counts:
+    """Run lines that are `times` as long as forecast, in memory for 20 of them."""
+    rnd = random.Random(seed)
+    lengths = {str(at): max(1, round(EXPECTED * math.exp(rnd.gauss(0, WRONG_BY)))) for at in range(240)}
+    engine = CountedEngine(
+        lengths,
+        lambda plan: 1 + 0.01 * plan.tokens,
+        kv_tokens=4800,
+        slots=128,
+        token_budget=512,
+        page_size=1,
+    )
+    curve = wrong_forecast(EXPECTED / times)
+    return engine.run(Request(name, [7] * 20, remaining=curve, lane=Lane.BATCH) for name in lengths)
+
+
+def test_a_batch_that_is_forecast_wrong_as_a_whole_leaves_no_memory_empty_and_preempts_few() -> None:
+    right, shorter, longer = run(1.0, 0), run(0.5, 0), run(2.0, 0)
+    assert shorter.seconds <= 1.1 * right.seconds
+    assert longer.preemptions <= 2 * right.preemptions  # 5 times as many if nothing is learned
