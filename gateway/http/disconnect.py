@@ -13,17 +13,26 @@ from gateway.errors import DeadlinePassed
 T = TypeVar("T")
 
 
+LEFT = "left"
+"""The key in a request's state of a future that is done once its client disconnects."""
+
+
 async def while_connected(
-    work: Coroutine[object, object, T], receive: Receive, *, within_s: float
+    work: Coroutine[object, object, T],
+    receive: Receive,
+    *,
+    within_s: float,
+    left: asyncio.Future[None] | None = None,
 ) -> T | None:
     """Return the result of `work`. When the client disconnects, cancel `work` and return None once it has
     cleaned up.
 
-    A client that stays connected but stops reading blocks `work` in its writes, hence the time limit.
-    Raises what `work` raises, and DeadlinePassed.
+    `left` is done once the client disconnects; without it a task waits for that by `receive`. A client that
+    stays connected but stops reading blocks `work` in its writes, hence the time limit. Raises what `work`
+    raises, and DeadlinePassed.
     """
     cancellation = _Cancellation()
-    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    disconnect = left or asyncio.create_task(_wait_for_disconnect(receive))
     disconnect.add_done_callback(cancellation.on_disconnect)
     timer = asyncio.get_running_loop().call_later(within_s, cancellation.on_timeout)
     try:
@@ -37,7 +46,9 @@ async def while_connected(
     finally:
         cancellation.task = None
         timer.cancel()
-        disconnect.cancel()
+        disconnect.remove_done_callback(cancellation.on_disconnect)
+        if disconnect is not left:
+            disconnect.cancel()
 
 
 class _Cancellation:

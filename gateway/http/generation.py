@@ -18,7 +18,7 @@ from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.body import ClientGone
 from gateway.http.counting import COUNT_TOKENS, CountEndpoint
-from gateway.http.disconnect import while_connected
+from gateway.http.disconnect import LEFT, while_connected
 from gateway.http.error_handler import is_unexpected, send_error, translate_exception
 from gateway.http.exchange import Exchange, header, safe_header_value
 from gateway.http.placement_limits import read_limits
@@ -109,7 +109,8 @@ class UnaryEndpoint:
         )
         pieces = answer_all(self.backend.answer, queries)
         within_s = self.backend.timeout_s + DELIVERY_S
-        await while_connected(self._send(request, pieces, exchange, send), receive, within_s=within_s)
+        sending = self._send(request, pieces, exchange, send)
+        await while_connected(sending, receive, within_s=within_s, left=scope["state"].get(LEFT))
 
     def _read_request(self, body: dict[str, object]) -> GenerationRequest:
         problems = Problems()

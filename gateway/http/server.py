@@ -21,6 +21,7 @@ from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import ConfigError
+from gateway.http.disconnect import LEFT
 from gateway.http.response_writer import ResponseWriter
 from gateway.openai.error_body import ErrorResponse
 from gateway.security.tls import CertificateFiles
@@ -99,6 +100,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._write_buffer: WriteBuffer
         self._sent: asyncio.Future[None]
+        self._left: asyncio.Future[None]
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = 0.0
         self._received = 0
@@ -113,6 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_buffer = WriteBuffer(transport, self.loop)
         self._sent = self.loop.create_future()
         self._sent.set_result(None)
+        self._left = self.loop.create_future()
+        self.app_state = {**self.app_state, LEFT: self._left}
         if len(self.connections) > self._limits.connections:
             transport.abort()
         else:
@@ -121,6 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._left.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
