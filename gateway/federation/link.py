@@ -169,11 +169,12 @@ class Link:
         assign.assign.prefix_hashes = prefix_hashes
         if not self._live:
             self.silent_since_s = self._clock()
-        self._live[attempt.id] = attempt
-        self._unreported.add(attempt.id, demand)
-        self._progress.assigned(attempt.id, self._awake.now_s)
+        attempt_id = decision.attempt_id
+        self._live[attempt_id] = attempt
+        self._unreported.add(attempt_id, demand)
+        self._progress.assigned(attempt_id, self._awake.now_s)
         self._directory.set_credit(self.name, self._unreported.credit)
-        self.outbox.put(assign, attempt.id)
+        self.outbox.put(assign, attempt_id)
         return attempt
 
     def pending(self) -> list[LiveAttempt]:

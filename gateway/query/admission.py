@@ -19,6 +19,9 @@ class Live(NamedTuple):
     prompt_bytes: int = 0
 
 
+NOBODY = Live()
+
+
 def admit(
     query: Query,
     *,
