@@ -168,7 +168,7 @@ def _word_codes(found: list[str]) -> list[int]:
         return cast(list[int], codes)
     if len(_word_cache) >= MAX_CACHED_WORDS:
         _word_cache.clear()
-    return [_word_cache.get(word) or _encode_word(word) for word in found]
+    return [code or _encode_word(word) for code, word in zip(codes, found, strict=True)]
 
 
 def _encode_word(word: str) -> int:

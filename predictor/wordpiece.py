@@ -41,10 +41,10 @@ class WordPieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return ids between the start and the end mark, at most MAX_PIECES."""
-        ids: list[int] = []
         normalized = _normalize(truncate(text))
-        for word in (_PLAIN_WORD if normalized.isascii() else _WORD).findall(normalized):
-            ids.extend(self._cache.get(word) or self._encode_word(word))
+        words = (_PLAIN_WORD if normalized.isascii() else _WORD).findall(normalized)
+        known = zip(map(self._cache.get, words), words, strict=True)
+        ids = [piece for pieces, word in known for piece in pieces or self._encode_word(word)]
         if len(ids) > HEAD_PIECES + TAIL_PIECES:
             ids = ids[:HEAD_PIECES] + ids[-TAIL_PIECES:]
         return [self._start, *ids, self._end]
