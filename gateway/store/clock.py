@@ -15,10 +15,12 @@ LASTS_S: Final = 3_600.0
 """A step ahead counts once it has lasted for this long: a clock that is wrong for a while ends no month, lets
 no batch expire and deletes no row."""
 
+_MACHINE: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 def machine_time() -> float:
     """Return monotonic seconds that also pass while the machine is suspended, where the system has such."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    return time.clock_gettime(_MACHINE)
 
 
 class DatabaseClock:
