@@ -20,6 +20,8 @@ from site_engine.core.tensor_split import FAMILIES, part_of, part_shape, sizes_o
 from site_engine.errors import ConfigError, ModelNotSupported, VariantRefused
 from site_engine.variants.projections import (
     ADAPTER_SLOTS,
+    EMBEDDINGS,
+    MAX_VIRTUAL_TOKENS,
     MODULES,
     Size,
     largest_rank,
@@ -52,8 +54,8 @@ class Gpus(NamedTuple):
 
 
 class PlannedVariant(NamedTuple):
-    """`own_bytes`: of an adapter, 0 where it waits in host memory for a slot; of a fine-tuned model the most
-    that it can need.
+    """`own_bytes`: of an adapter, 0 of LoRA that waits in host memory for a slot; of a fine-tuned model the
+    most that it can need.
     """
 
     id: str
@@ -147,7 +149,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     served = []
     for variant in config.variants:
         try:
-            one = planned(variant, base, item, slots)
+            one = planned(variant, base, item, slots, per_token)
             if one.own_bytes > room:
                 raise VariantRefused(
                     f"it needs {one.own_bytes:,} bytes, and {max(0, room):,} are left beside "
@@ -223,6 +225,8 @@ def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
         raise VariantRefused(
             f"engines on a GPU serve variants of {', '.join(FAMILIES)}, which the base is not"
         )
+    if own.keys() == {EMBEDDINGS}:
+        return
     what = "it is a fine-tuned model" if variant.model else ""
     for name, shape in own.items() if variant.adapter else ():
         module, found, _ = name.removeprefix("base_model.model.").partition(".lora_")
@@ -231,19 +235,23 @@ def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
         elif found and ".lora_A." in name and shape[0] > slots.rank:
             raise VariantRefused(f"{module} has rank {shape[0]}; slots here have {slots.rank}")
     if what:
-        raise VariantRefused(f"{what}; engines on a GPU serve LoRA of attention and MLP")
+        raise VariantRefused(f"{what}; engines on a GPU serve LoRA of attention and MLP, and prefix tuning")
 
 
-def planned(variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots) -> PlannedVariant:
+def planned(
+    variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots, per_token: int
+) -> PlannedVariant:
     """Check a variant's shapes against the base's, and its kind. Raises VariantRefused."""
     folder = Path(variant.adapter or variant.model).expanduser()
     own = dict(tensors(folder, "adapter_model" if variant.adapter else "model"))
-    if variant.adapter:
+    if own.keys() == {EMBEDDINGS}:
+        check_prefix(own[EMBEDDINGS], per_token // item)
+    elif variant.adapter:
         check_adapter(own, base)
     else:
         check_same_shapes(own, base)
     check_gpu(variant, own, slots)
-    if variant.adapter and slots.bytes:
+    if variant.adapter and slots.bytes and own.keys() != {EMBEDDINGS}:
         return PlannedVariant(variant.id, "adapter", 0)
     size = sum(map(prod, own.values())) * item
     return PlannedVariant(variant.id, "adapter" if variant.adapter else "model", size)
@@ -263,6 +271,15 @@ def check_adapter(own: Shapes, base: Shapes) -> None:
             raise VariantRefused(f"wrong base: {module} is {weight}, its adapter {up} x {shape}")
         if shape[0] > most:
             raise VariantRefused(f"{module} has rank {shape[0]}; the limit is {most}")
+
+
+def check_prefix(shape: tuple[int, ...], numbers: int) -> None:
+    """Check the shape of prefix tuning; a token has so many numbers of keys and values in the base."""
+    if len(shape) != 2 or shape[1] != numbers or shape[0] > MAX_VIRTUAL_TOKENS:
+        raise VariantRefused(
+            f"wrong base: {EMBEDDINGS} is {shape}; the base needs {numbers} numbers a token, of at most "
+            f"{MAX_VIRTUAL_TOKENS} tokens"
+        )
 
 
 def check_same_shapes(own: Shapes, base: Shapes) -> None:

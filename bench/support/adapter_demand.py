@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bench.support import workload
 from bench.support.variant_engines import Query, submit
-from site_engine.core.request import ServedVariant
+from site_engine.core.chain import ServedVariant
 from site_engine.engine.engine import SiteEngine
 
 

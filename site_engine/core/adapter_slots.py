@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
-from site_engine.core.request import Request, ServedVariant
+from site_engine.core.chain import ServedVariant
+from site_engine.core.request import Request
 
 RANK_CLASSES = (8, 16, 32, 64)
 

@@ -6,7 +6,7 @@ Plain values. Does not hold tensors; does not know the wire.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Variant(NamedTuple):
@@ -22,6 +22,28 @@ class Variant(NamedTuple):
     model: str = ""
     fingerprint: str = ""
     tenant: str = ""
+
+
+class ServedVariant(Protocol):
+    """What the scheduler and the rules of sampling know of a variant that is served."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A name of its contents: keys and values of prefixes belong to it."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its adapters; 0: it has none, and needs no slot."""
+        ...
+
+    @property
+    def virtual_tokens(self) -> int:
+        """The tokens before every prompt that it has keys and values for, and no ids."""
+        ...
 
 
 class BlockKind(StrEnum):

@@ -14,6 +14,8 @@ from itertools import pairwise
 from math import exp, expm1, inf, log
 from typing import Any, NamedTuple, Protocol
 
+from site_engine.core.chain import ServedVariant
+
 
 class Guide(Protocol):
     """The position of one answer in its grammar."""
@@ -45,23 +47,6 @@ class Grammar(Protocol):
         ...
 
     def start(self) -> Guide: ...
-
-
-class ServedVariant(Protocol):
-    """What the scheduler and the rules of sampling know of a variant that is served."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A name of its contents: keys and values of prefixes belong to it."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of its adapters; 0: it has none, and needs no slot."""
-        ...
 
 
 class Lane(IntEnum):
@@ -340,6 +325,18 @@ class Request:
     def generated(self) -> int:
         """Return the number of response tokens so far, resumed ones included."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Return the tokens before the prompt of which the variant has keys and values; their ids are 0."""
+        return self.prompt_len - len(self.prompt)
+
+    def answered_by(self, variant: ServedVariant | None) -> None:
+        """Let a variant answer, or the base."""
+        self.variant = variant
+        more = 0 if variant is None else variant.virtual_tokens - self.virtual_tokens
+        self.tokens[:0] = [0] * more
+        self.prompt_len += more
 
     def to_move(self) -> Moved:
         """Return what another engine has to know to go on, without keys and values."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -67,10 +67,12 @@ class Scheduler:
         policy: Policy = DEFAULT_POLICY,
         share_prefixes: bool = False,
         adapters: AdapterSlots | None = None,
+        write_virtual: Callable[[Request, int], None] = lambda request, first: None,
     ) -> None:
         """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
 
-        Without `adapters` any number of adapters runs at once.
+        Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
+        a request's virtual tokens from number `first` on.
         """
         self.pool = pool
         self.queue = queue
@@ -83,6 +85,7 @@ class Scheduler:
         self._policy = policy
         self._share_prefixes = share_prefixes
         self._adapters = adapters
+        self._write_virtual = write_virtual
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
@@ -195,6 +198,12 @@ class Scheduler:
         held = len(request.pages)
         request.cached_tokens += self._share_prefix(request)
         self.reservation.shares(request, held)
+        begun = request.computed
+        if begun < request.virtual_tokens:
+            if not self._grow(request, request.virtual_tokens):
+                return 0
+            self._write_virtual(request, begun)
+            request.computed = request.virtual_tokens
         missing = len(request.tokens) - request.computed
         reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
         length = min(missing, budget, reachable)
@@ -204,9 +213,8 @@ class Scheduler:
         if self.prefixes is not None:
             page_size = self.pool.page_size
             self._insert_prefix(request, request.computed + length)
-            self.reservation.computes(
-                request, request.computed // page_size, (request.computed + length) // page_size
-            )
+            after = (request.computed + length) // page_size
+            self.reservation.computes(request, begun // page_size, after)
         if paced:
             self._paced_tokens -= length
         plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))

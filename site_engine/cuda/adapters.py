@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from site_engine.core.chain import Chain
-from site_engine.core.request import ServedVariant
+from site_engine.core.chain import Chain, ServedVariant
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.kernels import adapter_kernels
 from site_engine.errors import VariantRefused
@@ -171,7 +170,7 @@ class AdapterArenas:
         tokens: dict[int, list[int]] = {}
         at = 0
         for request, _, length, _ in plan.chunks:
-            slot = -1 if request.variant is None else self.slot_of[request.variant]
+            slot = self.slot_of[request.variant] if request.variant and request.has_adapter else -1
             tokens.setdefault(slot, []).extend(range(at, at + length))
             at += length
         tokens.setdefault(-1, []).extend(range(at, padded))

@@ -194,7 +194,7 @@ class DeviceRunner:
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas
-        if arenas is not None and any(chunk.request.variant is not None for chunk in plan.chunks):
+        if arenas is not None and any(chunk.request.has_adapter for chunk in plan.chunks):
             shape = shape._replace(tiles=arenas.tiles(shape.tokens))
         if len(at) > shape.patches:
             self.patch(Patches(at, pages))

@@ -90,6 +90,7 @@ class SiteEngine:
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
             adapters=None if variants is None else variants.slots,
+            write_virtual=self._kv_cache.write_virtual,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
         self._rules = LogitRules(model.eos_token_ids, model.device)
@@ -179,15 +180,14 @@ class SiteEngine:
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
         validate_request(request, self.limit_tokens, self._model.vocab_size, variants, moved)
-        request.variant = request.variant or variants.get(request.chain)
+        request.answered_by(request.variant or variants.get(request.chain))
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if moved is None and not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
             message = f"{len(queue)} requests already wait, of {max_pending} at most"
             raise RequestRejected(RejectionReason.FULL, message)
         request.state = State.WAITING
         request.arrived_s = self._clock()
-        room = self.limit_tokens - len(request.prompt)
-        wanted = request.sampling.max_tokens
+        room, wanted = self.limit_tokens - request.prompt_len, request.sampling.max_tokens
         request.max_tokens = room if wanted is None else min(wanted, room)
         if request.sampling.runs_out and request.grammar is None and request.max_tokens > 0:
             request.remaining = RemainingCurve.exactly(request.max_tokens)

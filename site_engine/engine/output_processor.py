@@ -95,12 +95,13 @@ class OutputProcessor:
         if self._starts_told:
             return  # computed again after a preemption: they came with the first token
         if not self._prompt_logprobs:
-            self._prompt_logprobs.append(self._logprob(request.tokens[0], None))
+            self._prompt_logprobs.append(self._logprob(request.prompt[0], None))
         done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption
         chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
         wanted = [request.sampling.logprobs or 0] * len(chosen)
         ranked = rank(torch.log_softmax(logits[: len(chosen)].float(), dim=-1), chosen, wanted)
-        for position, (token_id, one) in enumerate(zip(chosen, ranked, strict=True), start=start + 1):
+        first = start + 1 - request.virtual_tokens
+        for position, (token_id, one) in enumerate(zip(chosen, ranked, strict=True), start=first):
             if position >= done:
                 self._prompt_logprobs.append(self._logprob(token_id, one))
 
@@ -122,7 +123,7 @@ class OutputProcessor:
         return TokenLogprob(text, raw, found.chosen, top)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        if len(self._prompt_logprobs) < self.request.prompt_len:
+        if len(self._prompt_logprobs) < len(self.request.prompt):
             return ()
         taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return taken
@@ -135,6 +136,8 @@ class OutputProcessor:
             queued_s=started - request.arrived_s,
             prefill_s=max(0.0, first - started),
             decode_s=now - first,
-            cached_prompt_tokens=min(request.cached_tokens, request.prompt_len),
+            cached_prompt_tokens=max(
+                0, min(request.cached_tokens, request.prompt_len) - request.virtual_tokens
+            ),
             preemptions=request.preemptions,
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import isfinite
 
+from site_engine.core.chain import ServedVariant
 from site_engine.core.request import (
     Moved,
     RejectionReason,
     Request,
     RequestRejected,
     Sampling,
-    ServedVariant,
 )
 
 
@@ -35,11 +35,13 @@ def validate_request(
         )
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")
-    if len(request.prompt) >= limit_tokens:
+    variant = request.variant or variants.get(request.chain)
+    virtual = 0 if variant is None else variant.virtual_tokens
+    if virtual + len(request.prompt) >= limit_tokens:
         raise RequestRejected(
             RejectionReason.CONTEXT_LENGTH,
             f"the prompt has {len(request.prompt)} tokens, but prompt and response together "
-            f"may have at most {limit_tokens} here",
+            f"may have at most {limit_tokens - virtual} here",
             "prompt",
         )
     sampling = request.sampling

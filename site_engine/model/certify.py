@@ -41,20 +41,26 @@ def largest_difference(
 
     `expected` holds [tokens, vocabulary] for each prompt; `variants`, which answers it, if not the base.
     """
-    pool = PagePool(sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts), PAGE_TOKENS)
+    requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
+    for request, variant in zip(requests, variants, strict=False):
+        request.answered_by(variant)
+    pool = PagePool(sum(-(-len(each.tokens) // PAGE_TOKENS) for each in requests), PAGE_TOKENS)
     kv_cache = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
     runner = PackedRunner(
         forward, kv_cache, slots=len(prompts), pages_per_row=pool.capacity, use_variants=use_variants
     )
-    requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
     for row, request in enumerate(requests):
         request.row, request.pages = row, pool.take(pool.pages_for(len(request.tokens))) or []
-    for request, variant in zip(requests, variants, strict=False):
-        request.variant = variant
+        if request.virtual_tokens:
+            kv_cache.write_virtual(request, 0)
+            request.computed = request.virtual_tokens
     worst = 0.0
     while plan := _next_plan(requests):
         rows = runner.run(plan).rows.float()
-        places = [(chunk.request.row, chunk.start + chunk.length - 1) for chunk in plan.chunks]
+        places = [
+            (request.row, start + length - 1 - request.virtual_tokens)
+            for request, start, length, _ in plan.chunks
+        ]
         wanted = torch.stack([expected[row][place] for row, place in places]).float()
         off = float((rows - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
         worst = max(worst, inf if isnan(off) else off)

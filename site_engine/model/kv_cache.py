@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from site_engine.core.request import Request
 from site_engine.model.tensor_group import TensorGroup
 
 
@@ -93,6 +94,16 @@ class KVCache:
         index = self._index(pages)
         for room, one in zip((*self.keys, *self.values), kept, strict=True):
             room.index_copy_(0, index, one.to(room.device, non_blocking=True))
+
+    def write_virtual(self, request: Request, first: int) -> None:
+        """Write the keys and values of a request's virtual tokens into its pages, from number `first` on."""
+        variant: Any = request.variant
+        kept: Sequence[torch.Tensor] = variant.virtual
+        size, pages = self.page_size, request.pages
+        places = [pages[at // size] * size + at % size for at in range(first, request.virtual_tokens)]
+        index = self._index(places)
+        for room, one in zip((*self.key_slots, *self.value_slots), kept, strict=True):
+            room.index_copy_(0, index, one[first:])
 
     def to_bytes(self, pages: list[int]) -> tuple[bytes, ...]:
         """Return the contents of pages for another process, which `from_bytes` reads."""

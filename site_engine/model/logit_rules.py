@@ -84,7 +84,7 @@ class LogitRules:
         for row in rows:
             request, one, its = requests[row], requests[row].sampling, logits[row]
             if one.repetition_penalty != 1.0:
-                seen = self._sent(request.tokens, np.int64)
+                seen = self._sent(request.tokens[request.virtual_tokens :], np.int64)
                 old = its[seen]
                 its[seen] = torch.where(old > 0, old / one.repetition_penalty, old * one.repetition_penalty)
             output = self._sent(request.output, np.int64)

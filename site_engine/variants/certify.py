@@ -15,6 +15,7 @@ from itertools import chain as joined
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from site_engine.errors import VariantRefused
 from site_engine.model import certify
@@ -63,9 +64,9 @@ class Certifier:
         """
         with ExitStack() as undo:
             change_modules(self._alone, variant, undo)
-            changed = self._logits_alone()
+            changed = self._logits_alone(variant)
             round_otherwise(self._alone, undo)
-            rounded = self._logits_alone()
+            rounded = self._logits_alone(variant)
         if not all(bool(torch.isfinite(logits).all()) for logits in changed):
             raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
         tolerance = certify.TOLERANCE.get(self._model.dtype, 0.0)
@@ -90,13 +91,27 @@ class Certifier:
                 f"{off:.1e} of the largest (limit {limit:.1e})"
             )
 
-    def _logits_alone(self) -> list[torch.Tensor]:
+    def _logits_alone(self, variant: LoadedVariant | None = None) -> list[torch.Tensor]:
         model, device = self._alone, self._model.device
         with torch.inference_mode():
             return [
-                model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+                model(
+                    torch.tensor([ids], device=device), past_key_values=past(variant), use_cache=False
+                ).logits[0]
                 for ids in self._prompts
             ]
+
+
+def past(variant: LoadedVariant | None) -> Any:
+    """Return the virtual tokens of a variant as the cache of transformers has them, None without."""
+    if variant is None or not variant.virtual:
+        return None
+    cache, layers = transformers.DynamicCache(), len(variant.virtual) // 2
+    for layer, (key, value) in enumerate(
+        zip(variant.virtual[:layers], variant.virtual[layers:], strict=True)
+    ):
+        cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], layer)
+    return cache
 
 
 def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,11 +40,16 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoadedVariant:
-    """A variant whose tensors are in memory; `changes` by the names of the base's modules."""
+    """A variant whose tensors are in memory; `changes` by the names of the base's modules.
+
+    `virtual` has the keys of all layers, then the values, of tokens before every prompt: each
+    [tokens, kv_heads, dim].
+    """
 
     chain: Chain
     changes: Mapping[str, Change]
     rank: int = 0  # the largest of its adapters; 0: it has none
+    virtual: Sequence[torch.Tensor] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -53,3 +58,7 @@ class LoadedVariant:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.chain.eos_token_ids
+
+    @property
+    def virtual_tokens(self) -> int:
+        return self.virtual[0].shape[0] if self.virtual else 0

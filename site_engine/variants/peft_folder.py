@@ -1,4 +1,5 @@
-"""Read a folder as peft writes it: LoRA products, biases and whole modules, each checked against the base.
+"""Read a folder as peft writes it: LoRA products, biases, whole modules and prefix tuning, each checked
+against the base.
 
 What is not known to be computed exactly is refused: every setting of adapter_config.json is either understood
 here or at its neutral value.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 
 from site_engine.errors import VariantRefused
+from site_engine.model.kv_cache import LayerShape
+from site_engine.variants import prefix_tuning
 from site_engine.variants.changes import LowRank
+from site_engine.variants.prefix_tuning import virtual_keys_values
 from site_engine.variants.tensor_files import TensorFile, refuse_not_finite
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -54,6 +58,7 @@ UNDERSTOOD = frozenset(
     )
 )
 """Settings that are followed, or change nothing of what an adapter computes."""
+KINDS = {"LORA": UNDERSTOOD, "PREFIX_TUNING": prefix_tuning.UNDERSTOOD}
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which training started from the base's own weights."""
 LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?")
@@ -61,14 +66,18 @@ LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.w
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`low_rank` by module; `own` by module and parameter: tensors in the place of the base's."""
+    """`low_rank` by module; `own` by module and parameter: tensors in the place of the base's.
+
+    `virtual`: keys, then values, of virtual tokens in each layer.
+    """
 
     low_rank: dict[str, LowRank] = field(default_factory=dict)
     own: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    virtual: tuple[torch.Tensor, ...] = ()
 
 
-def read_adapter(folder: Path, model: Any, *, room_bytes: int) -> Adapter:
-    """Read and check an adapter of `model`. Raises VariantRefused with the reason."""
+def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room_bytes: int) -> Adapter:
+    """Read and check an adapter of `model`, of these layers. Raises VariantRefused with the reason."""
     settings = read_settings(folder)
     if not (folder / WEIGHTS).is_file():
         pickled = f"{PICKLE} is a pickle, which can run code" if (folder / PICKLE).exists() else "is missing"
@@ -76,10 +85,13 @@ def read_adapter(folder: Path, model: Any, *, room_bytes: int) -> Adapter:
     parameter = next(model.parameters())
     with TensorFile(folder / WEIGHTS, room_bytes=room_bytes) as file:
         tensors = {name: file.read(name, parameter) for name in file.names}
+    for name, tensor in tensors.items():
+        refuse_not_finite(name, tensor)
+    if settings["peft_type"] == "PREFIX_TUNING":
+        return Adapter(virtual=virtual_keys_values(folder, tensors, settings, layers))
     modules = dict(model.named_modules())
     adapter, halves = Adapter(), dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors.items():
-        refuse_not_finite(name, tensor)
         path = name.removeprefix(PREFIX)
         if found := LOW_RANK.fullmatch(path):
             halves.setdefault(found["module"], {})[found["part"]] = tensor
@@ -104,14 +116,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise VariantRefused(f"{folder}: {CONFIG} holds no settings")
     kind = settings.get("peft_type")
-    if kind != "LORA":
-        raise VariantRefused(f"{folder}: adapters of kind {kind or 'unknown'} are not served, LORA is")
+    if kind not in KINDS:
+        served = " and ".join(KINDS)
+        raise VariantRefused(f"{folder}: adapters of kind {kind or 'unknown'} are not served, {served} are")
     if settings.get("use_dora"):
         raise VariantRefused(f"{folder}: DoRA is not served: its norms depend on the merged weight")
-    odd = sorted(name for name, value in settings.items() if value and name not in UNDERSTOOD)
+    odd = sorted(name for name, value in settings.items() if value and name not in KINDS[kind])
     if odd:
         raise VariantRefused(f"{folder}: {CONFIG} sets {', '.join(odd)}, which is not served")
-    if settings.get("init_lora_weights") not in KEEPS_BASE:
+    if kind == "LORA" and settings.get("init_lora_weights") not in KEEPS_BASE:
         start = settings["init_lora_weights"]
         raise VariantRefused(f"{folder}: init_lora_weights {start!r} trains beside a changed base")
     return settings

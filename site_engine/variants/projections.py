@@ -16,6 +16,8 @@ from site_engine.config import SiteConfig
 ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
 """Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
 SCALE_BYTES = 4
+EMBEDDINGS, MAX_VIRTUAL_TOKENS = "prompt_embeddings", 1024
+"""The one tensor of prefix tuning, by peft's name, and the most tokens that it may have."""
 
 
 def largest_rank(config: SiteConfig) -> int:

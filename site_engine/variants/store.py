@@ -114,7 +114,8 @@ class VariantStore:
         room_bytes = self._room_bytes()
         try:
             if variant.adapter:
-                found = read_adapter(folder, self._model.model, room_bytes=room_bytes)
+                model = self._model
+                found = read_adapter(folder, model.model, model.layers, room_bytes=room_bytes)
             else:
                 found = Adapter(own=read_own_tensors(folder, self._model.model, room_bytes=room_bytes))
             return self._loaded(variant, folder, found)
@@ -139,7 +140,7 @@ class VariantStore:
         size = sum(block.bytes for block in blocks)
         chain = Chain(variant.id, fingerprint, blocks, size, eos, tokenizer)
         rank = max((product.down.shape[0] for product in found.low_rank.values()), default=0)
-        return LoadedVariant(chain, changes, rank)
+        return LoadedVariant(chain, changes, rank, found.virtual)
 
     def _own(
         self, name: str, module: Any, tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str]
@@ -192,6 +193,11 @@ def own_blocks(found: Adapter, contents: Mapping[str, list[str]]) -> Iterator[Bl
         size = sum(each.down.nbytes + each.up.nbytes for each in products.values())
         digest = hashlib.sha256(" ".join(factors).encode()).hexdigest()
         yield Block(digest, BlockKind.ADAPTER, min(layers), max(layers) + 1, size)
+    if found.virtual:
+        contents_of = " ".join(map(content_hash, found.virtual))
+        digest = hashlib.sha256(f"virtual {contents_of}".encode()).hexdigest()
+        size = sum(each.nbytes for each in found.virtual)
+        yield Block(digest, BlockKind.ADAPTER, 0, len(found.virtual) // 2, size)
 
 
 def _place(module: str) -> tuple[BlockKind, int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from site_engine.core.chain import Variant
-from tests.support.engine_models import VOCAB, drain, engine_for, greedy
+from tests.support.engine_models import VOCAB, drain, engine_for, greedy, greedy_answer
 from tests.support.variants import Made, served
 
 peft = pytest.importorskip(
@@ -74,12 +74,43 @@ def test_answers_are_those_of_peft(name: str, tmp_path: Path) -> None:
         assert answers[str(at)].token_ids == each.answer(prompt, 16), list(CONFIGS)[at % len(made)]
 
 
+@pytest.mark.parametrize("projection", [False, True])
+def test_prefix_tuning_answers_as_peft_does(projection: bool, tmp_path: Path) -> None:
+    model, plain = served()
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=projection, encoder_hidden_size=16
+    )
+    alone = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in alone.prompt_encoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    alone.save_pretrained(str(tmp_path))
+    engine = engine_for(model)
+    engine.add_variant(Variant("tuned", adapter=str(tmp_path)))
+    draw = random.Random(3)
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(count)] for count in (1, 9, 30)]
+    for at, prompt in enumerate(prompts):
+        request = greedy(str(at), prompt, 12)
+        request.chain = "tuned"
+        engine.submit(request)
+    answers = drain(engine)
+    for at, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        for _ in range(12):
+            with torch.no_grad():
+                logits = alone(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        assert answers[str(at)].token_ids == ids[0, len(prompt) :].tolist()
+        assert answers[str(at)].token_ids == greedy_answer(alone, prompt, 12)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True), "DoRA is not served"),
         (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "kind IA3 are not served"),
-        (peft.PrefixTuningConfig(num_virtual_tokens=3), "kind PREFIX_TUNING are not served"),
+        (peft.PromptTuningConfig(num_virtual_tokens=3), "kind PROMPT_TUNING are not served"),
         (peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True), "sets lora_bias"),
     ],
 )

@@ -8,6 +8,7 @@ import random
 import shutil
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from site_engine.core.request import (
+    Finish,
     RejectionReason,
+    RemainingCurve,
     Request,
     RequestRejected,
 )
@@ -33,7 +36,7 @@ from tests.support.engine_models import (
     greedy,
     greedy_answer,
 )
-from tests.support.variants import Made, fine_tuned, lora, served, zoo
+from tests.support.variants import Made, fine_tuned, lora, prefix_tuned, served, zoo
 
 torch.set_num_threads(1)
 
@@ -159,7 +162,44 @@ def own_bytes(loaded: Iterable[LoadedVariant], base: torch.nn.Module) -> int:
         tensors += [] if change.bias is None else [change.bias]
         tensors += [] if change.low_rank is None else [change.low_rank.down, change.low_rank.up]
         found |= {each.data_ptr(): each.nbytes for each in tensors if each.data_ptr() not in shared}
+    found |= {tensor.data_ptr(): tensor.nbytes for each in loaded for tensor in each.virtual}
     return sum(found.values())
+
+
+def test_virtual_tokens_count_for_the_context_and_for_nothing_that_clients_see(tmp_path: Path) -> None:
+    model, plain = served()
+    made = prefix_tuned(tmp_path / "shop", plain, tokens=9)
+    engine = engine_for(model, page_size=4, kv_tokens=64)
+    engine.add_variant(made.variant)
+    with pytest.raises(RequestRejected, match=r"has 55 tokens, but .* may have at most 55 here"):
+        engine.submit(request("long", made, [3] * 55, 1))
+    prompt = list(range(1, 22))
+    for cached in (0, 20):
+        one = request("r", made, prompt, 100)
+        one.sampling = replace(one.sampling, repetition_penalty=1.3)
+        one.remaining = RemainingCurve.exactly(34)
+        assert engine.submit(one).max_tokens == 64 - 9 - 21
+        found = drain(engine)["r"]
+        assert found.last.finish is Finish.LENGTH
+        assert found.last.timings.cached_prompt_tokens == cached // 4 * 4 - (9 % 4 if cached else 0)
+        assert found.last.completion_tokens == 34
+    assert_idle(engine)
+
+
+def test_log_probabilities_of_a_prompt_begin_after_virtual_tokens(tmp_path: Path) -> None:
+    model, plain = served()
+    made = prefix_tuned(tmp_path / "shop", plain, tokens=6)
+    engine = engine_for(model, page_size=4, slots=2, token_budget=5)
+    engine.add_variant(made.variant)
+    prompt = [7, 3, 9, 1, 4, 2, 8]
+    one = request("r", made, prompt, 1)
+    one.sampling = replace(one.sampling, prompt_logprobs=True, logprobs=0)
+    engine.submit(one)
+    found = [each for output in drain(engine)["r"].outputs for each in output.prompt_logprobs]
+    assert len(found) == len(prompt) and found[0].logprob is None
+    expected = made.alone.logits(torch.tensor([prompt]))[0].log_softmax(-1)
+    wanted = [float(expected[at, token]) for at, token in enumerate(prompt[1:])]
+    assert [each.logprob for each in found[1:]] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_variant_whose_files_have_changed_does_not_wake(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 # isort: split
 
 from site_engine.config import SiteConfig, VariantConfig
+from site_engine.core.chain import Chain
 from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
@@ -29,6 +30,7 @@ from site_engine.errors import ModelNotSupported, VariantRefused
 from site_engine.model import certify
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.plan import parse_gpus, plan
+from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.projections import ADAPTER_SLOTS, Projection, Size
 from tests.support.engine_models import (
     FAMILIES,
@@ -39,7 +41,7 @@ from tests.support.engine_models import (
     greedy_answer,
     random_model,
 )
-from tests.support.variants import fine_tuned, lora
+from tests.support.variants import fine_tuned, lora, prefix_tuned
 
 
 def fused(name: str) -> tuple[LoadedModel, Any]:
@@ -64,6 +66,7 @@ def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path
         lora(tmp_path / "a", plain, rank=4, seed=1),
         lora(tmp_path / "b", plain, rank=16, seed=2, rslora=True),
         lora(tmp_path / "c", plain, rank=2, seed=3, targets=("q_proj", "v_proj", "down_proj")),
+        prefix_tuned(tmp_path / "d", plain, seed=4),
     ]
     engine = overlapped(model)
     for made in variants[1:]:
@@ -71,7 +74,7 @@ def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path
     draw = random.Random(4)
     cases = []
     for at in range(10):
-        made, prompt = variants[at % 4], [draw.randrange(1, 300) for _ in range(draw.choice((1, 9, 20)))]
+        made, prompt = variants[at % 5], [draw.randrange(1, 300) for _ in range(draw.choice((1, 9, 20)))]
         cases.append((made, prompt))
         request = greedy(str(at), prompt, 4)
         request.chain = "" if made is None else made.variant.id
@@ -140,9 +143,10 @@ def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
         room.copy_(some(*room.shape))
     arena.down[1] = torch.nan  # a slot that no row reads
     requests = [Request(str(at), [0] * 30) for at in range(4)]
-    requests[1].variant = requests[3].variant = "one"  # type: ignore[assignment]
-    requests[2].variant = "two"  # type: ignore[assignment]
-    arenas.slot_of = {"one": 2, "two": 0}  # type: ignore[dict-item]
+    one, two = (LoadedVariant(Chain(name, name, (), 0, ()), {}, rank=8) for name in ("one", "two"))
+    requests[1].variant = requests[3].variant = one
+    requests[2].variant = two
+    arenas.slot_of[one], arenas.slot_of[two] = 2, 0
     plan = SchedulePlan(
         [ScheduledChunk(requests[at], 3, 1, True) for at in (0, 1)],
         [ScheduledChunk(requests[2], 0, 5, True), ScheduledChunk(requests[3], 0, 19, True)],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from site_engine.core.chain import Variant
@@ -75,6 +76,51 @@ def _adding(down: torch.Tensor, up: torch.Tensor, scale: float) -> Callable[...,
     return lambda _, given, out: out + (given[0] @ down.T) @ up.T * scale
 
 
+class Prefixed:
+    """A model of transformers that finds keys and values of virtual tokens before every prompt."""
+
+    def __init__(self, plain: Any, numbers: torch.Tensor) -> None:
+        """`numbers` [tokens, 2 * layers, heads, dim]: the keys and the values of each layer in turn."""
+        self._plain, self._numbers = plain, numbers.transpose(0, 1)
+
+    def generate(self, ids: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        """Return the prompt and its greedy answer, each token from all before it."""
+        for _ in range(max_new_tokens):
+            ids = torch.cat([ids, self.logits(ids)[:, -1:].argmax(-1)], dim=1)
+        return ids
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        cache = transformers.DynamicCache()
+        for layer in range(len(self._numbers) // 2):
+            key, value = self._numbers[2 * layer : 2 * layer + 2].transpose(1, 2)[:, None]
+            cache.update(key, value, layer)
+        with torch.no_grad():
+            found: torch.Tensor = self._plain(ids, past_key_values=cache).logits
+        return found
+
+
+def prefix_tuned(folder: Path, plain: Any, *, tokens: int = 6, seed: int = 0, **settings: Any) -> Made:
+    """Write prefix tuning as peft does."""
+    config = plain.config
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    dim = config.hidden_size // config.num_attention_heads
+    draw = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(tokens, 2 * layers, heads, dim, generator=draw)
+    said = {
+        "peft_type": "PREFIX_TUNING",
+        "task_type": "CAUSAL_LM",
+        "num_virtual_tokens": tokens,
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "token_dim": heads * dim,
+        "num_transformer_submodules": 1,
+        "prefix_projection": False,
+        **settings,
+    }
+    variant = write_adapter(folder, said, {"prompt_embeddings": numbers.flatten(1)})
+    return Made(variant, Prefixed(plain, numbers))
+
+
 def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Variant:
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -108,6 +154,7 @@ def zoo(folder: Path, plain: Any) -> list[Made]:
             folder / "head", plain, lambda name: "lm_head" in name or name == "model.norm.weight", seed=6
         ),
         fine_tuned(folder / "embedding", plain, lambda name: "embed_tokens" in name, seed=7),
+        prefix_tuned(folder / "prefix", plain, seed=9),
     ]
     if any(name.endswith(".bias") for name, _ in plain.named_parameters()):
         made.append(fine_tuned(folder / "biases", plain, lambda name: name.endswith(".bias"), seed=8))

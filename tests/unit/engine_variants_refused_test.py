@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from site_engine.core.chain import Variant
 from site_engine.errors import VariantRefused
 from tests.support.engine_models import drain, engine_for, gather, greedy
-from tests.support.variants import fine_tuned, lora, served, write_adapter
+from tests.support.variants import Made, fine_tuned, lora, prefix_tuned, served, write_adapter
 
 torch.set_num_threads(1)
 WEIGHTS = "adapter_model.safetensors"
@@ -44,11 +44,13 @@ def test_each_bad_folder_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
 Make = Callable[[Path, Any], Variant]
 
 
-def changed(change: Callable[[dict[str, torch.Tensor]], None], **settings: Any) -> Make:
-    """Return the maker of a LoRA folder whose tensors are changed afterwards."""
+def changed(
+    change: Callable[[dict[str, torch.Tensor]], None], make_folder: Callable[..., Made] = lora
+) -> Make:
+    """Return the maker of an adapter's folder whose tensors are changed afterwards."""
 
     def make(folder: Path, plain: Any) -> Variant:
-        made = lora(folder, plain, **settings)
+        made = make_folder(folder, plain)
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
         save_file(tensors, folder / WEIGHTS)
@@ -123,6 +125,10 @@ def configured(**settings: Any) -> Make:
     return lambda folder, plain: lora(folder, plain, **settings).variant
 
 
+def prefixed(**settings: Any) -> Make:
+    return lambda folder, plain: prefix_tuned(folder, plain, **settings).variant
+
+
 def other_kind(kind: str) -> Make:
     return lambda folder, plain: write_adapter(folder, {"peft_type": kind}, {"x": torch.zeros(1)})
 
@@ -169,7 +175,22 @@ BAD: dict[str, tuple[Make, str]] = {
     ),
     "bottleneck": (bottleneck, r"kind unknown are not served"),
     "IA3": (other_kind("IA3"), r"kind IA3 are not served"),
-    "prefix tuning": (other_kind("PREFIX_TUNING"), r"kind PREFIX_TUNING are not served"),
+    "prompt tuning": (other_kind("PROMPT_TUNING"), r"kind PROMPT_TUNING are not served"),
+    "prefix tuning without tokens": (other_kind("PREFIX_TUNING"), r"holds x, not prompt_embeddings alone"),
+    "prefix tuning of other heads": (
+        prefixed(num_attention_heads=4),
+        r"wrong base: keys of 4 heads, and of 2 in the base",
+    ),
+    "prefix tuning of another length": (prefixed(num_virtual_tokens=7), r"has 6 virtual tokens and says 7"),
+    "prefix tuning of another base": (
+        changed(lambda them: them.update(prompt_embeddings=torch.zeros(6, 60)), prefix_tuned),
+        r"wrong base: prompt_embeddings is \(6, 60\), and a token has 64 numbers in the base",
+    ),
+    "prefix tuning with NaN": (
+        changed(lambda them: them["prompt_embeddings"][0, 0].fill_(torch.nan), prefix_tuned),
+        r"prompt_embeddings holds 1 numbers that are not finite",
+    ),
+    "prefix tuning with more": (prefixed(modules_to_save=["lm_head"]), r"sets modules_to_save"),
     "an unknown setting": (configured(layer_replication=[[0, 2]]), r"sets layer_replication"),
     "a changed base": (configured(init_lora_weights="pissa"), r"'pissa' trains beside a changed base"),
     "settings that are none": (no_settings, r"holds no settings"),
