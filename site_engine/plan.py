@@ -23,6 +23,7 @@ from site_engine.variants.projections import (
     EMBEDDINGS,
     MAX_VIRTUAL_TOKENS,
     MODULES,
+    SERVED_ON_GPU,
     Size,
     largest_rank,
     slot_bytes,
@@ -211,10 +212,20 @@ def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
     if not per_layer or any(each is None or len(each) != 2 for each in per_layer[0].values()):
         return AdapterSlots(modules=frozenset())
     first: Any = per_layer[0]
-    sizes = [Size(first[each[0]][1], tuple(first[module][0] for module in each)) for each in MODULES.values()]
+    sizes = [
+        Size(
+            first[each[0]][1],
+            tuple(first[module][0] for module in each),
+            f"model.layers.0.{each[0]}.bias" in base,
+        )
+        for each in MODULES.values()
+    ]
     rank = largest_rank(config)
-    known = frozenset(f"model.layers.{n}.{module}" for n, one in enumerate(per_layer) for module in one)
-    return AdapterSlots(ADAPTER_SLOTS * slot_bytes(sizes, layers, rank, item), slot_rank(rank), known)
+    known = {f"model.layers.{n}.{module}" for n, one in enumerate(per_layer) for module in one}
+    known |= {f"{module}.bias" for module in known} & base.keys()
+    return AdapterSlots(
+        ADAPTER_SLOTS * slot_bytes(sizes, layers, rank, item), slot_rank(rank), frozenset(known)
+    )
 
 
 def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
@@ -229,13 +240,13 @@ def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
         return
     what = "it is a fine-tuned model" if variant.model else ""
     for name, shape in own.items() if variant.adapter else ():
-        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_")
-        if not found or module not in slots.modules:
+        module = name.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer", "")
+        if module not in slots.modules:
             what = f"it changes {module}"
-        elif found and ".lora_A." in name and shape[0] > slots.rank:
+        elif ".lora_A." in name and shape[0] > slots.rank:
             raise VariantRefused(f"{module} has rank {shape[0]}; slots here have {slots.rank}")
     if what:
-        raise VariantRefused(f"{what}; engines on a GPU serve LoRA of attention and MLP, and prefix tuning")
+        raise VariantRefused(f"{what}; {SERVED_ON_GPU}")
 
 
 def planned(

@@ -1,8 +1,8 @@
 """Adapters on a GPU: fixed arenas with a place for each slot, so that graphs hold whatever is loaded.
 
 An adapter of a lower rank than the arenas' is padded with zeros. It lies once in host memory, laid out as a
-slot is; loading copies it into a free slot, in order with the steps on the device. Serves LoRA of the joined
-projections of `llama_forward.py`, nothing else.
+slot is; loading copies it into a free slot, in order with the steps on the device. Serves LoRA and biases of
+the joined projections of `llama_forward.py`, nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
 from site_engine.variants.grouped import group_module
-from site_engine.variants.projections import MODULES, Projection, Size, slot_rank
+from site_engine.variants.projections import MODULES, SERVED_ON_GPU, Projection, Size, slot_rank
 
 TILE_ROWS = 16
 TILE_NUMBERS = 1 + TILE_ROWS
@@ -38,6 +38,7 @@ class Packed(NamedTuple):
     down: torch.Tensor  # [layers, groups * rank, depth]
     up: torch.Tensor  # [layers, columns, rank]
     scales: torch.Tensor  # [layers, groups], float32
+    biases: torch.Tensor  # [layers, columns]: what is added to those of the base, if it has any
 
 
 class Arena(NamedTuple):
@@ -46,6 +47,7 @@ class Arena(NamedTuple):
     down: torch.Tensor  # [slots, layers, groups * rank, depth]
     up: torch.Tensor  # [slots, layers, columns, rank]
     scales: torch.Tensor  # [slots, layers, groups], float32
+    biases: torch.Tensor  # [slots, layers, columns], without columns if the base has none
     spans: torch.Tensor  # [spans, 3], int32
 
 
@@ -73,6 +75,7 @@ class AdapterArenas:
             like.new_zeros(*shape, groups * self.rank, size.depth),
             like.new_zeros(*shape, sum(size.columns), self.rank),
             like.new_zeros(*shape, groups, dtype=torch.float32),
+            like.new_zeros(*shape, sum(size.columns) if size.biased else 0),
             torch.tensor(spans, dtype=torch.int32, device=like.device),
         )
 
@@ -88,15 +91,14 @@ class AdapterArenas:
             for module in each
         }
         for name, change in variant.changes.items():
-            if change.own is not None or change.bias is not None or name not in known:
-                raise VariantRefused(
-                    f"{variant.chain.id} changes {name}; engines on a GPU serve LoRA of attention and MLP"
-                )
+            if change.own is not None or name not in known:
+                raise VariantRefused(f"{variant.chain.id} changes {name}; {SERVED_ON_GPU}")
         if variant.rank > self.rank:
             raise VariantRefused(f"{variant.chain.id} has rank {variant.rank}; slots here have {self.rank}")
         changes = dict(variant.changes)
         packed = [self._pack(changes, projection) for projection in Projection]
-        prepared = replace(variant, changes=changes)
+        rank = max(variant.rank, 1) if changes else 0  # biases alone need a slot, too
+        prepared = replace(variant, changes=changes, rank=rank)
         self._packed[prepared] = packed
         return prepared
 
@@ -112,7 +114,10 @@ class AdapterArenas:
                     for shape in ((self.rank, depth), (columns, self.rank))
                 )
                 down, up = (each.to(module.weight) for each in factors)
-                changes[name] = Change(low_rank=LowRank(down, up, 0.5))
+                bias = None
+                if module.bias is not None:
+                    bias = torch.randn(columns, generator=draw).to(module.weight) * 0.5
+                changes[name] = Change(bias=bias, low_rank=LowRank(down, up, 0.5))
                 group_module(name, module)
         variant = self.prepare(LoadedVariant(Chain("trial", "trial", (), 0, ()), changes, self.rank))
         self.place(variant, 0)
@@ -124,15 +129,18 @@ class AdapterArenas:
         packed = Packed(
             *(
                 torch.zeros(room.shape[1:], dtype=room.dtype, pin_memory=room.is_cuda)
-                for room in (arena.down, arena.up, arena.scales)
+                for room in (arena.down, arena.up, arena.scales, arena.biases)
             )
         )
         first = 0
         for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
             for layer in range(self._layers):
                 name = f"model.layers.{layer}.{module}"
-                change = changes.get(name)
-                if change is not None and change.low_rank is not None:
+                change = changes.get(name, Change())
+                if change.bias is not None:
+                    bias = packed.biases[layer, first : first + columns].copy_(change.bias)
+                    changes[name] = change = change._replace(bias=bias)
+                if change.low_rank is not None:
                     down, up, scale = change.low_rank
                     rank, begin = down.shape[0], group * self.rank
                     kept = LowRank(
@@ -224,12 +232,12 @@ class AdapterArenas:
         *,
         alone: bool,
     ) -> None:
-        _, up, scales, spans = self._arenas[projection]
+        _, up, scales, biases, spans = self._arenas[projection]
         parts, tokens, width = shrunk.shape
         adapter_kernels.expand_rows[(len(tiles), len(spans))](
-            shrunk, up[:, layer], scales[:, layer], tiles, spans, out, tokens, out.shape[1], width,
-            up.stride(0), scales.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS, ALONE=alone,
-            num_warps=4,
+            shrunk, up[:, layer], scales[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1],
+            width, up.stride(0), scales.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts,
+            COLUMNS=SPAN_COLUMNS, ALONE=alone, BIASED=biases.shape[2] > 0, num_warps=4,
         )  # fmt: skip
 
 

@@ -190,10 +190,10 @@ class LlamaForward:
         attention, narrow = self._heads * self._dim, self._kv_heads * self._dim
         depth, width = layer.output.weight.shape[0], layer.down.weight.shape[1]
         sizes = [
-            Size(depth, (attention, narrow, narrow)),
-            Size(attention, (depth,)),
-            Size(depth, (width, width)),
-            Size(width, (depth,)),
+            Size(depth, (attention, narrow, narrow), layer.query_key_value.bias is not None),
+            Size(attention, (depth,), layer.output.bias is not None),
+            Size(depth, (width, width), layer.gate_up.bias is not None),
+            Size(width, (depth,), layer.down.bias is not None),
         ]
         return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding)
 

@@ -169,7 +169,9 @@ def change_modules(model: Any, variant: LoadedVariant, undo: ExitStack) -> None:
             module.__dict__.pop("forward", None)
             module._parameters = change.own._parameters
         if change.bias is not None:
-            hook = module.register_forward_hook(lambda _, __, out, added=change.bias: out + added)
+            hook = module.register_forward_hook(
+                lambda _, __, out, added=change.bias: out + added.to(out.device)
+            )
             undo.callback(hook.remove)
         if change.low_rank is not None:
             hook = module.register_forward_hook(

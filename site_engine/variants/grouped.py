@@ -112,7 +112,7 @@ class GroupedForward:
         out = self._grouped(given, own) if own else self.base(given)
         for change, index in changes:
             if change.bias is not None:
-                out[:, index] += change.bias
+                out[:, index] += change.bias.to(out.device, non_blocking=True)
             if change.low_rank is not None:
                 out[:, index] += change.low_rank(given[:, index])
         return out

@@ -16,6 +16,7 @@ from site_engine.config import SiteConfig
 ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
 """Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
 SCALE_BYTES = 4
+SERVED_ON_GPU = "engines on a GPU serve LoRA and biases of attention and MLP, and prefix tuning"
 EMBEDDINGS, MAX_VIRTUAL_TOKENS = "prompt_embeddings", 1024
 """The one tensor of prefix tuning, by peft's name, and the most tokens that it may have."""
 
@@ -55,10 +56,13 @@ MODULES = {
 
 
 class Size(NamedTuple):
-    """The sizes of a joined projection: its input, and the columns of each module in it."""
+    """The sizes of a joined projection: its input, the columns of each module in it, and whether they have
+    biases, which variants may train.
+    """
 
     depth: int
     columns: tuple[int, ...]
+    biased: bool = False
 
 
 def slot_rank(rank: int) -> int:
@@ -69,4 +73,5 @@ def slot_rank(rank: int) -> int:
 def slot_bytes(sizes: Sequence[Size], layers: int, rank: int, item_bytes: int) -> int:
     """Return the memory of one slot for adapters of up to `rank`."""
     numbers = sum(slot_rank(rank) * (len(each.columns) * each.depth + sum(each.columns)) for each in sizes)
+    numbers += sum(sum(each.columns) for each in sizes if each.biased)
     return layers * (numbers * item_bytes + SCALE_BYTES * sum(len(each.columns) for each in sizes))

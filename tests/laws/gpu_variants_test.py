@@ -59,7 +59,7 @@ def overlapped(model: LoadedModel, **settings: Any) -> SiteEngine:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path: Path) -> None:
-    """Three adapters take turns in two slots."""
+    """Adapters and, where the base has them, trained biases take turns in two slots."""
     model, plain = fused(name)
     variants = [
         None,
@@ -68,13 +68,18 @@ def test_rows_with_adapters_get_their_tokens_beside_the_base(name: str, tmp_path
         lora(tmp_path / "c", plain, rank=2, seed=3, targets=("q_proj", "v_proj", "down_proj")),
         prefix_tuned(tmp_path / "d", plain, seed=4),
     ]
+    if name == "qwen2":
+        variants.append(fine_tuned(tmp_path / "e", plain, lambda each: each.endswith(".bias"), seed=5))
     engine = overlapped(model)
     for made in variants[1:]:
         engine.add_variant(made.variant)
     draw = random.Random(4)
     cases = []
-    for at in range(10):
-        made, prompt = variants[at % 5], [draw.randrange(1, 300) for _ in range(draw.choice((1, 9, 20)))]
+    for at in range(2 * len(variants)):
+        made, prompt = (
+            variants[at % len(variants)],
+            [draw.randrange(1, 300) for _ in range(draw.choice((1, 9, 20)))],
+        )
         cases.append((made, prompt))
         request = greedy(str(at), prompt, 4)
         request.chain = "" if made is None else made.variant.id
@@ -93,7 +98,7 @@ def held_bytes() -> dict[int, int]:
 
 
 def test_an_adapter_needs_a_slot_and_its_copy_in_host_memory_alone(tmp_path: Path) -> None:
-    model, plain = fused("llama")
+    model, plain = fused("qwen2")
     plain.save_pretrained(tmp_path / "base")
     engine = overlapped(model, adapter_slots=ADAPTER_SLOTS)
     runner: Any = engine.runner
@@ -103,7 +108,7 @@ def test_an_adapter_needs_a_slot_and_its_copy_in_host_memory_alone(tmp_path: Pat
         site="a", gateways=("g:1",), model=str(tmp_path / "base"), variants=configured, dtype="float32"
     )
     found = plan(config, parse_gpus("1x1GiB"))
-    arenas = [room for arena in runner._arenas._arenas for room in arena[:3]]
+    arenas = [room for arena in runner._arenas._arenas for room in arena[:4]]
     assert sum(room.nbytes for room in arenas) == found.slots_bytes
     engine.add_variant(folders[0])  # computes what certification keeps of the base
     before = held_bytes()
@@ -121,7 +126,7 @@ def test_what_the_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
     head = lora(tmp_path / "head", plain, targets=("lm_head",))
     whole = fine_tuned(tmp_path / "whole", plain, lambda name: ".layers.1." in name)
     for made in (head, whole):
-        with pytest.raises(VariantRefused, match="engines on a GPU serve LoRA of attention and MLP"):
+        with pytest.raises(VariantRefused, match="engines on a GPU serve LoRA and biases of attention and"):
             engine.add_variant(made.variant)
     with pytest.raises(VariantRefused, match="has rank 32; slots here have 16"):
         engine.add_variant(lora(tmp_path / "large", plain, rank=32).variant)
@@ -130,18 +135,19 @@ def test_what_the_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
     assert not engine.variants
 
 
-def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other(biased: bool) -> None:
     draw = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw)
 
     depth, columns = 200, (70, 30, 24)
-    arenas = AdapterArenas([Size(depth, columns)], 2, slots=3, rank=8, like=torch.zeros(1))
+    arenas = AdapterArenas([Size(depth, columns, biased)], 2, slots=3, rank=8, like=torch.zeros(1))
     (arena,) = arenas._arenas
-    for room in (arena.down, arena.up, arena.scales):
+    for room in (arena.down, arena.up, arena.scales, arena.biases):
         room.copy_(some(*room.shape))
-    arena.down[1] = torch.nan  # a slot that no row reads
+    arena.down[1] = arena.biases[1] = torch.nan  # a slot that no row reads
     requests = [Request(str(at), [0] * 30) for at in range(4)]
     one, two = (LoadedVariant(Chain(name, name, (), 0, ()), {}, rank=8) for name in ("one", "two"))
     requests[1].variant = requests[3].variant = one
@@ -167,6 +173,7 @@ def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other() -> None:
             for group in range(3):
                 of = slice(int(ends[group]), int(ends[group + 1]))
                 added[of] = arena.up[slot, 1, of] @ shrunk[group] * arena.scales[slot, 1, group]
+            added += arena.biases[slot, 1] if biased else 0.0
         torch.testing.assert_close(got[row], before[row] + added, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(alone[row], added, rtol=1e-4, atol=1e-3)
     for row in (0, -1):

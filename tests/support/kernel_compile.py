@@ -82,8 +82,8 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for rank in (16, 64)
         for kernel, more in (
             (adapter_kernels.shrink_rows, {"DEPTH": 128}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": False}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": True}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": False, "BIASED": False}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": True, "BIASED": True}),
         )
     ]
     return [

@@ -266,10 +266,10 @@ def test_slots_are_the_arenas_that_the_engine_allocates() -> None:
     from site_engine.cuda.adapters import AdapterArenas
     from site_engine.variants.projections import Size, slot_bytes
 
-    sizes = [Size(32, (48, 16, 16)), Size(48, (32,)), Size(32, (96, 96)), Size(96, (32,))]
+    sizes = [Size(32, (48, 16, 16), True), Size(48, (32,)), Size(32, (96, 96)), Size(96, (32,))]
     for rank in (1, 16, 17, 40):
         arenas = AdapterArenas(sizes, 3, 5, rank, torch.zeros(1, dtype=torch.bfloat16))
-        held = sum(each.nbytes for arena in arenas._arenas for each in (arena.down, arena.up, arena.scales))
+        held = sum(each.nbytes for arena in arenas._arenas for each in arena[:4])
         assert held == 5 * slot_bytes(sizes, 3, rank, 2)
 
 
@@ -283,7 +283,7 @@ def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> N
     variants = [of_adapter(folder, name) for name in ("head", "bias", "deep", "lora")]
     variants.append(VariantConfig("tuned", model=str(folder / "tuned")))
     found = planned(folder, "H200", *variants)
-    serves = "engines on a GPU serve LoRA of attention and MLP"
+    serves = "engines on a GPU serve LoRA and biases of attention and MLP, and prefix tuning"
     assert found.refused == {
         "head": f"it changes lm_head; {serves}",
         "bias": f"it changes {Q.format(0)}.bias; {serves}",
@@ -299,6 +299,22 @@ def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> N
     reason = planned(folder, "H200", of_adapter(folder)).refused["lora"]
     assert reason.startswith("engines on a GPU serve variants of LlamaForCausalLM, ")
     assert not planned(folder, "H200", of_adapter(folder), device="cpu").refused
+
+
+def test_biases_that_the_base_has_and_prefix_tuning_are_planned_for_a_gpu(folder: Path) -> None:
+    biases = {f"{Q.format(layer)}.bias": (WIDTH,) for layer in range(LAYERS)}
+    before = planned(folder, models_from=("/srv",)).slots_bytes
+    write(folder / "base" / "model.safetensors", BASE | biases)
+    own = {f"base_model.model.{name}": shape for name, shape in biases.items()}
+    write(folder / "bias" / "adapter_model.safetensors", own | adapter(8))
+    write(folder / "prefix" / "adapter_model.safetensors", {"prompt_embeddings": (20, PER_TOKEN // 2)})
+    write(folder / "wrong" / "adapter_model.safetensors", {"prompt_embeddings": (20, PER_TOKEN)})
+    found = planned(folder, "H200", *(of_adapter(folder, name) for name in ("bias", "prefix", "wrong")))
+    assert [(each.id, each.own_bytes) for each in found.variants] == [("bias", 0), ("prefix", 20 * PER_TOKEN)]
+    assert found.refused.keys() == {"wrong"}
+    assert f"the base needs {PER_TOKEN // 2} numbers a token" in found.refused["wrong"]
+    columns = sum(MODULES[f"self_attn.{name}_proj"][0] for name in "qkv")
+    assert found.slots_bytes == before + 8 * LAYERS * columns * 2
 
 
 def test_groups_of_one_process_share_the_device(folder: Path) -> None:

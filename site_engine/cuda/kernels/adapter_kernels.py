@@ -58,6 +58,7 @@ def expand_rows(
     shrunk,  # [parts, tokens, groups * RANK] in float32
     up,  # [slots, layers, columns, RANK], from the layer on
     scales,  # [slots, layers, groups] in float32, from the layer on
+    biases,  # [slots, layers, columns], from the layer on; BIASED: what is added to the base's
     tiles,  # [tiles, 1 + TILE_ROWS]
     columns_of,  # [spans, 3]: group, first column, column after the last
     out,  # [tokens, columns], added to in place; ALONE: in float32, receives what is added, 0 for the base
@@ -66,12 +67,14 @@ def expand_rows(
     width,
     slot_stride,
     scale_stride,
+    bias_stride,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of one program, at least those of a span
     ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
-    """Compute scale * (shrunk up^T) for the rows of one tile and one span of columns."""
+    """Compute scale * (shrunk up^T), and the bias, for the rows of one tile and one span of columns."""
     tile = tiles + tl.program_id(0) * (1 + TILE_ROWS)
     slot = tl.load(tile).to(tl.int64)
     if slot < 0 and not ALONE:
@@ -98,6 +101,8 @@ def expand_rows(
     )
     added = tl.dot(given.to(factor.dtype), factor, input_precision="ieee")
     added *= tl.load(scales + slot * scale_stride + group)
+    if BIASED:
+        added += tl.load(biases + slot * bias_stride + n, mask=exists, other=0.0).to(tl.float32)[None, :]
     if not ALONE:
         added += tl.load(to, mask=written, other=0.0).to(tl.float32)
     tl.store(to, added.to(out.dtype.element_ty), mask=written)
