@@ -24,10 +24,10 @@ from site_engine.engine.process_messages import Described
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import ownership
-from site_engine.pool.figures import idle_figures, join_facts, join_figures, mean_cost
+from site_engine.pool.figures import idle_figures, join_facts, mean_cost
 from site_engine.pool.ownership import Act, Owned, Phase
 from site_engine.pool.rebalancing import Rebalancer
-from site_engine.pool.replica import Replica, served
+from site_engine.pool.replica import Replica, served, site_figures
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
 from site_engine.pool.sleeping import PoolSleep
 from site_engine.pool.training import PoolTraining
@@ -315,15 +315,8 @@ class EnginePool:
             self._rebalance(serving)
 
     def _report(self, each: Sequence[LoadFigures], at_s: float) -> None:
-        figures = join_figures(each)
-        before = [replica.tokens_before for replica in self._replicas]
-        figures = figures._replace(
-            tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
-            prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
-            devices=tuple(replica.figures() for replica in self._replicas),
-        )
         if self._listener is not None:
-            self._listener.load(LoadSeen(figures, at_s))
+            self._listener.load(LoadSeen(site_figures(each, self._replicas), at_s))
 
     # ---- from the engines
 

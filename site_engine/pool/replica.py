@@ -9,6 +9,7 @@ from functools import reduce
 from site_engine.core.load import DeviceFigures, LoadFigures
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
+from site_engine.pool.figures import join_figures
 from site_engine.pool.rebalancing import Placed
 from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 
@@ -104,3 +105,14 @@ class Replica:
 def served(replicas: Sequence[Replica]) -> list[LoadFigures]:
     """Return the figures of the engines that serve."""
     return [each.seen.figures for each in replicas if each.serves]
+
+
+def site_figures(each: Sequence[LoadFigures], replicas: Sequence[Replica]) -> LoadFigures:
+    """Return what the site reports: the figures of its engines together, and since its start."""
+    figures = join_figures(each)
+    before = [replica.tokens_before for replica in replicas]
+    return figures._replace(
+        tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
+        prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
+        devices=tuple(replica.figures() for replica in replicas),
+    )
