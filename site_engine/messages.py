@@ -230,10 +230,10 @@ class Ping:
     nonce: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportPace:
+class ReportPace(NamedTuple):
     times_off: int = 1
     every_s: int = 1
+    heartbeat_s: float = 0.0
 
 
 # ---- from the site

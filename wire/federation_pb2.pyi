@@ -296,12 +296,14 @@ class DeviceLoad(_message.Message):
     def __init__(self, device: _Optional[str] = ..., lost: _Optional[bool] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_free_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., moved_in: _Optional[int] = ..., losses: _Optional[int] = ...) -> None: ...
 
 class ReportPace(_message.Message):
-    __slots__ = ("times_off", "every_s")
+    __slots__ = ("times_off", "every_s", "heartbeat_s")
     TIMES_OFF_FIELD_NUMBER: _ClassVar[int]
     EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     times_off: int
     every_s: int
-    def __init__(self, times_off: _Optional[int] = ..., every_s: _Optional[int] = ...) -> None: ...
+    heartbeat_s: float
+    def __init__(self, times_off: _Optional[int] = ..., every_s: _Optional[int] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")

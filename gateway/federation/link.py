@@ -76,7 +76,6 @@ class Link:
         pace: StreamPace | None = None,
     ) -> None:
         self.identity = identity
-        self.ping_heartbeats = 1  # from one ping to the next
         self.silent_since_s = clock()
         self.outbox = Outbox()
         self.reports = ReportPace(self.outbox, is_kept=paces_reports)

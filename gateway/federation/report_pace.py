@@ -1,6 +1,7 @@
-"""How exact and how frequent the reports of one site are: the more sites a gateway has, the less so.
+"""How exact and how frequent the reports of one site are, and how frequent its pings: the more sites a
+gateway has, the less so.
 
-Else a gateway of a large fleet would do little but read reports. How much worse decisions are: measured in
+Else a gateway of a large fleet would do little but read them. How much worse decisions are: measured in
 docs/decisions/report-pace.md.
 """
 
@@ -13,13 +14,21 @@ LINKS_PER_SECOND, MAX_EVERY_S = 250, 4
 """With so many more links, a site without news may be quiet for a second more."""
 LINKS_TWICE_OFF = 500
 """From so many links on, reports may be off by twice as much."""
+LINKS_PER_PING, MAX_PING_HEARTBEATS = 250, 5
+"""With so many more links, one more heartbeat passes between two pings."""
+
+
+def ping_heartbeats(links: int) -> int:
+    """Return the heartbeats from one ping of a site to the next in a fleet with so many links."""
+    return min(MAX_PING_HEARTBEATS, 1 + links // LINKS_PER_PING)
 
 
 class ReportPace:
-    """`is_kept`: whether the site knows such a pace; an older one goes on as in a small fleet."""
+    """`is_kept`: whether the site can be told; an older one goes on as it began."""
 
     def __init__(self, outbox: Outbox, *, is_kept: bool) -> None:
-        self.times_off = self.every_s = 1
+        self.times_off = self.every_s = self.ping_heartbeats = 1
+        self._told = 1, 1, 1
         self._outbox = outbox
         self._is_kept = is_kept
 
@@ -28,11 +37,12 @@ class ReportPace:
         """Return by how much later than in a small fleet the next report may come."""
         return self.every_s - 1.0
 
-    def adapt(self, links: int) -> None:
+    def adapt(self, links: int, heartbeat_s: float) -> None:
         """Tell the site the pace of a fleet with so many links, unless it has been told."""
         off = 2 if links >= LINKS_TWICE_OFF else 1
-        every_s = min(MAX_EVERY_S, 1 + links // LINKS_PER_SECOND)
-        if self._is_kept and (off, every_s) != (self.times_off, self.every_s):
-            self.times_off, self.every_s = off, every_s
-            pace = pb.ReportPace(times_off=off, every_s=every_s)
+        every_s, heartbeats = min(MAX_EVERY_S, 1 + links // LINKS_PER_SECOND), ping_heartbeats(links)
+        if self._is_kept and (off, every_s, heartbeats) != self._told:
+            self._told = off, every_s, heartbeats
+            self.times_off, self.every_s, self.ping_heartbeats = self._told
+            pace = pb.ReportPace(times_off=off, every_s=every_s, heartbeat_s=heartbeats * heartbeat_s)
             self._outbox.put(pb.GatewayMessage(report_pace=pace))

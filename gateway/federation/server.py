@@ -18,6 +18,7 @@ from gateway.federation.directory import MAX_SITES, Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
+from gateway.federation.report_pace import ping_heartbeats
 from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.federation.stream_pace import StreamPace
 from gateway.federation.training import trains_of
@@ -29,10 +30,6 @@ log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 10.0
 MISSED_HEARTBEATS = 3
-LINKS_PER_PING, MAX_PING_HEARTBEATS = 250, 5
-"""With so many more links, one more heartbeat passes between two pings of a site that joins: else pings would
-cost the gateway of a large fleet more than reports.
-"""
 MAX_MESSAGE_BYTES = 64 * 2**20
 HANDSHAKE_WITHIN_MS = 20_000
 IDLE_MS = 60_000
@@ -162,13 +159,13 @@ class Federation(rpc.FederationServicer):
             awake=self._awake,
             pace=self._pace,
         )
-        if codec.shows_life(first.hello):
-            link.ping_heartbeats = min(MAX_PING_HEARTBEATS, 1 + len(self._links) // LINKS_PER_PING)
+        if codec.shows_life(first.hello) and not first.hello.paces_reports:
+            link.reports.ping_heartbeats = ping_heartbeats(len(self._links))
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
             peers=settings.peers if certificate is None else (),  # peers are ports for tokens
-            heartbeat_s=settings.heartbeat_s * link.ping_heartbeats,
+            heartbeat_s=settings.heartbeat_s * link.reports.ping_heartbeats,
             worker_ports=settings.worker_ports if certificate is None else settings.mutual_worker_ports,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
@@ -263,13 +260,13 @@ class Federation(rpc.FederationServicer):
         """
         heartbeat_s, missed, heartbeats = self._settings.heartbeat_s, 0, 0
         while link.closing is None:
-            link.reports.adapt(len(self._links))
+            link.reports.adapt(len(self._links), heartbeat_s)
             quiet = 0 if link.live else link.reports.every_s - 1
             if missed >= MISSED_HEARTBEATS + quiet:
                 return f"silent for {self._clock() - link.silent_since_s:.1f} s"
             if invalid_reason := self._site_auth.invalid_reason(certificate):
                 return invalid_reason
-            if heartbeats % link.ping_heartbeats == 0 and (unread_reason := link.ping()):
+            if heartbeats % link.reports.ping_heartbeats == 0 and (unread_reason := link.ping()):
                 return unread_reason
             heartbeats += 1
             began_s = self._clock()

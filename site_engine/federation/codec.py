@@ -309,7 +309,7 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
     "resume": lambda body: m.Resume(body.reason),
     **training_codec.DECODERS,
     "ping": lambda body: m.Ping(body.nonce),
-    "report_pace": lambda body: m.ReportPace(body.times_off, body.every_s),
+    "report_pace": lambda body: m.ReportPace(body.times_off, body.every_s, body.heartbeat_s),
 }
 
 

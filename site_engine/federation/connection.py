@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from site_engine.federation.bulk import Bulk
 
 MAX_GRACE_S = 600.0
+MAX_HEARTBEAT_S = 60.0
 READS_STALLS = 2
 """The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
 PINGS_RARELY = 3
@@ -31,6 +32,7 @@ class Connection:
     displaced: bool = False  # another stream to this replica has taken its place
     lost_s: float = 0.0
     grace_s: float = 0.0
+    heartbeat_s: float = 0.0  # the gateway says something as often
     draining: bool = False  # at the request of this gateway
     protocol: int = 1
     reads_prefixes: bool = False
@@ -48,10 +50,16 @@ class Connection:
     def welcomed(self, welcome: Welcome, wake: Callable[[], None]) -> None:
         """Begin a stream with what its gateway says of itself."""
         self.linked, self.wake, self.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
+        self.heartbeat_s = welcome.heartbeat_s
         self.draining = self.has_bid = self.hello_is_old = False
         self.protocol, self.reads_prefixes = welcome.protocol, welcome.reads_prefixes
         self.reads_models, self.reads_held = welcome.reads_models, welcome.reads_held
         self.tunes, self.report_pace = welcome.tunes, ReportPace()
+
+    def paced(self, pace: ReportPace) -> None:
+        self.report_pace = pace
+        if 0 < pace.heartbeat_s <= MAX_HEARTBEAT_S:  # false for NaN, too
+            self.heartbeat_s = pace.heartbeat_s
 
     def visible(self, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """Return the models that the gateway is told of."""

@@ -170,7 +170,7 @@ class Link:
                 self._received_s = self._clock()
                 reading = self._read(stream, connection)
                 writing = self._write(stream, connection, in_bundles=welcome.reads_bunches)
-                watching = [self._watch(welcome.heartbeat_s)] if welcome.heartbeat_s > 0 else []
+                watching = [self._watch(connection)] if welcome.heartbeat_s > 0 else []
                 await _first_of(*map(asyncio.create_task, (reading, writing, *watching)))
             finally:
                 self._site.lost(connection)
@@ -192,18 +192,18 @@ class Link:
             raise WrongMessage(f"expected Welcome, got {type(welcome).__name__}")
         return welcome
 
-    async def _watch(self, heartbeat_s: float) -> None:
+    async def _watch(self, connection: Connection) -> None:
         """Raise LinkLost after MAX_MISSED_HEARTBEATS of silence.
 
         Heartbeats at which this process woke late do not count: messages of the gateway may wait unread.
         """
         missed = 0
         while missed < MAX_MISSED_HEARTBEATS:
-            began_s = self._clock()
+            began_s, heartbeat_s = self._clock(), connection.heartbeat_s
             await self._sleep(heartbeat_s)
             late = self._clock() - began_s > 1.5 * heartbeat_s
             missed = 0 if late or self._received_s >= began_s else missed + 1
-        raise LinkLost(f"the gateway was silent for {missed} heartbeats of {heartbeat_s:g} s")
+        raise LinkLost(f"the gateway was silent for {missed} heartbeats of {connection.heartbeat_s:g} s")
 
     async def _read(self, stream: Any, connection: Connection) -> None:
         while True:

@@ -210,7 +210,7 @@ class Site:
         self._changed(connection)
 
     def pace_reports(self, connection: Connection, message: m.ReportPace) -> None:
-        connection.report_pace = message
+        connection.paced(message)
         self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
 
     def _assign(self, connection: Connection, assign: m.Assign) -> None:

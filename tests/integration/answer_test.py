@@ -193,7 +193,7 @@ def test_a_silent_site_is_noticed_by_its_heartbeat() -> None:
 
 def test_of_many_sites_those_that_show_life_are_pinged_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older site may say nothing through a long iteration: it is pinged at every heartbeat."""
-    monkeypatch.setattr("gateway.federation.server.LINKS_PER_PING", 1)
+    monkeypatch.setattr("gateway.federation.report_pace.LINKS_PER_PING", 1)
 
     async def scenario(here: Scene) -> None:
         sites = [

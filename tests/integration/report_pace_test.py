@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import UpstreamFailed
 from tests.support.answers import collect, run
-from tests.support.fakes.federation import Scene, until
+from tests.support.fakes.federation import DEADLINE_S, Scene, until
 from wire import federation_pb2 as pb
 
 
@@ -18,13 +18,18 @@ def test_of_many_sites_those_that_know_how_are_asked_for_fewer_reports(
     """And, as sites leave, for more again. An older site goes on as in a small fleet."""
     monkeypatch.setattr("gateway.federation.report_pace.LINKS_PER_SECOND", 2)
     monkeypatch.setattr("gateway.federation.report_pace.LINKS_TWICE_OFF", 3)
+    monkeypatch.setattr("gateway.federation.report_pace.LINKS_PER_PING", 2)
 
     async def scenario(here: Scene) -> None:
         sites = [await here.site(str(n), paces_reports=n != 1) for n in range(3)]
         await here.heartbeat()
         for each in (sites[0], sites[2]):
-            assert (await each.next()).report_pace == pb.ReportPace(times_off=2, every_s=2)
-        await here.heartbeat()
+            pace = pb.ReportPace(times_off=2, every_s=2, heartbeat_s=2 * DEADLINE_S)
+            assert (await each.next()).report_pace == pace
+        before = [each.pings for each in sites]
+        for _ in range(4):
+            await here.heartbeat()
+        assert [each.pings - past for each, past in zip(sites, before, strict=True)] == [2, 4, 2]
         assert all(each.inbox.empty() for each in sites)
         assert [each.load.quiet_s for each in here.gateway.directory.sites] == [1.0, 0.0, 1.0]
         for _ in range(2):
@@ -32,7 +37,9 @@ def test_of_many_sites_those_that_know_how_are_asked_for_fewer_reports(
             await gone.close()
             await until(lambda name=gone.name: name not in here.gateway.federation.links, "the link to end")  # type: ignore[misc]
         await here.heartbeat()
-        assert (await sites[0].next()).report_pace == pb.ReportPace(times_off=1, every_s=1)
+        assert (await sites[0].next()).report_pace == pb.ReportPace(
+            times_off=1, every_s=1, heartbeat_s=DEADLINE_S
+        )
         await here.heartbeat()
         assert here.gateway.directory.load_of("0").quiet_s == 0.0
 

@@ -210,7 +210,7 @@ class World:
         gateway now.
         """
         for gateway, count in zip(self.gateways, links, strict=False):
-            gateway.link.reports.adapt(count)
+            gateway.link.reports.adapt(count, 1.0)
         self.engine.next_tokens = tokens
         for number in assigned:
             self.gateways[number].assign()

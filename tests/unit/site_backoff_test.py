@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf, nan
 from random import Random
 from typing import Any
 
+import pytest
+
+from site_engine import messages as m
+from site_engine.errors import LinkLost
 from site_engine.federation.link import Link, LinkTimeouts
 from site_engine.federation.site import Site
 from tests.support.site_fakes import HELLO, FakeClock
@@ -59,3 +64,34 @@ def test_sites_that_lost_one_gateway_do_not_come_back_together() -> None:
     last = sorted(pauses([0.0] * 10, seed)[-1] for seed in range(100))
     assert last[0] >= TIMEOUTS.backoff_longest_s / 2
     assert last[-1] - last[0] > 0.45 * TIMEOUTS.backoff_longest_s
+
+
+def test_a_gateway_that_pings_more_rarely_is_left_after_three_of_its_longer_heartbeats() -> None:
+    async def main() -> None:
+        clock, slept = FakeClock(), []
+        site = Site(HELLO, QuietEngine(), clock, 1)
+        connection = site.welcomed(HELLO, m.Welcome("g", (), 1.0, 1.0, ()), lambda: None)
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            clock.now += seconds
+            for heartbeat_s in (5.0, 0.0, inf, nan, 1e6):
+                site.pace_reports(connection, m.ReportPace(2, 4, heartbeat_s))
+
+        made = Link(
+            "far:1",
+            site=site,
+            open_channel=lambda _: None,
+            token="",
+            add_peers=lambda _: None,
+            clock=clock,
+            timeouts=TIMEOUTS,
+            random=Random(0),
+            sleep=sleep,
+        )
+        made._received_s = clock.now - 1.0
+        with pytest.raises(LinkLost, match="3 heartbeats of 5 s"):
+            await made._watch(connection)
+        assert slept == [1.0, 5.0, 5.0]
+
+    asyncio.run(main())
