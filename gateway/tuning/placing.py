@@ -49,13 +49,24 @@ def choose(
     ]
 
     def cost(site: Site) -> tuple[bool, int, float, float, str]:
-        load = site.load
-        busy = (load.running + load.pending + site.credit.requests) / site.identity.slots
         assert site.identity.trains is not None
         price = site.identity.trains.usd_per_mtok
-        return site.name in avoided, runs.get(site.name, 0), busy, price, site.name
+        return site.name in avoided, runs.get(site.name, 0), _busy(site), price, site.name
 
     return min(able, key=cost, default=None)
+
+
+def idler(here: Site, other: Site | None, runs: Mapping[str, int]) -> bool:
+    """Return whether a run that gets no time would get more at another site: one that is less busy, and
+    trains nothing.
+    """
+    return other is not None and not runs.get(other.name) and _busy(other) < _busy(here)
+
+
+def _busy(site: Site) -> float:
+    """Return the requests of a site, as a part of those that it runs at once."""
+    load = site.load
+    return (load.running + load.pending + site.credit.requests) / site.identity.slots
 
 
 def _serves(site: Site, model: str) -> bool:

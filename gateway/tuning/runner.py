@@ -15,7 +15,7 @@ from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
-from gateway.tuning.placing import Act, End, Seen, choose, next_act
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act
 from gateway.tuning.results import write_results
 from gateway.tuning.serving import Serving
 from gateway.tuning.training_run import end_of, order_of, progress_of
@@ -46,7 +46,7 @@ class Care:
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.since_s = now_s  # of the current run, or of waiting for a site
-        self.heard_s = self.linked_s = now_s
+        self.heard_s = self.linked_s = self.step_s = now_s
         self.ordered_s = float("-inf")
         self.stopping_s: float | None = None
         self.recorded: RunReport | None = None
@@ -59,7 +59,7 @@ class Care:
     def begin(self, job: Job, now_s: float) -> None:
         """Turn to the next run of the job, or to waiting for one."""
         self.job = job
-        self.since_s = self.heard_s = self.linked_s = now_s
+        self.since_s = self.heard_s = self.linked_s = self.step_s = now_s
         self.ordered_s = self.recorded_s = float("-inf")
         self.stopping_s = self.recorded = None
 
@@ -282,6 +282,26 @@ class Runner:
             link.training.stop(job.run or "", snapshot=True)
         elif act is Act.GO_ON and max(care.heard_s, care.ordered_s) < now_s - ORDER_AGAIN_S:
             await self._order(care)
+        elif act is Act.GO_ON and job.runs == 1 and now_s - care.step_s > context.limits.starved_s:
+            await self._move(care, now_s)
+
+    async def _move(self, care: Care, now_s: float) -> None:
+        """Have a run stop that gets no time beside what its site serves, if another site has more.
+
+        It goes on there from its snapshot, and moves no more before a step: one may take as long anywhere.
+        """
+        context, job = self._context, care.job
+        care.step_s = now_s  # so long nothing is looked for again
+        sites, runs = context.sites(), await context.ledger.runs()
+        linked = [each for each in sites if each.name in context.links() and each.name != job.site]
+        other = choose(linked, job.model, job.plan, runs=runs, avoided=care.avoided, now_s=now_s)
+        here = next((each for each in sites if each.name == job.site), None)
+        link = context.links().get(job.site)
+        if here is None or link is None or not idler(here, other, runs):
+            return
+        text = f"{job.site} has no time to train it; the job moves to a site that is less busy."
+        if await context.ledger.add_event(job, WARN, text):
+            link.training.stop(job.run or "", snapshot=True)
 
     async def _record(self, care: Care, report: RunReport, now_s: float) -> bool:
         """Write the progress of the run, and charge it. Return whether the run is still current, and the job
@@ -293,6 +313,7 @@ class Runner:
             return True
         site = next((each for each in context.sites() if each.name == job.site), None)
         progress = progress_of(job, report, site, context.limits)
+        care.step_s = now_s if progress.step > job.step else care.step_s
         if not await context.ledger.advance(job, progress):
             await self._refresh(care)
             return False

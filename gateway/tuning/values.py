@@ -194,7 +194,7 @@ class TuningLimits:
 
     A site of which nothing was heard for `lost_s` has lost its run, and so has one whose link ended and was
     not back after `unlinked_s`, twice the longest that a site waits before it dials again. A job for which no
-    site is there waits `queued_s` at most.
+    site is there waits `queued_s` at most. A run that trains no step for `starved_s` moves to an idler site.
     """
 
     file_bytes: int = 200 * MIB
@@ -211,6 +211,7 @@ class TuningLimits:
     content_bytes: int = 4_096 * MIB
     lost_s: float = 15.0
     unlinked_s: float = 6.0
+    starved_s: float = 300.0
     stop_s: float = 60.0
     queued_s: float = DAY_S
     kept_s: float = 30 * DAY_S

@@ -69,6 +69,33 @@ def test_a_lost_sites_job_goes_on_elsewhere_from_its_last_snapshot(url: str) -> 
     play(url, scenario, limits=IMPATIENT)
 
 
+def test_a_run_without_time_moves_to_an_idler_site_once_and_only_then(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+
+        async def stay_busy() -> None:
+            while True:
+                await run.site.report(running=3)
+                await run.report(1)
+                await asyncio.sleep(0.01)
+
+        busy = asyncio.create_task(stay_busy())
+        await stopped(here, run, snapshot=True)
+        busy.cancel()
+        await run.store(pb.StoreBegin.SNAPSHOT, 1, b"one step")
+        await run.report(1, end=pb.Training.STOPPED)
+        again = await next_run(here)
+        assert again.site.name != run.site.name
+        assert await again.fetch(again.order.snapshot) == b"one step"
+        listed = (await here.sdk().fine_tuning.jobs.list_events(job.id, limit=100)).data
+        assert sum("has no time" in each.message for each in listed) == 1
+        await again.succeed()
+        await reached(here, job.id, "succeeded")
+
+    play(url, scenario, limits=replace(LIMITS, starved_s=0.3))
+
+
 def test_a_stale_run_stores_nothing_and_is_dropped_when_it_comes_back(url: str) -> None:
     async def scenario(here: Replica) -> None:
         job = await create(here)
