@@ -28,28 +28,39 @@ class Assigned(NamedTuple):
 
 
 class SeenFleet(Fleet):
-    """A fleet with the assignments of one gateway at a time: it copies them all."""
+    """A fleet with the assignments of one gateway at a time, beside the fleet that the sites told of.
+
+    It copies only what was told since, or was another gateway's.
+    """
 
     def __init__(self, told: Fleet) -> None:
         super().__init__()
         self._told = told
         self._places, self._serving, self._asleep = told._places, told._serving, told._asleep
+        self._remaining, self.sites = told._remaining, told.sites.copy()
+        self._values = np.empty_like(told._values)
+        self._stale = set(range(len(self.sites)))
+
+    def changed(self, name: str) -> None:
+        """Note that a site told of itself."""
+        self._stale.add(self._places[name])
 
     def show(self, assigned: Mapping[str, Assigned]) -> None:
-        """Take over every column as the sites reported it, and those of `assigned`."""
-        told = self._told
+        """Take over what the sites told, and what is `assigned` since."""
+        told, stale = self._told, list(self._stale)
         told_figures = told.figures  # computes what is outdated
-        self.sites = told.sites.copy()
-        self._remaining = told._remaining
-        if self._values.shape != told._values.shape:
-            self._values = np.empty_like(told._values)
-        np.copyto(self._values, told._values)
-        self._figures = Figures(*self._values[:, : len(told_figures.slots)])
+        self._values[:, stale] = told._values[:, stale]
+        for place in stale:
+            self.sites[place] = told.sites[place]
+        self._stale.clear()
         if assigned:
             places = [self._places[name] for name in assigned]
+            self._stale.update(places)
             for place, each in zip(places, assigned.values(), strict=True):
                 self.sites[place] = each.site
             self._values[:, places] = np.array([each.column for each in assigned.values()]).T
+        if self._figures is None:
+            self._figures = Figures(*self._values[:, : len(told_figures.slots)])
 
 
 class View:
@@ -67,22 +78,29 @@ class View:
         self._clock = clock
         self._watching: dict[str, set[Link]] = {spec.name: set() for spec in specs}
         for spec in specs:
-            self.join(spec.name)
+            self._join(spec)
         self._seen = SeenFleet(self.directory.fleet)
         self._looking: Gateway | None = None  # whose assignments are in `_seen`; None: out of date
 
-    def join(self, name: str) -> None:
-        """Add an idle site, or one that was lost."""
-        spec, now_s = self._specs[name], self._clock()
+    def _join(self, spec: SiteSpec) -> None:
+        now_s = self._clock()
         self.directory.join(site_identity(spec), now_s)
-        self.directory.set_rtt(name, spec.rtt_s)
+        self.directory.set_rtt(spec.name, spec.rtt_s)
         first = LoadReport(seq=1, received_s=now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost)
-        self.directory.report(name, first, NO_CREDIT)
-        self._looking = None
+        self.directory.report(spec.name, first, NO_CREDIT)
+
+    def join(self, name: str) -> None:
+        """Add a site that was lost; it is idle."""
+        self._join(self._specs[name])
+        self._changed(name)
 
     def leave(self, name: str) -> None:
         """Mark a site as lost."""
         self.directory.leave(name)
+        self._changed(name)
+
+    def _changed(self, name: str) -> None:
+        self._seen.changed(name)
         self._looking = None
 
     def watch(self, name: str, link: Link) -> None:
@@ -123,7 +141,7 @@ class View:
         A site with room bids for what waits elsewhere.
         """
         self.directory.report(name, load, NO_CREDIT)
-        self._looking = None
+        self._changed(name)
         for link in list(self._watching[name]):
             link.reported(taken_s)
         if self.contesting and load.pending == 0 and load.running < self._specs[name].slots:

@@ -20,6 +20,7 @@ from mico.simulation.queries import Query
 from mico.simulation.row import ENDLESS, Row
 from mico.simulation.site import TOKEN_BUDGET, SimulatedSite
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
+from mico.simulation.view import View
 from mico.simulation.workloads import at_rate
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
@@ -128,6 +129,22 @@ def test_one_round_trip_for_all_is_the_same_as_that_for_each(
 ) -> None:
     each = tuple(replace(site, rtts_s=(site.rtt_s, site.rtt_s)) for site in sites)
     assert simulate(queries, each, gateways=2)[0] == simulate(queries, sites, gateways=2)[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads, federations, st.integers(2, 4), st.booleans())
+def test_gateways_that_share_a_view_do_what_they_would_with_one_each(
+    queries: list[Query], sites: tuple[SiteSpec, ...], gateways: int, loses: bool
+) -> None:
+    more = {"gateways": gateways, "outages": (Outage(sites[0].name, 5.0, 12.0),) * loses}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "mico.simulation.federation.views_of",
+            lambda specs, count, clock: [View(specs, clock) for _ in range(count)],
+        )
+        each, _ = simulate(queries, sites, **more)
+    shared, _ = simulate(queries, sites, **more)
+    assert repr(shared) == repr(each)  # a refused query has times that are not numbers
 
 
 @settings(max_examples=40, deadline=None)
