@@ -37,6 +37,7 @@ COLUMNS = {
     "completed": "completed",
     "usd_per_mtok": "$/Mtok",
     "usd": "$",
+    "machine_usd": "machines $",
 }
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
 TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "response_tokens")
@@ -75,7 +76,10 @@ class ComparisonOptions(NamedTuple):
     """The settings that are combined; texts with commas name several."""
 
     trace: Annotated[
-        str, typer.Option(help="Trace files, poisson, burst or agents, separated by commas.")
+        str,
+        typer.Option(
+            help="Trace files, poisson, burst, agents or day (24 hours at no set load), separated by commas."
+        ),
     ] = "poisson"
     load: Annotated[str, typer.Option(help="Loads as shares of the sites' capacity, such as 0.8,0.95.")] = (
         "0.8"
@@ -115,6 +119,15 @@ class ComparisonOptions(NamedTuple):
         list[str] | None,
         typer.Option(help="A site or region lost for a time: NAME@FROM_S-UNTIL_S; repeatable."),
     ] = None
+    scaling: Annotated[
+        Path | None,
+        typer.Option(
+            help="A gateway's scaling plan (TOML); its pools are regions of --sites and begin with those."
+        ),
+    ] = None
+    start_s: Annotated[
+        float, typer.Option(min=0, help="Seconds from asking for a machine of a pool until it serves.")
+    ] = 300.0
     batch_share: BatchShare = 0.0
     bound: Bound = None
     corpus: Corpus = Path("data/length_corpus.parquet")
@@ -141,6 +154,7 @@ class ComparisonOptions(NamedTuple):
             batch_share=self.batch_share,
             bound=dict(compare.bound(each) for each in self.bound or ()),
             affinities=_split(self.affinity),
+            scaling=None if self.scaling is None else compare.scaling(self.scaling, self.start_s),
         )
 
 
@@ -209,7 +223,9 @@ def _checked_trace(name: str) -> str:
         except ArrowInvalid as error:
             cause = str(error)
         if cause:
-            tip = f"a parquet file with the columns {', '.join(TRACE_COLUMNS)}; or poisson, burst, agents"
+            tip = (
+                f"a parquet file with the columns {', '.join(TRACE_COLUMNS)}; or poisson, burst, agents, day"
+            )
             raise CommandFailed(f"{name} is no trace", cause=cause, tip=tip)
     return name
 

@@ -10,21 +10,30 @@ from typing import Any
 
 from gateway.routing.candidates import Policy
 from gateway.routing.policies import POLICIES
+from gateway.scaling.plan import read_plan
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation import prompts, workloads
 from mico.simulation.affinity import affinity
+from mico.simulation.day import DAY_S
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Outage, Setting
+from mico.simulation.machines import Scaling, with_spares
 from mico.simulation.metrics import Results, order_by_name
 from mico.simulation.queries import Expected, Query
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 
-GENERATORS = {"poisson": workloads.poisson, "burst": workloads.burst, "agents": workloads.agents}
+DAY = "day"
+GENERATORS = {
+    "poisson": workloads.poisson,
+    "burst": workloads.burst,
+    "agents": workloads.agents,
+    DAY: workloads.day,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The settings to combine. `traces`: files, `poisson`, `burst` or `agents`; `queries` at most of each.
+    """The settings to combine. `traces`: files or GENERATORS; `queries` at most of each.
 
     `affinities`: names of AFFINITIES; without one, sites cache no prefixes.
     """
@@ -46,6 +55,7 @@ class Comparison:
     batch_share: float = 0.0
     bound: Mapping[str, float] = field(default_factory=dict)
     affinities: Sequence[str] = ()
+    scaling: Scaling | None = None
 
 
 def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
@@ -60,6 +70,9 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     ):
         for name in names:
             check(name)
+    for sites in comparison.sites:
+        if comparison.scaling is not None:
+            with_spares(sites_of(sites), comparison.scaling.plan)
     _check_regions(comparison)
     _check_rtts(comparison)
     texts = workloads.corpus(comparison.corpus)
@@ -71,7 +84,7 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             name: expectations(queries, estimator(name)(queries))
             for name in dict.fromkeys(comparison.estimators)
         }
-        for sites, load in product(comparison.sites, comparison.loads):
+        for sites, load in product(comparison.sites, [0.0] if trace == DAY else comparison.loads):
             specs = sites_of(sites)
             max_tokens = min(
                 spec.kv_tokens for spec in specs
@@ -79,8 +92,10 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             fitting = [
                 query for query in queries if query.prompt_tokens + query.response_tokens <= max_tokens
             ]
-            scaled = workloads.at_rate(fitting, load * capacity(fitting, specs))
-            labels = {"trace": Path(trace).stem, "load": load, "sites": sites}
+            can_take = capacity(fitting, specs)
+            scaled = fitting if trace == DAY else workloads.at_rate(fitting, load * can_take)
+            mean_load = len(fitting) / DAY_S / can_take if trace == DAY else load
+            labels = {"trace": Path(trace).stem, "load": mean_load, "sites": sites}
             yield from (labels | row for row in _run_combinations(comparison, specs, scaled, expected))
 
 
@@ -133,8 +148,10 @@ def _run_combinations(
     )
     for policy_name, estimator_name, order, offload, affinity_name in choices:
         score, starving_after_s = order_by_name(order)
+        plan = comparison.scaling
+        machines = specs if plan is None else with_spares(specs, plan.plan)
         setting = Setting(
-            specs=tuple(specs),
+            specs=tuple(machines),
             policy=policy(policy_name),
             score=score,
             starving_after_s=starving_after_s,
@@ -142,9 +159,10 @@ def _run_combinations(
             report_every_s=comparison.report_every_s,
             report_delay_s=comparison.report_delay_s,
             gateways=comparison.gateways,
-            outages=_outages_of_sites(comparison.outages, specs),
+            outages=_outages_of_sites(comparison.outages, machines),
             block_tokens=prompts.BLOCK_TOKENS if affinity_name else 0,
             affinity=affinity(affinity_name or "none"),
+            scaling=plan,
         )
         federation, known = Federation(setting), expected[estimator_name]
         results = Results({spec.name: spec.usd_per_mtok for spec in specs})
@@ -159,6 +177,7 @@ def _run_combinations(
             "affinity": affinity_name,
             "queries": len(queries),
             **results.metrics(preemptions).row(),
+            "machine_usd": federation.machines.usd() if federation.machines is not None else 0.0,
         }
 
 
@@ -183,6 +202,16 @@ def capacity(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> float:
     prompt = sum(query.prompt_tokens for query in queries) / count
     response = sum(query.response_tokens for query in queries) / count
     return capacity_qps(list(specs), prompt, response)
+
+
+def scaling(path: Path, start_s: float) -> Scaling:
+    """Read a gateway's scaling plan. Raises CommandFailed."""
+    try:
+        return Scaling(read_plan(path), start_s)
+    except ValueError as error:
+        raise CommandFailed(
+            "the scaling plan can't be used", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
 
 
 def policy(name: str) -> Policy:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gateway.domain import LoadReport
+from gateway.domain import LoadReport, Site
 from gateway.routing.candidates import Policy
 from mico.simulation.affinity import AffinityFactory, without_affinity
 from mico.simulation.clock import Clock
 from mico.simulation.gateway import Attempt, Gateway
+from mico.simulation.machines import Machines, Scaling
 from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.row import Row
 from mico.simulation.site import SimulatedSite
@@ -57,6 +58,7 @@ class Setting:
     outages: tuple[Outage, ...] = ()
     block_tokens: int = 0
     affinity: AffinityFactory = without_affinity
+    scaling: Scaling | None = None
 
 
 class Federation:
@@ -101,7 +103,13 @@ class Federation:
             for number in range(setting.gateways)
         ]
         self._attempts: dict[str, tuple[Gateway, Attempt]] = {}
-        self._down: set[str] = set()
+        self._lost: set[str] = set()  # in an outage
+        self._down: set[str] = set()  # these, and machines that do not run
+        self.machines = (
+            Machines(setting.scaling, setting.specs, self, self.clock)
+            if setting.scaling is not None
+            else None
+        )
         self._reported_s = dict.fromkeys(self.sites, -1e9)
         self._reporting: set[str] = set()
         self._seq = 1
@@ -126,6 +134,8 @@ class Federation:
             self.clock.at(outage.from_s, self._begin_outage, outage)
         for site in self.sites.values():
             self.clock.after(HEARTBEAT_INTERVAL_S, self._heartbeat, site)
+        if self.machines is not None:
+            self.machines.begin()
         self.clock.run()
 
     def _schedule_next_arrival(self, arrivals: Iterator[tuple[Query, Expected]]) -> None:
@@ -232,14 +242,16 @@ class Federation:
     # ---- outages
 
     def _begin_outage(self, outage: Outage) -> None:
-        self._down.add(outage.site)
-        site = self.sites[outage.site]
-        site.settle_rows()
-        produced = {row.id: row.produced for row in site.running.values()}
-        site.cancel_all()
-        self.clock.after(LOSS_DETECTION_S, self._detect_loss, outage.site, produced)
-        noticed_s = outage.from_s + LOSS_DETECTION_S
-        self.clock.at(max(outage.until_s, noticed_s), self._end_outage, outage.site)
+        name, noticed_s = outage.site, outage.from_s + LOSS_DETECTION_S
+        self._lost.add(name)
+        if name not in self._down:
+            self._down.add(name)
+            site = self.sites[name]
+            site.settle_rows()
+            produced = {row.id: row.produced for row in site.running.values()}
+            site.cancel_all()
+            self.clock.at(noticed_s, self._detect_loss, name, produced)
+        self.clock.at(max(outage.until_s, noticed_s), self._end_outage, name)
 
     def _detect_loss(self, site: str, produced: dict[str, int]) -> None:
         for view in self._views:
@@ -249,13 +261,43 @@ class Federation:
                 self._attempts.pop(attempt.id, None)
             gateway.site_lost(site, lambda attempt: produced.get(attempt.id, attempt.produced_before))
 
-    def _end_outage(self, site: str) -> None:
-        self._down.discard(site)
+    def _end_outage(self, name: str) -> None:
+        self._lost.discard(name)
+        if self.machines is None or self.machines.is_wanted(name):
+            self.bring_up(name)
+
+    # ---- machines
+
+    def sites_now(self) -> Iterable[Site]:
+        """Return the sites as the first gateway knows them."""
+        return self.gateways[0].fleet.sites
+
+    def is_lost(self, name: str) -> bool:
+        return name in self._lost
+
+    def is_idle(self, name: str) -> bool:
+        """Return whether no gateway has an attempt at a site."""
+        return not any(gateway.links[name].live for gateway in self.gateways)
+
+    def bring_up(self, name: str) -> None:
+        """Let an idle site join."""
+        self._down.discard(name)
         for view in self._views:
-            view.join(site)
+            view.join(name)
         for gateway in self.gateways:
-            gateway.site_joined(site)
-        self._schedule_report(self.sites[site])
+            gateway.site_joined(name)
+        self._schedule_report(self.sites[name])
+
+    def drain(self, name: str) -> None:
+        """Give a site no more work."""
+        for view in self._views:
+            view.drain(name)
+
+    def take_down(self, name: str) -> None:
+        """End an idle site."""
+        self._down.add(name)
+        for view in self._views:
+            view.leave(name)
 
 
 def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:

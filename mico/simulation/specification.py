@@ -26,6 +26,7 @@ class SiteSpec:
     usd_per_mtok: float = 0.0  # of response tokens
     region: str = ""  # empty: its own
     rtts_s: tuple[float, ...] = ()  # one for each gateway; empty: `rtt_s` for all
+    is_spare: bool = False  # a machine that is not started yet
 
     def seen_by(self, gateway: int) -> SiteSpec:
         """Return the specification with the round trip of one gateway."""

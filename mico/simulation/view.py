@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
 from gateway.routing.fleet import Figures, Fleet, figures
 from gateway.routing.offload import is_crowded, promising
@@ -99,6 +100,11 @@ class View:
         self.directory.leave(name)
         self._changed(name)
 
+    def drain(self, name: str) -> None:
+        """Give a site no more work."""
+        self.directory.set_state(name, SiteState.DRAINING)
+        self._changed(name)
+
     def _changed(self, name: str) -> None:
         self._seen.changed(name)
         self._looking = None
@@ -150,13 +156,16 @@ class View:
     def _bid(self, bidder: str) -> None:
         """Let the gateways compare the bid with what waits elsewhere.
 
-        What a gateway has assigned to the bidder makes the bid worse, so that one comparison without any of
-        it ends most bids.
+        What a gateway has assigned to the bidder makes the bid worse, so that comparisons without any of it
+        end most bids.
         """
         told = self.directory.fleet
-        for _, gateway in sorted(self.contesting.items()):
-            if promising(bidder, gateway.offloading.offers(), told):
-                gateway.offloading.bid(bidder)
+        rivals = [gateway for _, gateway in sorted(self.contesting.items())]
+        offers = [gateway.offloading.offers() for gateway in rivals]
+        if promising(bidder, chain.from_iterable(offers), told):
+            for gateway, each in zip(rivals, offers, strict=True):
+                if promising(bidder, each, told):
+                    gateway.offloading.bid(bidder)
 
 
 def site_identity(spec: SiteSpec) -> SiteIdentity:
@@ -166,6 +175,7 @@ def site_identity(spec: SiteSpec) -> SiteIdentity:
         boot_id="",
         cloud=spec.name,
         region=spec.region or spec.name,
+        pool=spec.region,
         models={MODEL: model},
         slots=spec.slots,
         kv_capacity_tokens=spec.kv_tokens,

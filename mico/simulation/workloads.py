@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gateway.domain import Lane
 from mico.errors import CommandFailed
 from mico.simulation import prompts
+from mico.simulation.day import times_s
 from mico.simulation.queries import Query
 from predictor.data import dataset
 from predictor.errors import DataError
@@ -53,7 +54,7 @@ def from_trace(
     With `prefixes` their prompts share the blocks that the trace names in `prefix_block_ids`, or none.
     """
     if not path.exists():
-        raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson, burst or agents")
+        raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson, burst, agents or day")
     rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable")
     rows = rows.iloc[first : first + max_queries]
     random = np.random.default_rng(seed)
@@ -99,6 +100,12 @@ def poisson(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
 def burst(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
     """Return queries that arrive all at once."""
     return _from_corpus(texts, np.zeros(count), np.random.default_rng(seed))
+
+
+def day(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
+    """Return queries that arrive over 24 hours: nine times as many a second at 14:00 as at 2:00."""
+    random = np.random.default_rng(seed)
+    return _from_corpus(texts, times_s(count, random), random)
 
 
 def _from_corpus(

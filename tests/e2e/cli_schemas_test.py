@@ -87,9 +87,10 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "peers rows source spearman within_one_1024 within_one_2048 within_one_512",
     },
     ("simulate", "--corpus", "CORPUS", "--queries", "10"): {
-        "runs[]": "affinity completed estimator hit_rate jain load makespan_s max_ttft_over_median "
-        "max_ttft_over_median_latency mean_normalized_latency mean_ttft_s offload offloads order p50_ttft_s "
-        "p99_normalized_latency p99_ttft_s policy preemptions queries sites trace usd usd_per_mtok",
+        "runs[]": "affinity completed estimator hit_rate jain load machine_usd makespan_s "
+        "max_ttft_over_median max_ttft_over_median_latency mean_normalized_latency mean_ttft_s offload "
+        "offloads order p50_ttft_s p99_normalized_latency p99_ttft_s policy preemptions "
+        "queries sites trace usd usd_per_mtok",
     },
 }
 SHOWN_BELOW = {"batch show", "tune show", "tune events"}

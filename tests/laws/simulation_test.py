@@ -159,6 +159,15 @@ def test_a_lost_site_loses_no_query_while_another_stands(
     assert all(site.kv_used == 0 for site in federation.sites.values())
 
 
+@pytest.mark.parametrize("lasting_s", [1.0, 3.0, 5.0])
+def test_a_site_that_was_lost_serves_again(lasting_s: float) -> None:
+    queries = [Query(i, 2.0 * i, 100, 20) for i in range(10)]
+    sites = tuple(sites_of("1x8@1~5,1x8@3~100"))
+    records, _ = simulate(queries, sites, outages=(Outage("s0000", 1.0, 1.0 + lasting_s),))
+    assert {record.site for record in records} == {"s0000", "s0001"}
+    assert records[-1].site == "s0000"
+
+
 def test_a_site_serves_no_more_rows_than_it_has_slots_and_no_more_tokens_than_its_kv() -> None:
     queries = [Query(i, 0.0, 100, 60) for i in range(40)]
     site = SiteSpec.of("a", 5, 1.0, 0.0, 700)

@@ -27,6 +27,17 @@ from predictor.outcome_log import OutcomeLog
 QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
 
 
+PLAN = """
+[pool.eu]
+cloud = "aws"
+group = "g"
+region = "eu-west-1"
+most = 3
+usd_per_hour = 6.0
+"""
+"""A scaling plan of one pool."""
+
+
 def test_groups_of_sites_are_read_and_what_is_left_out_has_a_default() -> None:
     two, _, other = sites_of("2x16@1.5~40,1x8/9000")
     assert (two.slots, two.rtt_s, two.kv_tokens) == (16, 0.04, 16 * KV_TOKENS_PER_SLOT)
@@ -179,6 +190,11 @@ def test_the_command_says_what_is_wrong_with_its_options(
     for gateways in ("1", "3"):
         assert main(["simulate", "--gateways", gateways, "--sites", "1x8~5+250"]) == 2
         assert "not one for each gateway" in capsys.readouterr().err
+    plan = tmp_path / "plan.toml"
+    for text, told in (("pools = 1", "scaling plan can't be used"), (PLAN, "no site is in it")):
+        plan.write_text(text)
+        assert main(["simulate", "--sites", "1x8=us", "--scaling", str(plan)]) == 2
+        assert told in capsys.readouterr().err
     for noise in ("not parquet", pd.DataFrame({"prompt": ["x"]})):
         wrong = tmp_path / "wrong.parquet"
         if isinstance(noise, str):
@@ -222,7 +238,12 @@ def test_what_a_gateway_kept_of_its_own_traffic_is_a_corpus(
     command = ["simulate", "--policy", "mico", "--queries", "20", "--json"]
     assert main([*command, "--corpus", str(tmp_path / "outcomes")]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert (run["trace"], run["completed"]) == ("poisson", 20)
+    assert (run["trace"], run["completed"], run["machine_usd"]) == ("poisson", 20, 0.0)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    command += ["--sites", "1x8=eu", "--scaling", str(tmp_path / "plan.toml"), "--start-s", "5"]
+    assert main([*command, "--corpus", str(tmp_path / "outcomes")]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["machine_usd"] == pytest.approx(6.0 * run["makespan_s"] / 3600, rel=0.05)
 
 
 def test_what_policies_cost_counts_every_prompt_and_answer_at_its_site() -> None:
