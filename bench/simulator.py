@@ -12,8 +12,10 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from math import ceil
 from random import Random
 from time import perf_counter, process_time
@@ -22,8 +24,11 @@ from typing import Any
 import numpy as np
 
 from gateway.routing.policies import POLICIES
+from gateway.scaling.plan import PoolPlan, ScalingPlan
+from mico.simulation.day import times_s as day_times_s
 from mico.simulation.estimators import expectations, point_forecast
 from mico.simulation.federation import Federation, Outage, Setting
+from mico.simulation.machines import Scaling, with_spares
 from mico.simulation.metrics import ORDERS, Results, jain
 from mico.simulation.queries import Expected, Query, Record
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
@@ -34,6 +39,14 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 253, 146
 SLOWER = (1.0, 1.3, 1.7, 2.2, 3.0)
 """Times that the sites of a burst take for everything, in relation to the fastest."""
 MIB = 1024
+POOLS = {
+    "near": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=4.0, region="r"),
+    "far": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=3.0, region="r"),
+    "dear": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=8.0, region="r"),
+}
+"""Of a day: machines of eight slots, six times as slow as the reference."""
+MACHINE_START_S = 300.0
+NOON_S = (43_200.0, 57_600.0)
 
 
 def arrivals(count: int, per_second: float, seed: int) -> Iterator[tuple[Query, Expected]]:
@@ -136,7 +149,7 @@ def loss(queries: int, sites: int) -> dict[str, Any]:
     return {"queries": queries, "sites": sites, "lost": lost, "by_tries": dict(sorted(tries.items()))}
 
 
-def burst(sites: int, slots: int, policy: str, gateways: int) -> dict[str, Any]:
+def burst(sites: int, slots: int, policy: str) -> dict[str, Any]:
     """Send five queries for each idle site at once, with reports of a second ago."""
     each = ",".join(f"{ceil(sites / len(SLOWER))}x{slots}@{slower}" for slower in SLOWER)
     specs = tuple(sites_of(each))
@@ -151,12 +164,11 @@ def burst(sites: int, slots: int, policy: str, gateways: int) -> dict[str, Any]:
         results.add(record)
         tokens[record.site] += record.query.response_tokens
 
-    run(specs, iter(queries), ended, policy=policy, gateways=gateways, report_delay_s=1.0)
+    run(specs, iter(queries), ended, policy=policy, report_delay_s=1.0)
     found = results.metrics()
     return {
         "policy": policy,
         "slots": slots,
-        "gateways": gateways,
         "jain_of_share_over_speed": round(jain([tokens[spec.name] * spec.cost.base_s for spec in specs]), 4),
         "mean_s_per_token": round(found.mean_normalized_latency, 4),
         "p99_s_per_token": round(found.p99_normalized_latency, 4),
@@ -167,23 +179,52 @@ def burst(sites: int, slots: int, policy: str, gateways: int) -> dict[str, Any]:
     }
 
 
+def day(queries: int, loses: bool) -> dict[str, Any]:
+    """Simulate a day of three clouds with the scaler; with `loses`, one is lost from noon for four hours."""
+    plan = ScalingPlan(pool=POOLS)
+    specs = with_spares(sites_of(",".join(f"2x8@6~{20 * n}={name}" for n, name in enumerate(POOLS, 1))), plan)
+    times_s = day_times_s(queries, np.random.default_rng(3)).tolist()
+    drawn = arrivals(queries, 1.0, 3)
+    came = (
+        (replace(query, arrival_s=at_s), each) for at_s, (query, each) in zip(times_s, drawn, strict=True)
+    )
+    noon = tuple(Outage(spec.name, *NOON_S) for spec in specs if spec.region == "near")
+    results, cpu_s = Results(), process_time()
+    scaling = Scaling(plan, MACHINE_START_S)
+    federation = run(tuple(specs), came, results.add, scaling=scaling, outages=noon if loses else ())
+    found, machines = results.metrics(), federation.machines
+    assert machines is not None
+    return {
+        "queries": queries,
+        "answered": found.completed,
+        "machine_usd": round(machines.usd(), 2),
+        "most_machines": {name: pool.most for name, pool in machines.pools.items()},
+        "p99_s_per_token": round(found.p99_normalized_latency, 4),
+        "p50_ttft_s": round(found.p50_ttft_s, 3),
+        "p99_ttft_s": round(found.p99_ttft_s, 3),
+        "longest_ttft_s": round(found.max_ttft_over_median * found.p50_ttft_s, 1),
+        "cpu_s": round(process_time() - cpu_s, 1),
+        "peak_mib": peak_mib(),
+    }
+
+
 def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield the name and the work of each line."""
     queries, sites = options.queries, options.sites
     if "curve" in options.only:
         for number in (10, 100, 1_000):
             if number <= sites:
-                yield f"curve {number}", lambda number=number: size(max(1, queries // 20), number, 1)
+                yield f"curve {number}", partial(size, max(1, queries // 20), number, 1)
     if "loss" in options.only:
-        yield "loss", lambda: loss(max(1, queries // 5), sites)
+        yield "loss", partial(loss, max(1, queries // 5), sites)
     if "burst" in options.only:
-        for policy in ("mico", "token_balanced"):
-            for slots in (4, 16):
-                for gateways in sorted({1, options.gateways}):
-                    work = lambda p=policy, s=slots, g=gateways: burst(sites, s, p, g)  # noqa: E731
-                    yield f"burst {policy} {slots} {gateways}", work
+        for policy, slots in product(("mico", "token_balanced"), (4, 16)):
+            yield f"burst {policy} {slots}", partial(burst, sites, slots, policy)
+    if "day" in options.only:
+        yield "day", partial(day, max(1, queries // 5), loses=False)
+        yield "day with a cloud lost at noon", partial(day, max(1, queries // 5), loses=True)
     if "size" in options.only:
-        yield "size", lambda: size(queries, sites, options.gateways)
+        yield "size", partial(size, queries, sites, options.gateways)
 
 
 def main() -> None:
@@ -191,7 +232,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1_000_000)
     parser.add_argument("--sites", type=int, default=1_000)
     parser.add_argument("--gateways", type=int, default=50)
-    parser.add_argument("--only", default="curve,loss,burst,size", help="parts, separated by commas")
+    parser.add_argument("--only", default="curve,loss,burst,day,size", help="parts, separated by commas")
     options = parser.parse_args()
     options.only = options.only.split(",")
     found: dict[str, Any] = {}
