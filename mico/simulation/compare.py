@@ -165,7 +165,7 @@ def _run_combinations(
             scaling=plan,
         )
         federation, known = Federation(setting), expected[estimator_name]
-        results = Results({spec.name: spec.usd_per_mtok for spec in specs})
+        results = Results({spec.name: spec.usd_per_mtok for spec in machines})
         in_order = sorted(queries, key=lambda query: query.arrival_s)
         federation.stream(((query, known[query.number]) for query in in_order), results.add)
         preemptions = sum(site.preemptions for site in federation.sites.values())

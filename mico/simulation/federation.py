@@ -70,19 +70,7 @@ class Federation:
         self._setting = setting
         self._forecasts = expected
         self._expected: dict[int, Expected] = {}  # of open queries
-        self.sites = {
-            spec.name: SimulatedSite(
-                spec,
-                self.clock,
-                score=setting.score,
-                starving_after_s=setting.starving_after_s,
-                on_first_token=self._first_token,
-                on_end=self._last_token,
-                on_change=self._schedule_report,
-                block_tokens=setting.block_tokens,
-            )
-            for spec in setting.specs
-        }
+        self.sites = {spec.name: self._new_site(spec) for spec in setting.specs}
         affinities = setting.affinity(setting.gateways)
         seen = views_of(setting.specs, setting.gateways, self.clock)
         self._views = list(dict.fromkeys(seen))
@@ -105,16 +93,25 @@ class Federation:
         self._attempts: dict[str, tuple[Gateway, Attempt]] = {}
         self._lost: set[str] = set()  # in an outage
         self._down: set[str] = set()  # these, and machines that do not run
-        self.machines = (
-            Machines(setting.scaling, setting.specs, self, self.clock)
-            if setting.scaling is not None
-            else None
-        )
+        scaling = setting.scaling
+        self.machines = Machines(scaling, setting.specs, self, self.clock) if scaling is not None else None
         self._reported_s = dict.fromkeys(self.sites, -1e9)
         self._reporting: set[str] = set()
         self._seq = 1
         self._last_came = False
         self._ended: Callable[[Record], None] = lambda _: None
+
+    def _new_site(self, spec: SiteSpec) -> SimulatedSite:
+        return SimulatedSite(
+            spec,
+            self.clock,
+            score=self._setting.score,
+            starving_after_s=self._setting.starving_after_s,
+            on_first_token=self._first_token,
+            on_end=self._last_token,
+            on_change=self._schedule_report,
+            block_tokens=self._setting.block_tokens,
+        )
 
     def run(self, queries: Sequence[Query]) -> list[Record]:
         """Run until every query has ended; return their records in the order of `queries`."""
