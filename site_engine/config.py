@@ -28,6 +28,7 @@ SAMPLING_DEFAULTS = ("model", "openai")
 FEATURES = ("chat", "vision", "embed", "rerank")
 NVIDIA = Path("/dev/nvidiactl")
 """Is there where a process can use a GPU."""
+HUB = "hf:"  # before what the Hugging Face Hub has
 _AT_LEAST_ONE = (
     "slots",
     "token_budget",
@@ -99,7 +100,7 @@ class SiteConfig:
 
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
     variants: tuple[VariantConfig, ...] = ()  # of the model, by [[group.variant]]
-    models_from: tuple[str, ...] = ()  # folders, from which alone operators' orders load variants
+    models_from: tuple[str, ...] = ()  # folders, hf:NAME/: whence alone operators' orders load variants
     training: bool = False  # let tenants fine-tune adapters of the model, in the time that chats leave
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
@@ -232,7 +233,8 @@ class SiteConfig:
             for name in ("url", "features", "allow_image_urls"):
                 _require(not getattr(self, name), name, 'is set, but engine is native; set engine = "openai"')
             for folder in self.models_from:
-                _require(Path(folder).is_absolute(), "models_from", f"has {folder!r}, which is no full path")
+                known = Path(folder).is_absolute() or re.fullmatch(rf"{HUB}[\w.-]+/[\w.-]*", folder)
+                _require(bool(known), "models_from", f"has {folder!r}, neither a full path nor {HUB}NAME/")
             return
         _require(not (self.variants or self.models_from), "group", "and models_from need the native engine")
         _require(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from site_engine.config import MAX_NAME_CHARS, SiteConfig
+from site_engine.config import HUB, MAX_NAME_CHARS, SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.training import Content
 from site_engine.errors import TransferFailed, VariantRefused
@@ -68,7 +68,8 @@ class Group:
         self._engine = engine
         self._site = site
         self._wanted = wanted
-        self._folders = tuple(Path(each).resolve() for each in config.models_from)
+        self._hub = tuple(each for each in config.models_from if each.startswith(HUB))
+        self._folders = tuple(Path(each).resolve() for each in config.models_from if each not in self._hub)
         (self._base,) = site.hello().models
         self._base_waking: list[Reply] = []  # orders that wait for the base to be awake
         self._after_base: dict[str, list[Reply]] = {}  # by variant: what is to wake once the base is awake
@@ -321,12 +322,17 @@ class Group:
         """Return the variant of a folder that an order names. Raises VariantRefused."""
         if bool(order.adapter) == bool(order.folder):
             raise VariantRefused("an order names one folder: of an adapter or of a model")
+        source = order.adapter or order.folder
+        if source.startswith(HUB):
+            check_allowed(source, self._hub)
+            return Variant(order.model, order.adapter, order.folder)
         try:
-            path = Path(order.adapter or order.folder).resolve()
+            path = Path(source).resolve()
             is_folder = path.is_dir()
         except (OSError, ValueError, RuntimeError) as exc:  # a NUL, a loop of links, a name of megabytes
-            shown = (order.adapter or order.folder)[:MAX_NAME_CHARS]
-            raise VariantRefused(f"{shown!r} is no folder of this site: {type(exc).__name__}") from exc
+            raise VariantRefused(
+                f"{source[:MAX_NAME_CHARS]!r} is no folder of this site: {type(exc).__name__}"
+            ) from exc
         if not any(path.is_relative_to(folder) for folder in self._folders):
             allowed = ", ".join(map(str, self._folders)) or "nothing"
             raise VariantRefused(f"{path} is not below models_from of this site, which is {allowed}")
@@ -379,6 +385,18 @@ class Group:
                 for each in models
             )
         self._site.set_models((base, *models))
+
+
+def check_allowed(source: str, allowed: tuple[str, ...]) -> None:
+    """Raise VariantRefused unless operators' orders may load from this repository of the Hub."""
+    repository = source.partition("@")[0]
+    if not any(
+        repository == each or (each.endswith("/") and repository.startswith(each)) for each in allowed
+    ):
+        names = ", ".join(allowed) or "none of the Hub"
+        raise VariantRefused(
+            f"{source[:MAX_NAME_CHARS]} is not of models_from of this site, which has {names}"
+        )
 
 
 def _clock() -> float:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from site_engine.config import SiteConfig, VariantConfig
+from site_engine.config import HUB, SiteConfig, VariantConfig
 from site_engine.core.adapter_slots import RANK_CLASSES
 from site_engine.core.tensor_split import FAMILIES, part_of, part_shape, sizes_of
 from site_engine.errors import ConfigError, ModelNotSupported, VariantRefused
@@ -253,6 +253,8 @@ def planned(
     variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots, per_token: int
 ) -> PlannedVariant:
     """Check a variant's shapes against the base's, and its kind. Raises VariantRefused."""
+    if (variant.adapter or variant.model).startswith(HUB):
+        raise VariantRefused("it is on the Hub, and plans read the headers of files that are here")
     folder = Path(variant.adapter or variant.model).expanduser()
     own = dict(tensors(folder, "adapter_model" if variant.adapter else "model"))
     if own.keys() == {EMBEDDINGS}:

@@ -27,6 +27,7 @@ from site_engine.model.loader import LoadedModel
 from site_engine.variants.certify import Certifier
 from site_engine.variants.changes import Change, LoadedVariant
 from site_engine.variants.grouped import group_module
+from site_engine.variants.hub import local_folder
 from site_engine.variants.model_folder import read_own_tensors
 from site_engine.variants.peft_folder import Adapter, read_adapter
 from site_engine.variants.tensor_files import content_hash
@@ -106,12 +107,10 @@ class VariantStore:
             raise VariantRefused(f"{MAX_VARIANTS} variants are served, which is the limit")
 
     def _load(self, variant: Variant) -> LoadedVariant:
-        folder = Path(variant.adapter or variant.model)
+        source, room_bytes = variant.adapter or variant.model, self._room_bytes()
+        folder = local_folder(source, room_bytes if variant.adapter else None)
         if bool(variant.adapter) == bool(variant.model) or not folder.is_dir():
-            raise VariantRefused(
-                f"{variant.id} needs the folder of an adapter or of a model, got {str(folder)!r}"
-            )
-        room_bytes = self._room_bytes()
+            raise VariantRefused(f"{variant.id} needs the folder of an adapter or of a model, got {source!r}")
         try:
             if variant.adapter:
                 model = self._model

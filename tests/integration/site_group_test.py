@@ -136,6 +136,22 @@ def test_an_order_loads_only_from_the_folders_that_the_site_allows(tmp_path: Pat
     run(scenario, models_from=(str(allowed),))
 
 
+def test_an_order_loads_from_the_hub_only_what_the_site_allows() -> None:
+    commit = "0" * 40
+
+    async def scenario(session: Session) -> None:
+        for repository in ("other/x", "acme-evil/x", "tools/support-2", "../acme/x"):
+            error = await order(session, "add", "v", adapter=f"hf:{repository}@{commit}")
+            allowed = "is not of models_from of this site, which has hf:acme/, hf:tools/support"
+            assert error == f"hf:{repository}@{commit} {allowed}"
+        assert "is not below models_from" in await order(session, "add", "v", adapter="/srv/x")
+        for number, repository in enumerate(("acme/x", "tools/support")):
+            assert not await order(session, "add", str(number), adapter=f"hf:{repository}@{commit}")
+            await session.served_models("letters", *map(str, range(number + 1)))
+
+    run(scenario, models_from=("hf:acme/", "hf:tools/support"))
+
+
 def test_without_models_from_no_order_loads_anything(tmp_path: Path) -> None:
     async def scenario(session: Session) -> None:
         error = await order(session, "add", "v", adapter=str(tmp_path))
