@@ -181,7 +181,7 @@ async def mico(
         else ("env", f"--chdir={tree}", f"PYTHONPATH={packages}", workspace.python)
     )
     command = (*python, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
-    await asyncio.to_thread(upgrade, url)
+    upgrade(url)  # not in a thread: two at once would share Alembic's context
     async with open_store(url, folder, pepper=PEPPER, serving=False) as store:
         _, secret = await store.keys.create_key("bench", "shop", act=ACT)
         if quotas:
