@@ -215,7 +215,7 @@ class SiteEngine:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
         if moved is not None:
             request.take_up(moved)
-        if moved is not None and 0 < moved.computed < len(request.tokens) and self._kv_cache.is_whole:
+        if moved and moved.kv and moved.computed < len(request.tokens) and self._kv_cache.is_whole:
             self._swap.put(request.id, self._kv_cache.from_bytes(moved.kv))
             request.swapped = moved.computed
             self._scheduler.adopt(request)

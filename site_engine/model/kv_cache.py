@@ -12,6 +12,11 @@ import torch
 from site_engine.core.request import Request
 from site_engine.model.tensor_group import TensorGroup
 
+MAX_SENT_BYTES = 1 << 28
+"""Of one request. While they go through two pipes, all that the processes do waits; more is sooner computed
+again. A message has less than 4 GiB.
+"""
+
 
 class LayerShape(NamedTuple):
     """The KV shape of one attention call of the model."""
@@ -106,7 +111,13 @@ class KVCache:
             room.index_copy_(0, index, one[first:])
 
     def to_bytes(self, pages: list[int]) -> tuple[bytes, ...]:
-        """Return the contents of pages for another process, which `from_bytes` reads."""
+        """Return the contents of pages for another process, which `from_bytes` reads.
+
+        Return nothing if they are more than MAX_SENT_BYTES.
+        """
+        page_bytes = sum(room[0].nbytes for room in (*self.keys, *self.values))
+        if len(pages) * page_bytes > MAX_SENT_BYTES:
+            return ()
         return tuple(one.view(torch.uint8).numpy().tobytes() for one in self.copy_out(pages))
 
     def from_bytes(self, contents: Sequence[bytes]) -> list[torch.Tensor]:

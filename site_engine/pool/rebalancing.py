@@ -215,7 +215,7 @@ class Rebalancer:
         if self._under_way or not any(cost):
             return []
         seconds, tokens = self._taken
-        s_per_token = seconds / tokens if tokens else cost.per_token_s  # as if they were computed again
+        s_per_token = max(seconds / tokens if tokens else 0.0, cost.per_token_s)  # it may be computed again
         moves = plan_moves(placed, rooms, cost, s_per_token, self._rests)
         chosen = {move.request_id for move in moves}
         self._under_way = {each.id: (now_s, each.context_tokens) for each in placed if each.id in chosen}

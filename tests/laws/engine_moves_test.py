@@ -9,6 +9,7 @@ import pytest
 
 from site_engine.core.request import Finish, Lane, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.engine.engine import SiteEngine
+from site_engine.model import kv_cache
 from site_engine.text.grammar import Grammars
 from tests.support.engine_models import (
     SHAPES,
@@ -187,6 +188,31 @@ def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> No
     second = engines[1]._scheduler.queue._clock("acme")
     assert len(got["r"].token_ids) == 30
     assert first + second == pytest.approx(30 + 5 * 0.02)
+
+
+def test_memory_that_is_too_much_to_send_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [engine_for(family("llama").served) for _ in range(2)]
+    request = greedy("r", [1, 2, 3, 4, 5], 20)
+    expected = alone([greedy("r", [1, 2, 3, 4, 5], 20)])["r"].token_ids
+    page_bytes = sum(len(one) for one in engines[0]._kv_cache.to_bytes([1]))
+    assert engines[0]._kv_cache.to_bytes([1, 2]) != ()
+    monkeypatch.setattr(kv_cache, "MAX_SENT_BYTES", 2 * page_bytes - 1)
+    assert engines[0]._kv_cache.to_bytes([1]) != ()
+    got: dict[str, Collected] = {}
+    engines[0].submit(request)
+    for _ in range(10):
+        gather(engines[0].step(), got)
+    outputs, moved = engines[0].export("r")
+    gather(outputs, got)
+    assert moved is not None
+    assert moved.kv == ()
+    other = again(request, got["r"].token_ids)
+    engines[1].submit(other, moved)
+    while engines[1].has_work:
+        gather(engines[1].step(), got)
+    assert got["r"].token_ids == expected
+    for engine in engines:
+        assert_idle(engine)
 
 
 def test_a_deadline_and_the_times_of_the_begin_go_with_a_request() -> None:
