@@ -36,6 +36,7 @@ class SiteView:
     state: SiteState
     models: list[str]
     asleep: int  # of the models, those that sleep or wake
+    own_bytes: int  # of memory of the variants that are awake, beside the base's; equal parts count twice
     pinned_off: list[str]
     slots: int
     running: int
@@ -194,6 +195,9 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         state=shown_state(site, now_s),
         models=sorted(identity.models),
         asleep=sum([each.state is not ModelState.READY for each in identity.models.values()]),
+        own_bytes=sum(
+            [each.own_bytes for each in identity.models.values() if each.state is ModelState.READY]
+        ),
         pinned_off=sorted(site.pinned_off),
         slots=identity.slots,
         running=load.running,

@@ -22,6 +22,7 @@ A = SiteView(
     state=SiteState.READY,
     models=["m"],
     asleep=0,
+    own_bytes=0,
     pinned_off=[],
     slots=4,
     running=3,

@@ -129,9 +129,13 @@ def test_a_site_shows_its_pool_and_until_when_its_certificate_is_good() -> None:
     assert views([pooled], rates, {}, 100.0)[0].certificate_until is None
 
 
-def test_models_that_sleep_or_wake_are_counted() -> None:
+def test_models_that_sleep_or_wake_are_counted_and_the_memory_of_the_others() -> None:
     states = {"m": ModelState.READY, "v": ModelState.SLEEPING, "w": ModelState.WAKING}
-    models = {name: Model(name, "r", 100, 0, "test", state=state) for name, state in states.items()}
+    models = {
+        name: Model(name, "r", 100, 0, "test", state=state, own_bytes=size)
+        for size, (name, state) in enumerate((*states.items(), ("x", ModelState.READY)), start=10)
+    }
     one = site()
     (found,) = shown(replace(one, identity=replace(one.identity, models=models)))
-    assert (found.models, found.asleep) == (["m", "v", "w"], 2)
+    assert (found.models, found.asleep) == (["m", "v", "w", "x"], 2)
+    assert found.own_bytes == 10 + 13

@@ -123,11 +123,11 @@ export class SiteTable {
     const pinned = site.pinned_off.length ? ` · off: ${site.pinned_off.join(", ")}` : "";
     const pool = site.pool ? ` · pool ${site.pool}` : "";
     const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
-    const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
-    const asleep = site.asleep ? `, ${site.asleep} asleep` : "";
-    const models = site.models.length > 1 ? ` · ${site.models.length} models${asleep}` : "";
+    const certificate = left == null || left > DAY_S / 4 ? "" : ` · ▲ certificate ${left < 0 ? "over" : Math.ceil(left / 3600) + " h"}`;
+    const more = (site.asleep ? `, ${site.asleep} asleep` : "") + (site.own_bytes ? `, ${number(site.own_bytes / 1e9, 2)} GB own` : "");
+    const models = site.models.length > 1 ? ` · ${site.models.length} models${more}` : "";
     const lost = site.devices.filter((device) => device.lost).length;
-    const devices = site.devices.length ? ` · ${lost ? `▲ ${lost} of ${site.devices.length} devices lost` : `${site.devices.length} devices`}` : "";
+    const devices = site.devices.length ? ` · ${lost ? `▲ ${lost} of ` : ""}${site.devices.length} devices${lost ? " lost" : ""}` : "";
     const where = `${site.cloud} · ${site.region}${pool}${models}${pinned}${devices}${certificate}`;
     row.cells[0].title = [site.name, where, ...site.devices.map(deviceLine)].join("\n");
     setText(row.cells[0].lastChild, (row.where = where));
