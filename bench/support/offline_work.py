@@ -71,15 +71,26 @@ class Cost(NamedTuple):
         iterations as they have tokens for the rows, and as memory for their own tokens allows. Prompts cost
         nothing as long as computing takes less time than reading weights.
         """
-        compute_s, read_s = self.least(lines)
-        weights_s = 2 * (self.body + self.head) / self.weight_bytes_per_s
-        held = sum((prompt - shared + tokens / 2) * tokens for _, shared, prompt, tokens, _ in lines)
-        all_tokens = sum(line.response_tokens for line in lines)
-        together = max(held / kv_tokens, all_tokens / rows)
+        body = head = squares = read = held = 0.0
+        seen: set[int] = set()
+        for group, shared, prompt, tokens, _ in lines:
+            hit = shared if group in seen else 0
+            seen.add(group)
+            body += prompt - hit + tokens - 1  # the last token is not computed
+            head += tokens
+            squares += (prompt * prompt - hit * hit) / 2
+            read += (tokens - 1) * (prompt + tokens / 2)
+            held += tokens * (prompt - shared + (tokens - 1) / 2)
         longest = max(line.response_tokens for line in lines)
+        together = max(held / kv_tokens, head / rows)
         steps = max(together, longest) if sites == 1 else together
-        shared_s = steps * self.iteration_s + max(steps * weights_s, compute_s) + read_s
-        return max(shared_s / sites, longest * (self.iteration_s + weights_s))
+        weights = self.weight_bytes_per_s
+        shared_s = steps * self.iteration_s + read * self.kv_token_bytes / self.kv_bytes_per_s
+        shared_s += max(2 * self.body * steps / weights, 2 * self.body * body / self.flop_per_s)
+        shared_s += max(2 * self.head * steps / weights, 2 * self.head * head / self.flop_per_s)
+        shared_s += 2 * self.attention_flop * squares / self.flop_per_s
+        alone_s = longest * (self.iteration_s + 2 * (self.body + self.head) / weights)
+        return max(shared_s / sites, alone_s)
 
 
 H200 = Cost()

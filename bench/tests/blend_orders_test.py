@@ -20,6 +20,12 @@ def test_no_order_is_faster_than_the_bound(order: str) -> None:
     assert found["bound_s"] <= found["took_s"] <= 4 * found["bound_s"]
 
 
+def test_questions_with_answers_of_two_tokens_take_no_less_than_the_bound() -> None:
+    """The head is computed for the last token of a prompt alone, and the last token of an answer is not."""
+    found = run(JOB._replace(workload="random 29", order="blend", kv_tokens=40_000, rows=256))
+    assert found["bound_s"] <= found["took_s"] <= 1.1 * found["bound_s"]
+
+
 def test_the_dual_scanners_lists_have_every_line_once_and_equal_work() -> None:
     lines = lines_of(JOB._replace(seconds=20.0))
     parts = parts_of(lines, range(len(lines)))
