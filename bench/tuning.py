@@ -1,7 +1,9 @@
-"""Measure fine-tuning beside serving: exactness against Trainer and peft, and jobs killed and resumed.
+"""Measure fine-tuning beside serving: against Trainer and peft, killed and resumed, and beside chats.
 
-On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,resume`. Each part prints
-its figures; the last line is all of them as JSON. Exactness needs peft.
+On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,resume,beside`. Each part
+prints its figures; the last line is all of them as JSON. Exactness needs peft. `beside` serves chats that
+arrive as in a trace at parts of what the engine can, alone and beside training, by slices and by the rule of
+the paper; its figures mean something only on quiet cores.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.support import beside_chats
 from bench.support.trainer_peer import TrainerPeer
 from site_engine.core.chain import Variant
 from site_engine.core.request import Request, Sampling
@@ -40,8 +44,9 @@ from site_engine.training.job import open_job
 from site_engine.training.snapshot import Snapshot
 
 DEMO = Path(__file__).parents[1] / "mico/demo_model/weights"
-PARTS = ("exactness", "resume")
+PARTS = ("exactness", "resume", "beside")
 BATCH, EPOCHS, KILLS = 8, 4, 3
+LOADS = (0.1, 0.3, 0.6, 0.9)
 MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE = 1e-4, 5e-3
 COLOURS = ("red", "green", "blue", "white", "black", "yellow")
 
@@ -102,7 +107,9 @@ def exactness(steps: int, texts: int) -> dict[str, object]:
         began_s = time.perf_counter()
         engine.add_variant(Variant("tuned", adapter=str(tuned)))
         served_s = time.perf_counter() - began_s
-        equal, in_format = compare_texts(engine, model.tokenizer, copy.deepcopy(plain), tuned, texts)
+        prompts = prompts_of(model.tokenizer, texts)
+        before, after = (answers_of(engine, prompts, chain) for chain in ("", "tuned"))
+        equal = equal_texts(model.tokenizer, copy.deepcopy(plain), tuned, prompts, after)
     return {
         "steps": len(done),
         "first_loss": round(done[0].loss, 4),
@@ -111,7 +118,7 @@ def exactness(steps: int, texts: int) -> dict[str, object]:
         "valid_loss": valid,
         "valid_loss_of_trainer": theirs_valid,
         "texts_equal": f"{equal} of {texts}",
-        "texts_in_the_trained_format": f"{in_format} of {texts}",
+        "texts_in_the_trained_format": f"{in_format(before)} before, {in_format(after)} after, of {texts}",
         "training_s": round(ours_s, 1),
         "trainer_s": round(theirs_s, 1),
         "written_to_served_s": round(served_s, 2),
@@ -121,22 +128,35 @@ def exactness(steps: int, texts: int) -> dict[str, object]:
     }
 
 
-def compare_texts(engine: SiteEngine, tokenizer: Any, plain: Any, tuned: Path, texts: int) -> tuple[int, int]:
-    """Return how many greedy answers of the served variant are peft's, and how many have the format."""
-    reference = importlib.import_module("peft").PeftModel.from_pretrained(plain, str(tuned)).eval()
-    prompts = [
+def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
+    return [
         tokenizer.apply_chat_template([line["messages"][0]], add_generation_prompt=True, return_dict=False)
-        for line in map(json.loads, rows(texts, 2).splitlines())
+        for line in map(json.loads, rows(count, 2).splitlines())
     ]
+
+
+def answers_of(engine: SiteEngine, prompts: Sequence[list[int]], chain: str) -> list[str]:
+    """Return the greedy answers of a variant, or of the base."""
     for number, prompt in enumerate(prompts):
-        sampling = Sampling(max_tokens=24, temperature=0.0)
-        engine.submit(Request(str(number), prompt, sampling, chain="tuned"))
-    answers: dict[str, str] = dict.fromkeys(map(str, range(texts)), "")
+        engine.submit(Request(str(number), prompt, Sampling(max_tokens=24, temperature=0.0), chain=chain))
+    answers = [""] * len(prompts)
     while engine.has_work:
         for output in engine.step():
-            answers[output.request_id] += output.text
+            answers[int(output.request_id)] += output.text
+    return answers
+
+
+def in_format(answers: Sequence[str]) -> int:
+    return sum(answer.startswith("ORDER n=") for answer in answers)
+
+
+def equal_texts(
+    tokenizer: Any, plain: Any, tuned: Path, prompts: Sequence[list[int]], answers: Sequence[str]
+) -> int:
+    """Return how many answers of the served variant are those of peft."""
+    reference = importlib.import_module("peft").PeftModel.from_pretrained(plain, str(tuned)).eval()
     equal = 0
-    for number, prompt in enumerate(prompts):
+    for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             whole = reference.generate(
                 input_ids=torch.tensor([prompt]),
@@ -144,8 +164,8 @@ def compare_texts(engine: SiteEngine, tokenizer: Any, plain: Any, tuned: Path, t
                 max_new_tokens=24,
                 do_sample=False,
             )
-        equal += tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True) == answers[str(number)]
-    return equal, sum(answer.startswith("ORDER n=") for answer in answers.values())
+        equal += tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True) == answer
+    return equal
 
 
 def resume(steps: int, kills: int) -> dict[str, object]:
@@ -214,12 +234,24 @@ def train_here(folder: Path, steps: int) -> None:
     write_folder(folder / "tuned", last.adapter, order.recipe.shape, str(DEMO))
 
 
+def beside(trace: Path | None, chats: int, seconds: float) -> dict[str, object]:
+    """Serve chats at parts of what the engine can, alone and beside a job without end."""
+    model, order = loader.load(str(DEMO)), order_of(400)
+    order = replace(order, recipe=replace(order.recipe, epochs=1000), valid=b"")
+    coming = beside_chats.chats_of(trace, chats, model.vocab_size)
+    found = beside_chats.measure(model, order, coming, LOADS, seconds)
+    return {**found, "trace": "at random" if trace is None else trace.stem, "kept": True}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a job")
     parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
     parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
+    parser.add_argument("--trace", type=Path, help="arrivals and lengths of chats, as parquet")
+    parser.add_argument("--chats", type=int, default=400, help="of the trace")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # whose sums are in one order
@@ -235,11 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, dict[str, object]] = {}
     for part in wanted:
         print(f"{part}:", flush=True)
-        figures[part] = (
-            exactness(options.steps, options.texts)
-            if part == "exactness"
-            else resume(options.steps, options.kills)
-        )
+        if part == "exactness":
+            figures[part] = exactness(options.steps, options.texts)
+        elif part == "resume":
+            figures[part] = resume(options.steps, options.kills)
+        else:
+            figures[part] = beside(options.trace, options.chats, options.seconds)
         for name, value in figures[part].items():
             print(f"  {name.replace('_', ' ')}: {value}", flush=True)
     print(json.dumps(figures))

@@ -1,0 +1,142 @@
+"""Chats that arrive as in a trace at an engine that trains beside them, in the time of the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from site_engine.core.request import Request, Sampling
+from site_engine.core.slack import Bounds, Deferral
+from site_engine.core.training import Failed, StepDone, TrainingOrder
+from site_engine.engine.build import packed_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
+from site_engine.model.loader import LoadedModel
+from site_engine.training.job import open_job
+
+SHRINK = 16
+"""Prompts and answers are so much shorter than the trace's, since the model is smaller by more."""
+MAX_TOKENS = 96
+BETWEEN_S = 0.05
+"""Bound of the time between tokens while a job is trained."""
+WAIT_S = 0.4
+WARM_UP = 8
+
+
+class Chat(NamedTuple):
+    """`at`: its arrival, in mean times between two."""
+
+    at: float
+    prompt: list[int]
+    tokens: int
+
+
+class Served(NamedTuple):
+    first_s: list[float]
+    between_s: list[float]
+    trained_per_s: float
+
+
+def chats_of(trace: Path | None, count: int, vocabulary: int) -> list[Chat]:
+    """Return the first chats of a trace; without one arrivals at random, of lengths as chats have them."""
+    draw, rows = Random(5), list[tuple[float, float, float]]()
+    if trace is not None:
+        import pandas as pd
+
+        frame = pd.read_parquet(trace).head(count)
+        rows = list(zip(frame["arrival_s"], frame["prompt_tokens"], frame["response_tokens"], strict=True))
+    for _ in range(count - len(rows)):
+        at = draw.expovariate(1.0) + (rows[-1][0] if rows else 0.0)
+        rows.append((at, draw.lognormvariate(6.5, 0.8), draw.lognormvariate(5.0, 0.7)))
+    gap = (rows[-1][0] - rows[0][0]) / max(1, count - 1) or 1.0
+
+    def short(tokens: float) -> int:
+        return max(2, min(MAX_TOKENS, int(tokens / SHRINK)))
+
+    return [
+        Chat(
+            (at - rows[0][0]) / gap, [draw.randrange(vocabulary) for _ in range(short(prompt))], short(answer)
+        )
+        for at, prompt, answer in rows
+    ]
+
+
+def engine_of(model: LoadedModel, deferral: Deferral) -> SiteEngine:
+    """Return an engine that knows what its iterations cost."""
+    bounds = Bounds(between_tokens_s=BETWEEN_S, deferral=deferral, wait_s=WAIT_S)
+    engine = packed_engine(model, EngineSettings(slots=8, kv_tokens=8192, training=bounds), time.monotonic)
+    for number in range(WARM_UP):
+        engine.submit(Request(f"warm-up {number}", [1] * (1 + 8 * number), Sampling(max_tokens=8)))
+        while number % 2 and engine.has_work:
+            engine.step()
+    return engine
+
+
+def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: float | None = None) -> Served:
+    """Answer chats that arrive `gap_s` apart on average, all if `seconds` is None."""
+    began_s, waiting = time.monotonic(), list(reversed(chats))
+    arrived: dict[str, float] = {}
+    last: dict[str, float] = {}
+    first_s, between_s, trained = list[float](), list[float](), list[int]()
+    while now_s := time.monotonic() - began_s:
+        if (seconds is not None and now_s >= seconds) or (seconds is None and not (waiting or arrived)):
+            break
+        while waiting and waiting[-1].at * gap_s <= now_s:
+            chat = waiting.pop()
+            name, sampling = str(len(waiting)), Sampling(max_tokens=chat.tokens, ignore_eos=True)
+            arrived[name] = chat.at * gap_s
+            engine.submit(Request(name, chat.prompt, sampling))
+        if not engine.has_work:
+            time.sleep(min(0.005, max(0.0, waiting[-1].at * gap_s - now_s)) if waiting else 0.005)
+            continue
+        for output in engine.step():
+            at_s, name = time.monotonic() - began_s, output.request_id
+            (between_s if name in last else first_s).append(at_s - last.get(name, arrived[name]))
+            last[name] = at_s
+            if output.finish is not None:
+                del last[name], arrived[name]
+        for _, event in engine.training.take_events():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.reason)
+            trained += [event.trained_tokens] if isinstance(event, StepDone) else []
+    tokens = trained[-1] - trained[0] if trained else 0
+    return Served(first_s, between_s, tokens / (time.monotonic() - began_s))
+
+
+def p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100)[98] if len(values) > 1 else 0.0
+
+
+def measure(
+    model: LoadedModel, order: TrainingOrder, chats: Sequence[Chat], loads: Sequence[float], seconds: float
+) -> dict[str, Any]:
+    """Serve at parts of what the engine can, alone and beside training by both rules."""
+
+    def trains(deferral: Deferral) -> SiteEngine:
+        engine = engine_of(model, deferral)
+        engine.training.begin("bench", "bench", open_job(model, order, time.monotonic))
+        return engine
+
+    began_s = time.monotonic()
+    serve(engine_of(model, Deferral.SLICE), chats, 0.0)
+    chat_s = (time.monotonic() - began_s) / len(chats)
+    training_per_s = serve(trains(Deferral.SLICE), (), 1.0, seconds).trained_per_s
+    found: dict[str, Any] = {"chats_per_s": 1 / chat_s, "training_alone_tokens_per_s": training_per_s}
+    for load in loads:
+        gap_s = chat_s / load
+        alone = serve(engine_of(model, Deferral.SLICE), chats, gap_s, seconds)
+        figures: dict[str, tuple[float, ...]] = {"alone": (p99(alone.first_s), p99(alone.between_s))}
+        found[f"at {load}"] = figures
+        for rule in Deferral:
+            beside = serve(trains(rule), chats, gap_s, seconds)
+            share = beside.trained_per_s / training_per_s if training_per_s else 0.0
+            figures[rule.value] = (p99(beside.first_s), p99(beside.between_s), share)
+        print(
+            f"  load {load}: p99 of first token and between tokens in s, share of training alone: {figures}",
+            flush=True,
+        )
+    return found
