@@ -78,12 +78,13 @@ class Announced:
 
 
 class Group:
-    """`engine` leads; `models` are those of all ranks."""
+    """`engine` leads; `models` are those of all ranks, `followed` the runners of the others."""
 
     engine: SiteEngine
 
     def __init__(self) -> None:
         self.models: dict[int, LoadedModel] = {}
+        self.followed: list[Any] = []
         self.failures: list[BaseException] = []
 
 
@@ -108,6 +109,7 @@ def grouped(folder: Path, size: int = 2, *, fused: bool = False, **settings: Any
                 forward = fast_forward(model) if fused else None
                 reference = packed_runner(model, chosen)
                 runner = device_runner(model, chosen, reference, forward) if fused else None
+                group.followed.append(runner or reference)
                 follow(channels[rank - 1], reference, runner)
         except Exception as failure:  # noqa: BLE001 - the test looks at it
             group.failures.append(failure)
