@@ -159,6 +159,7 @@ async def mico(
     folder.mkdir(exist_ok=True)
     port, metrics_port, url = free_port(), free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
     settings = {
+        "name": workspace.folder.name,
         "http_port": port,
         "grpc_port": workspace.link_port,
         "metrics_port": metrics_port,
