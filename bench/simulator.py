@@ -40,11 +40,11 @@ SLOWER = (1.0, 1.3, 1.7, 2.2, 3.0)
 """Times that the sites of a burst take for everything, in relation to the fastest."""
 MIB = 1024
 POOLS = {
-    "near": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=4.0, region="r"),
-    "far": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=3.0, region="r"),
-    "dear": PoolPlan("aws", "group", most=6, fewest=2, usd_per_hour=8.0, region="r"),
+    "near": PoolPlan("aws", "group", most=6, fewest=1, usd_per_hour=4.0, region="r"),
+    "far": PoolPlan("aws", "group", most=6, fewest=1, usd_per_hour=3.0, region="r"),
+    "dear": PoolPlan("aws", "group", most=6, fewest=1, usd_per_hour=8.0, region="r"),
 }
-"""Of a day: machines of eight slots, six times as slow as the reference."""
+"""Of a day: machines of four slots, four times as slow as the reference."""
 MACHINE_START_S = 300.0
 NOON_S = (43_200.0, 57_600.0)
 
@@ -182,7 +182,7 @@ def burst(sites: int, slots: int, policy: str) -> dict[str, Any]:
 def day(queries: int, loses: bool) -> dict[str, Any]:
     """Simulate a day of three clouds with the scaler; with `loses`, one is lost from noon for four hours."""
     plan = ScalingPlan(pool=POOLS)
-    specs = with_spares(sites_of(",".join(f"2x8@6~{20 * n}={name}" for n, name in enumerate(POOLS, 1))), plan)
+    specs = with_spares(sites_of(",".join(f"1x4@4~{20 * n}={name}" for n, name in enumerate(POOLS, 1))), plan)
     times_s = day_times_s(queries, np.random.default_rng(3)).tolist()
     drawn = arrivals(queries, 1.0, 3)
     came = (
