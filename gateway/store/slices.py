@@ -67,8 +67,15 @@ _LIMITS = (
     .order_by(*_LIMIT_ID)
     .limit(LIMITS_PER_PAGE)
 )
-_REPLICAS = select(replicas)
-_SHORT = select(*_ID).where(known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount).distinct()
+_IS_SHORT = known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount
+_SHORT = select(*_ID).where(*_IS_SHORT).distinct()
+_REPLICAS = select(
+    replicas,
+    select(func.count()).select_from(quotas).scalar_subquery().label("limits"),
+    select(func.coalesce(func.sum(quotas.c.stamp), 0)).scalar_subquery().label("stamps"),
+    select(quota_slices.c.kind).where(*_IS_SHORT).exists().label("any_short"),
+)
+"""The replicas, this one among them, and beside each what tells whether anything else is to be read."""
 _LOCKED = (
     select(quotas)
     .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
@@ -214,8 +221,8 @@ class SliceTable:
         if any(row.expires_at + WINDOW_S < now for row in found):
             await self._remove_gone_replicas(connection, now)
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
-        short = [id_of(row) for row in await connection.execute(_SHORT)]
-        mark = await _mark(connection)
+        short = [id_of(row) for row in await connection.execute(_SHORT)] if found[0].any_short else []
+        mark = found[0].limits, int(found[0].stamps)
         limits = None if mark == self._mark else await _limits(connection)
         return _RoundState(now, alive, short, mark, limits)
 
