@@ -22,14 +22,14 @@ from site_engine.cuda.kernels import (
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias",
+    "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more"}
 LONGS = {"ids", "positions", "wanted_out"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride",
+    "slot_stride", "scale_stride", "bias_stride",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {

@@ -120,8 +120,8 @@ def test_a_message_batch_that_ended_unread_has_results(
             ledger, lease = runner._context.ledger, runner._context.ledger.lease
             submitted_and_over = asyncio.Event()
 
-            async def late(most: int) -> Any:
-                return await lease(most) if submitted_and_over.is_set() else []
+            async def late(*told: Any) -> Any:
+                return await lease(*told) if submitted_and_over.is_set() else []
 
             monkeypatch.setattr(ledger, "lease", late)
             batch_id = await submitted(here, request(0), request(1))
