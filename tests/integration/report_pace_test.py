@@ -29,6 +29,7 @@ def test_of_many_sites_those_that_know_how_are_asked_for_fewer_reports(
         before = [each.pings for each in sites]
         for _ in range(4):
             await here.heartbeat()
+        await until(lambda: sum(each.pings for each in sites) >= sum(before) + 8, "the pings to arrive")
         assert [each.pings - past for each, past in zip(sites, before, strict=True)] == [2, 4, 2]
         assert all(each.inbox.empty() for each in sites)
         assert [each.load.quiet_s for each in here.gateway.directory.sites] == [1.0, 0.0, 1.0]
@@ -65,10 +66,11 @@ def test_a_site_that_is_asked_for_fewer_reports_may_be_silent_for_longer_unless_
         await here.silent_heartbeats(1)
         assert "works" in here.gateway.federation.links, "it owes a sign since it has work"
         await works.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=7))
+        await until(here.gateway.federation.links["works"].pending, "the site to be heard")
         await here.silent_heartbeats(1)
         assert set(here.gateway.federation.links) == {"works"}, "six heartbeats in all, and no work"
         await here.silent_heartbeats(3)
-        assert not here.gateway.federation.links
+        await until(lambda: not here.gateway.federation.links, "the silent site to be gone")
         with pytest.raises(UpstreamFailed, match="silent for"):
             await task
 

@@ -272,6 +272,7 @@ def test_an_older_gateway_is_refused_at_once_while_the_variant_wakes() -> None:
     async def scenario(session: Session) -> None:
         await session.served_models("letters", "one", "two")
         assert not await order(session, "sleep", "one")
+        await states(session, one=pb.Model.SLEEPING)
         await start(session, "a", "one")
         (refusal,) = await session.wait_for("rejected")
         assert (refusal.reason, refusal.message) == (pb.Rejected.FULL, "one sleeps here, and wakes now")
