@@ -262,6 +262,8 @@ class LoadReport:
     unread_tokens: int = 0
     unknown_messages: int = 0
     devices: tuple[DeviceLoad, ...] = ()  # of a site that has several
+    training: int = 0  # jobs that are trained there
+    training_s_per_iteration: float = 0.0  # that they add to an iteration
     quiet_s: float = 0.0  # so much later than in a small fleet may the next one come
 
 
@@ -376,10 +378,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 AnswerEvent = Opening | Delta | Usage
-"""An answer is Opening, Delta …, Usage. It raises a MicoError where it cannot go on."""
-
 Answer = Callable[[Query], AsyncGenerator[AnswerEvent, None]]
-"""Yields the pieces of the answer to a query. Closing the generator cancels the query at its site."""
+"""Yields Opening, Delta …, Usage; raises a MicoError where it cannot go on. Closing it cancels the query."""
 
 
 # ---- the end of a query --------------------------------------------------------------------------

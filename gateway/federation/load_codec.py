@@ -41,6 +41,8 @@ def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport
         unread_tokens=report.unread_tokens,
         unknown_messages=report.unknown_messages,
         devices=_devices(report.devices),
+        training=report.training,
+        training_s_per_iteration=amount(report.training_s_per_iteration, "training_s_per_iteration"),
         quiet_s=quiet_s,
     )
 

@@ -84,6 +84,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     rows, used = min(slots, requests + 1), max(0, identity.kv_capacity_tokens - load.kv_free_tokens)
     fitted_s = cost.seconds(rows, rows, used)
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
+    iteration_s += load.training_s_per_iteration
     occupied = used + load.kv_reserved_tokens
     begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
     room = identity.kv_capacity_tokens - occupied - prompt_tokens - response_tokens

@@ -45,13 +45,13 @@ def choose(
         and _serves(site, model)
         and (trains := site.identity.trains) is not None
         and plan.rank <= trains.max_rank
-        and runs.get(site.name, 0) < trains.runs
+        and _runs(site, runs) < trains.runs
     ]
 
     def cost(site: Site) -> tuple[bool, int, float, float, str]:
         assert site.identity.trains is not None
         price = site.identity.trains.usd_per_mtok
-        return site.name in avoided, runs.get(site.name, 0), _busy(site), price, site.name
+        return site.name in avoided, _runs(site, runs), _busy(site), price, site.name
 
     return min(able, key=cost, default=None)
 
@@ -60,7 +60,12 @@ def idler(here: Site, other: Site | None, runs: Mapping[str, int]) -> bool:
     """Return whether a run that gets no time would get more at another site: one that is less busy, and
     trains nothing.
     """
-    return other is not None and not runs.get(other.name) and _busy(other) < _busy(here)
+    return other is not None and not _runs(other, runs) and _busy(other) < _busy(here)
+
+
+def _runs(site: Site, runs: Mapping[str, int]) -> int:
+    """Return the runs of a site, also those that other federations have there."""
+    return max(runs.get(site.name, 0), site.load.training)
 
 
 def _busy(site: Site) -> float:

@@ -61,6 +61,8 @@ class LoadFigures(NamedTuple):
     unread_tokens: int  # of running requests: uncomputed prompt tokens, and the newest token of each
     longest_iteration_s: float = 0.0  # of a full batch, by the fit; 0: unknown
     devices: tuple[DeviceFigures, ...] = ()  # of a site that has several
+    training: int = 0  # jobs that are trained here
+    training_s_per_iteration: float = 0.0  # that they add to an iteration, beyond its cost by the fit
 
 
 class CostFit:

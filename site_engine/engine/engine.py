@@ -298,7 +298,7 @@ class SiteEngine:
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""
         slots, floor_s = self.settings.slots, self.settings.iteration_floor_s
-        return load_figures(self._scheduler, self._meter, slots=slots, floor_s=floor_s)
+        return load_figures(self._scheduler, self._meter, self.training, slots=slots, floor_s=floor_s)
 
     def forget_totals(self) -> None:
         """Reset the totals of tokens served; keep the measured costs."""

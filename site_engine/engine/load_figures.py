@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from site_engine.core.load import LoadFigures, Meter, condense
 from site_engine.core.scheduler import Scheduler
+from site_engine.engine.training_loop import TrainingLoop
 
 
-def load_figures(scheduler: Scheduler, meter: Meter, *, slots: int, floor_s: float) -> LoadFigures:
+def load_figures(
+    scheduler: Scheduler, meter: Meter, training: TrainingLoop, *, slots: int, floor_s: float
+) -> LoadFigures:
     """Return the figures of now. No iteration is shorter than `floor_s`."""
     queue, pool = scheduler.queue, scheduler.pool
     remaining = [request.expected_remaining() for request in scheduler.running]
@@ -35,4 +38,6 @@ def load_figures(scheduler: Scheduler, meter: Meter, *, slots: int, floor_s: flo
         prompt_tokens_total=meter.prompt_tokens_total,
         unread_tokens=unread,
         longest_iteration_s=max(longest_s, floor_s),
+        training=len(training.jobs),
+        training_s_per_iteration=training.added_s,
     )

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_JOBS = 8
 """Jobs that an engine trains by turns; each keeps its adapter and moments in memory."""
 
+KEPT_ITERATIONS = 32
+"""Over which the time that training adds to an iteration is averaged."""
+
 
 class Job(Protocol):
     """What the loop needs of a `Trainer`."""
@@ -70,6 +73,13 @@ class TrainingLoop:
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
         self._cost: IterationCost | None = None  # of what is served, until the next iteration
+        self._beside_s = 0.0  # of the slices since the last iteration, while something was served
+        self._mean_beside_s = 0.0
+
+    @property
+    def added_s(self) -> float:
+        """The mean time that slices took lately before an iteration; 0 without a job."""
+        return self._mean_beside_s if self.jobs else 0.0
 
     def load(self, order: TrainingOrder) -> Callable[[], None]:
         """Read a job's data and build what trains it, on any thread; return the function that begins it,
@@ -123,6 +133,8 @@ class TrainingLoop:
             return False
         taken_s = job.run_slice()
         self._slack.trained(taken_s, seen)
+        if seen.chat_decodes or seen.batch:
+            self._beside_s += taken_s
         self._used_s[tenant] += taken_s
         self.trained_s += taken_s
         self._events += [JobEvent(self._current, event) for event in job.take_events()]
@@ -136,6 +148,8 @@ class TrainingLoop:
         if self.jobs:
             batch_alone = all(chunk.request.lane is Lane.BATCH for chunk in plan.chunks)
             self._slack.served(seconds, batch_alone=batch_alone)
+            self._mean_beside_s += (self._beside_s - self._mean_beside_s) / KEPT_ITERATIONS
+            self._beside_s = 0.0
 
     def _forget(self, job_id: str) -> None:
         tenant = self.jobs.pop(job_id).tenant

@@ -52,6 +52,8 @@ class Figures(Protocol):
     def seconds_per_iteration(self) -> float: ...
     @property
     def iteration(self) -> Cost: ...
+    @property
+    def training_s_per_iteration(self) -> float: ...
 
 
 class Told(NamedTuple):
@@ -74,7 +76,7 @@ class Told(NamedTuple):
             figures.running,
             figures.running + figures.pending,
             figures.kv_free_tokens - figures.kv_reserved_tokens,
-            iteration_s,
+            iteration_s + figures.training_s_per_iteration,
             cost.per_token_s * (figures.unread_tokens + figures.pending_prompt_tokens),
             iteration_s * response / max(1, slots),
         )

@@ -43,6 +43,8 @@ def join_figures(each: Sequence[LoadFigures]) -> LoadFigures:
         prompt_tokens_total=sum(one.prompt_tokens_total for one in each),
         unread_tokens=running + round(unfinished / count),
         longest_iteration_s=max(one.longest_iteration_s for one in each),
+        training=sum(one.training for one in each),
+        training_s_per_iteration=sum(one.training_s_per_iteration for one in each) / count,
     )
 
 

@@ -75,6 +75,7 @@ def finish_s(work: Work, cached_tokens: int, engine: Engine, cost: IterationCost
     rows = min(slots, requests + 1)
     iteration_s = cost.seconds(rows, rows, max(0, engine.kv_tokens - load.kv_free_tokens))
     iteration_s = iteration_s or load.seconds_per_iteration or UNKNOWN_ITERATION_S
+    iteration_s += load.training_s_per_iteration
     waiting_tokens = load.pending_response_tokens + given.response_tokens
     unread = max(0, load.unread_tokens - load.running) + load.pending_prompt_tokens + given.prompt_tokens
     expected = load.kv_reserved_tokens + load.pending_prompt_tokens + given.prompt_tokens + waiting_tokens

@@ -120,6 +120,29 @@ def test_answers_wait_for_tokens_no_longer_than_the_bound(seed: int, slice_s: fl
     assert job.begun_s
 
 
+@pytest.mark.parametrize("slice_s", [0.001, 0.004, 0.1])
+def test_what_training_adds_to_a_token_is_reported(slice_s: float) -> None:
+    """What an iteration takes by its fit, and what training adds, are the time between two tokens."""
+    clock = Clock()
+    engine = timed_engine(clock, Bounds(between_tokens_s=BETWEEN_S))
+    engine.training.begin("job", "acme", Slices(clock, slice_s))
+    for _ in range(50):
+        engine.step()
+    assert engine.load().training_s_per_iteration == 0.0, "it delays nobody yet"
+    engine.submit(greedy("a", [1, 2, 3], 200))
+    at_s: list[float] = []
+    while len(at_s) < 150:
+        at_s += [clock.now_s] * len(engine.step())
+    load = engine.load()
+    between_s = (at_s[-1] - at_s[-21]) / 20
+    iteration_s = load.iteration.seconds(1, 1, 150)
+    assert load.training == 1
+    assert iteration_s + load.training_s_per_iteration == pytest.approx(between_s, rel=0.06)
+    assert (load.training_s_per_iteration > 0.0) == (slice_s < BETWEEN_S)
+    engine.training.stop("job")
+    assert (engine.load().training, engine.load().training_s_per_iteration) == (0, 0.0)
+
+
 @given(st.integers(0, 40))
 @settings(max_examples=6, deadline=None)
 def test_a_newcomer_waits_for_one_slice_at_most(slices: int) -> None:

@@ -64,6 +64,7 @@ class Engine:
     rate: float = 1.0
     next_tokens: int = 1
     waiting: int = 0
+    training_s: float = 0.0
 
     def waiting_of(self, tenant: str) -> int:
         return 0
@@ -128,6 +129,7 @@ class Engine:
             tokens_total=self.tokens_total,
             prompt_tokens_total=0,
             unread_tokens=len(self.running),
+            training_s_per_iteration=self.training_s,
         )
 
 
@@ -242,6 +244,18 @@ class World:
             assert not is_stale(site.load, self.now_s)
             if true.requests == 0:
                 assert seen.requests + site.credit.requests == 0
+
+
+def test_what_training_adds_to_each_token_is_reported_at_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.turn()
+        for world.engine.training_s in (0.01, 0.0):
+            await world.turn(lasts_s=0.06)
+            for each in world.gateways:
+                assert each.view.load.training_s_per_iteration == world.engine.training_s
+
+    asyncio.run(scenario())
 
 
 turns = st.tuples(

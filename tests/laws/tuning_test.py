@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tuning.placing import Act, End, Seen, next_act
+from gateway.domain import LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.trains import Trains
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act
 from gateway.tuning.values import UNFINISHED, Job, JobStatus, Plan, TuningLimits, before, may_become
 
 ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
@@ -70,3 +72,21 @@ def test_a_run_is_left_once_its_site_is_silent_or_gone_too_long(silent_s: float,
 
 def test_a_site_whose_link_ended_is_lost_before_one_that_is_silent() -> None:
     assert TuningLimits().unlinked_s < TuningLimits().lost_s
+
+
+def base(name: str, training: int = 0, running: int = 0) -> Site:
+    models = {"m": Model("m", "rev", 4096, 0, "o")}
+    identity = SiteIdentity(name, "boot", "c", "r", models, 8, 10_000, trains=Trains(2, 64, 0.0))
+    return Site(identity, SiteState.READY, LoadReport(1, 0.0, running=running, training=training))
+
+
+def test_a_run_goes_where_nothing_is_trained_also_for_other_federations() -> None:
+    def chosen(*sites: Site) -> str | None:
+        found = choose(sites, "m", Plan(), runs={"a": 1}, avoided=(), now_s=0.0)
+        return None if found is None else found.name
+
+    assert chosen(base("a"), base("b", training=1), base("c", running=8)) == "c"
+    assert chosen(base("a"), base("b", training=2)) == "a", "b has no room"
+    assert chosen(base("a", training=2), base("b", training=2)) is None
+    assert idler(base("a", running=8), base("c"), {})
+    assert not idler(base("a", running=8), base("b", training=1), {})

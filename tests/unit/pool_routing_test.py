@@ -137,3 +137,13 @@ def test_an_engine_that_has_computed_nothing_has_no_part_in_the_mean() -> None:
 def test_a_request_has_the_context_of_the_smallest_engine() -> None:
     joined = join_facts([FACTS, FACTS._replace(kv_tokens=1_000)])
     assert (joined.context_tokens, joined.kv_tokens, joined.slots) == (1_000, 11_000, 16)
+
+
+def test_a_request_avoids_the_engine_that_trains_until_that_is_sooner() -> None:
+    work, trains = Work(1, 100, 100.0), IDLE._replace(training=1, training_s_per_iteration=0.01)
+    assert finish_s(work, 0, at(trains), COST) == pytest.approx(finish_s(work, 0, at(), COST) + 100 * 0.01)
+    assert choose(work, [0, 0], [at(trains), at()], COST) == 1
+    full = IDLE._replace(running=8, running_remaining=(400,) * 8, unread_tokens=8)
+    assert choose(work, [0, 0], [at(trains), at(full)], COST) == 0
+    both = join_figures([trains, IDLE])
+    assert (both.training, both.training_s_per_iteration) == (1, 0.005)

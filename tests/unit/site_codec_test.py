@@ -256,12 +256,16 @@ def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
 def test_hello_and_load_carry_every_figure() -> None:
     cost = IterationCost(1, 2, 3, 4)
     device = DeviceFigures("cuda:0", True, 1, 2, 3, 4, 5, 6.5, 7, 8)
-    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0, (device,))
+    figures = LoadFigures(
+        1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0, (device,), 2, 0.25
+    )
     (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
     unsaid = set(pb.Load.DESCRIPTOR.fields_by_name) - {each.name for each, _ in load.load.ListFields()}
-    assert unsaid == {"training", "training_s_per_iteration"}  # no gateway reads them
-    (got,) = load_codec.load(load.load, 0.0).devices
+    assert not unsaid
+    read = load_codec.load(load.load, 0.0)
+    (got,) = read.devices
     assert astuple(got) == tuple(device)
+    assert (read.training, read.training_s_per_iteration) == (2, 0.25)
     (hello,) = codec.encode(replace(HELLO, trains=Trains(2, 64, 1.5)))
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
     assert unset == {"attempts"}
