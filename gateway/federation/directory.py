@@ -10,6 +10,7 @@ from gateway.federation.model_index import NO_MODELS, ModelIndex
 from gateway.operator_orders import Standing
 from gateway.prices import Prices, prices_of
 from gateway.routing.fleet import Fleet
+from gateway.routing.offload import is_crowded
 from gateway.routing.prefixes import PrefixIndex
 
 MAX_SITES = 10_000
@@ -41,6 +42,13 @@ class Directory:
 
     def load_of(self, name: str) -> LoadReport:
         return self._sites[name].load
+
+    def crowded(self, name: str) -> Site | None:
+        """Return a site where one more query would have to wait; None if it would not, or is not listed."""
+        place = self.fleet.place(name)
+        return (
+            self.fleet.sites[place] if place is not None and is_crowded(self.fleet.figures, place) else None
+        )
 
     def cloud_of(self, name: str) -> str:
         """Return the cloud of a site, empty if it is not listed."""

@@ -7,14 +7,15 @@ under a new attempt id. Synchronous; one round per bidder at a time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from gateway.domain import Site
 from gateway.federation.attempt import LiveAttempt
 from gateway.routing.fleet import Fleet
-from gateway.routing.offload import Offer, Pending, is_crowded, offer, promising, wins
+from gateway.routing.offload import Offer, Pending, offer, promising, wins
 
 ROUND_TIMEOUT_S = 2.0
 """Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
@@ -32,10 +33,12 @@ class Sites(Protocol):
 
     @property
     def fleet(self) -> Fleet: ...
+    def crowded(self, name: str) -> Site | None: ...
 
 
 class _Round(NamedTuple):
     bidder: str
+    donor: str
     attempt_ids: tuple[str, ...]
     began_s: float
 
@@ -47,8 +50,8 @@ class Offloading:
         self._links = links
         self._directory = directory
         self._clock = clock
-        self._rounds: dict[str, _Round] = {}
-        self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait
+        self._rounds: dict[str, _Round] = {}  # by release id, oldest first
+        self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
         self._changed: set[str] = set()  # since the last bid
 
     def mark_changed(self, donor: str) -> None:
@@ -61,13 +64,11 @@ class Offloading:
     def bid(self, bidder: str) -> None:
         """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
         now_s = self._clock()
-        self._rounds = {
-            k: asked for k, asked in self._rounds.items() if now_s - asked.began_s < ROUND_TIMEOUT_S
-        }
-        if any(asked.bidder == bidder for asked in self._rounds.values()):
+        offers = self.offers()
+        if not offers or any(asked.bidder == bidder for asked in self._rounds.values()):
             return
         fleet = self._directory.fleet
-        donors = promising(bidder, self.offers(), fleet)
+        donors = promising(bidder, offers, fleet)
         won = wins(bidder, self._pending(donors), fleet, now_s) if donors else []
         for donor, attempts in groupby(sorted(won, key=attrgetter("site")), key=attrgetter("site")):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
@@ -75,34 +76,55 @@ class Offloading:
     def close_round(self, release_id: str) -> str | None:
         """Return the site that the released attempts go to; None if no round is open under this id."""
         asked = self._rounds.pop(release_id, None)
-        return asked.bidder if asked else None
+        if asked is None:
+            return None
+        self._changed.add(asked.donor)
+        return asked.bidder
 
-    def offers(self) -> Iterable[Offer]:
-        """Return the offers of all crowded sites, each worked out once as long as nothing changes there."""
+    def offers(self) -> Collection[Offer]:
+        """Return the offers of all crowded sites that could still give something, each worked out once as
+        long as nothing changes there.
+        """
+        if self._rounds:
+            self._end_late_rounds()
         if not self._changed:
             return self._offers.values()
-        fleet = self._directory.fleet
+        asked = self._asked()
         for name in self._changed:
-            link, place = self._links.get(name), fleet.place(name)
+            link = self._links.get(name)
             attempts = link.pending() if link is not None else ()
-            if attempts and place is not None and is_crowded(fleet.figures, place):
-                self._offers[name] = offer(fleet.sites[place], [each.demand for each in attempts])
+            left = any(each.id not in asked for each in attempts)
+            donor = self._directory.crowded(name) if left else None
+            if donor is not None:
+                self._offers[name] = offer(donor, [each.demand for each in attempts])
             else:
                 self._offers.pop(name, None)
         self._changed.clear()
         return self._offers.values()
 
+    def _end_late_rounds(self) -> None:
+        now_s = self._clock()
+        for release_id, asked in list(self._rounds.items()):
+            if now_s - asked.began_s < ROUND_TIMEOUT_S:
+                return
+            self.close_round(release_id)
+
+    def _asked(self) -> set[str]:
+        """Return the attempts that are in open rounds."""
+        return {each for asked in self._rounds.values() for each in asked.attempt_ids}
+
     def _pending(self, donors: list[str]) -> list[Pending]:
         """Return the attempts that wait at the donors and are in no open round."""
-        in_rounds = {each for asked in self._rounds.values() for each in asked.attempt_ids}
+        asked = self._asked()
         return [
             Pending(attempt.id, donor, attempt.demand, attempt.moves)
             for donor in donors
             for attempt in self._links[donor].pending()
-            if attempt.id not in in_rounds
+            if attempt.id not in asked
         ]
 
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex
-        self._rounds[release_id] = _Round(bidder, tuple(attempt_ids), now_s)
+        self._rounds[release_id] = _Round(bidder, donor, tuple(attempt_ids), now_s)
+        self._changed.add(donor)
         self._links[donor].release(release_id, attempt_ids)

@@ -94,7 +94,11 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
 
 def is_crowded(at: Figures, place: int) -> bool:
     """Return whether one more query would have to wait there: only such a site has queries to give."""
-    return bool(at.too_many[place] > 0.0 or at.kv_room_tokens[place] < at.kv_each_tokens[place])
+    return has_to_wait(*(float(each[place]) for each in (at.too_many, at.kv_room_tokens, at.kv_each_tokens)))
+
+
+def has_to_wait(too_many: float, kv_room_tokens: float, kv_each_tokens: float) -> bool:
+    return too_many > 0.0 or kv_room_tokens < kv_each_tokens
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from gateway.domain import Credit, Sampling
+from gateway.domain import Credit, Sampling, Site
 from gateway.errors import MicoError
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.offloading import Offloading
@@ -99,6 +99,10 @@ class Gateway:
     def fleet(self) -> Fleet:
         """The sites as this gateway knows them now."""
         return self.view.fleet(self)
+
+    def crowded(self, name: str) -> Site | None:
+        """Return a site where one more of its queries would have to wait, None if it would not."""
+        return self.view.crowded(self, name)
 
     def rtt_s(self, site: str) -> float:
         return self.view.rtt_s[site]
@@ -299,7 +303,7 @@ class Link:
             gateway.view.unwatch(name, self)
         if not gateway.offload:
             return
-        if self._pending and gateway.view.is_crowded(gateway, name):
+        if self._pending and gateway.crowded(name):
             gateway.contested.add(name)
             gateway.view.contesting[gateway.number] = gateway
         elif name in gateway.contested:

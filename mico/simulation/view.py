@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,13 +13,16 @@ import numpy as np
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
 from gateway.routing.fleet import Figures, Fleet, figures
-from gateway.routing.offload import is_crowded, promising
+from gateway.routing.offload import has_to_wait, promising
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
 if TYPE_CHECKING:
     from mico.simulation.gateway import Gateway, Link
 
 NO_CREDIT = Credit()
+CROWDING = itemgetter(
+    *(Figures._fields.index(each) for each in ("too_many", "kv_room_tokens", "kv_each_tokens"))
+)
 
 
 class Assigned(NamedTuple):
@@ -134,12 +138,11 @@ class View:
         if gateway is self._looking:
             self._looking = None
 
-    def is_crowded(self, gateway: Gateway, name: str) -> bool:
-        """Return whether one more query of a gateway would have to wait at a site."""
+    def crowded(self, gateway: Gateway, name: str) -> Site | None:
+        """Return a site where one more query of a gateway would have to wait, None if it would not."""
         if (assigned := gateway.assigned.get(name)) is not None:
-            return is_crowded(Figures(*np.array(assigned.column)[:, None]), 0)
-        fleet = self.directory.fleet
-        return is_crowded(fleet.figures, fleet.place(name) or 0)
+            return assigned.site if has_to_wait(*CROWDING(assigned.column)) else None
+        return self.directory.crowded(name)
 
     def report(self, name: str, load: LoadReport, taken_s: float) -> None:
         """Apply a load report; it covers what had arrived at the site by `taken_s`, when it was taken.
@@ -164,7 +167,7 @@ class View:
         offers = [gateway.offloading.offers() for gateway in rivals]
         if promising(bidder, chain.from_iterable(offers), told):
             for gateway, each in zip(rivals, offers, strict=True):
-                if promising(bidder, each, told):
+                if each and promising(bidder, each, told):
                     gateway.offloading.bid(bidder)
 
 

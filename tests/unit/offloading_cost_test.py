@@ -1,27 +1,38 @@
-"""A bid costs what has changed since the last one, not what there is: a thousand idle sites bid often."""
+"""A bid costs what has changed since the last one, and what can still move: a thousand sites bid often."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from gateway.domain import Credit, LoadReport, SiteIdentity
-from gateway.federation.attempt import LiveAttempt
+from gateway.domain import Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
-from gateway.federation.offloading import Offloading
+from gateway.federation.offloading import ROUND_TIMEOUT_S, Offloading
+from gateway.routing.demand import Demand
 
 SITES = 200
+DEMAND = Demand("m", 10, 5.0, 100)
+
+
+class Waiting(NamedTuple):
+    """What a bid reads of an attempt."""
+
+    id: str
+    demand: Demand
+    moves: int = 0
 
 
 @dataclass
 class Donor:
-    """A link without attempts that counts how often it is looked at."""
+    """A link that counts how often it is looked at."""
 
     looked: int = 0
+    waiting: list[Waiting] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
 
-    def pending(self) -> list[LiveAttempt]:
+    def pending(self) -> list[Waiting]:
         self.looked += 1
-        return []
+        return self.waiting
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         self.released.append(attempt_ids)
@@ -42,3 +53,35 @@ def test_a_bid_looks_only_at_the_sites_that_changed() -> None:
         offloading.mark_changed("s0")
         offloading.bid("s0")
     assert sum(each.looked for each in donors.values()) == SITES + 10
+
+
+def test_what_a_site_is_asked_to_release_is_offered_to_no_other_until_the_round_ends() -> None:
+    now_s = 0.0
+    directory = Directory()
+    model = Model("m", "r", 1024, 0, "o", frozenset())
+    for name in ("idle", "other", "busy"):
+        identity = SiteIdentity(name, "b", "c", "r", {"m": model}, slots=1, kv_capacity_tokens=10_000)
+        directory.join(identity, 0.0)
+        load = LoadReport(seq=1, received_s=0.0, kv_free_tokens=9_000, iteration=IterationCost(0.02))
+        if name == "busy":
+            load = replace(load, running=1, pending=1, running_remaining=(500,), running_weight=1)
+        directory.report(name, load, Credit())
+    busy = Donor(waiting=[Waiting("first", DEMAND)])
+    offloading = Offloading({"busy": busy}, directory, lambda: now_s)
+
+    def offered_after_a_bid(bidder: str) -> int:
+        offloading.bid(bidder)
+        return len(offloading.offers())
+
+    offloading.mark_changed("busy")
+    assert len(offloading.offers()) == 1
+    assert offered_after_a_bid("idle") == 0
+    assert offered_after_a_bid("other") == 0
+    assert busy.released == [["first"]]
+    busy.waiting.append(Waiting("second", DEMAND))
+    offloading.mark_changed("busy")
+    assert len(offloading.offers()) == 1
+    assert offered_after_a_bid("other") == 0
+    assert busy.released == [["first"], ["second"]]
+    now_s = ROUND_TIMEOUT_S
+    assert len(offloading.offers()) == 1
