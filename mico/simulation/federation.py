@@ -231,10 +231,13 @@ class Federation:
             after_s = view.rtt_s[name] / 2 + self._setting.report_delay_s
             received_s = taken_s + after_s
             if load is None:
-                load = load_report(site, self._seq, received_s)
+                load = self.report_of(site, received_s)
             elif load.received_s != received_s:
                 load = replace(load, received_s=received_s)
             self.clock.after(after_s, view.report, name, load, taken_s)
+
+    def report_of(self, site: SimulatedSite, received_s: float) -> LoadReport:
+        return load_report(site, self._seq, received_s)
 
     # ---- outages
 
@@ -316,6 +319,7 @@ def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         pending_prompt_tokens=queue.prompt_tokens,
         pending_response_tokens=queue.response_tokens,
         unread_tokens=unread,
+        training_s_per_iteration=site.training_s_per_iteration,
     )
 
 

@@ -33,6 +33,7 @@ class Stretch(NamedTuple):
     growth_s: float
     length: int
     chunk: int
+    training_s: float = 0.0  # of each iteration
 
     def seconds(self, iterations: float) -> float:
         return self.first_s * iterations + self.growth_s * iterations * (iterations - 1) / 2
@@ -70,6 +71,7 @@ class SimulatedSite:
         self.kv_used = 0
         self.preemptions = 0
         self.busy_s = 0.0
+        self.trained_s = 0.0  # of these, beside what is served
         self.cache = self._empty_cache()
         self._clock = clock
         self._on_first_token, self._on_end, self._on_change = on_first_token, on_end, on_change
@@ -89,7 +91,7 @@ class SimulatedSite:
         self.queue.push(row)
         if self._stretch is None:
             self._plan_stretch()
-        elif not self._is_full or self._preemptible_below(row) is not None:
+        elif not self._is_full or self._stretch.training_s or self._preemptible_below(row) is not None:
             self._cut_short()
         self._on_change(self)
 
@@ -151,6 +153,13 @@ class SimulatedSite:
         """Uncomputed tokens, as in the engine: the rest of started prompts, and each answer's newest."""
         return self._rows_decoding + sum(row.to_prefill for row in self._prefilling)
 
+    @property
+    def training_s_per_iteration(self) -> float:
+        """What training adds to an iteration now, or would."""
+        if self._stretch is not None:
+            return self._stretch.training_s
+        return max(0.0, self.spec.trains_between_s - self.spec.cost.seconds(1, 1, 0))
+
     @staticmethod
     def _kv_tokens_of(row: Row) -> int:
         return len(row.tokens) - row.to_prefill if row.to_prefill else row.prompt_len + row.produced
@@ -175,7 +184,11 @@ class SimulatedSite:
             count = self._decoding[0][0] - self.iterations
             if len(self.running) > 1:
                 count = max(1, min(count, self.kv_free // decoding))
-        self._stretch = Stretch(now_s, first_s, cost.per_kv_token_s * decoding, count, chunk)
+        growth_s, training_s = cost.per_kv_token_s * decoding, 0.0
+        if chunk == 0 and not self.pending and first_s < self.spec.trains_between_s:
+            training_s = self.spec.trains_between_s - first_s
+            first_s, growth_s = self.spec.trains_between_s, 0.0
+        self._stretch = Stretch(now_s, first_s, growth_s, count, chunk, training_s)
         self._schedule_end()
 
     def _schedule_end(self) -> None:
@@ -200,6 +213,7 @@ class SimulatedSite:
         self.iterations += stretch.length
         self.kv_used += self._rows_decoding * stretch.length + stretch.chunk
         self.busy_s += self._clock.now_s - stretch.start_s
+        self.trained_s += stretch.training_s * stretch.length
         changed = self._finish_decoded()
         changed |= self._advance_prefills(stretch.chunk)
         if self.cache is not None:

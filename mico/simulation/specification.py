@@ -27,6 +27,7 @@ class SiteSpec:
     region: str = ""  # empty: its own
     rtts_s: tuple[float, ...] = ()  # one for each gateway; empty: `rtt_s` for all
     is_spare: bool = False  # a machine that is not started yet
+    trains_between_s: float = 0.0  # training fills the time between tokens up to this; 0: it does not train
 
     def seen_by(self, gateway: int) -> SiteSpec:
         """Return the specification with the round trip of one gateway."""

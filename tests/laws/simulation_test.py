@@ -310,3 +310,25 @@ def test_jain_is_one_only_if_all_fare_alike(latencies: list[float]) -> None:
     assert 1 / len(latencies) - 1e-9 <= index <= 1 + 1e-9
     assert jain([2.0] * len(latencies)) == pytest.approx(1.0)
     assert ORDERS["fcfs"][1] == inf
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 3))
+def test_training_fills_the_time_between_tokens_where_no_query_waits(
+    arrivals: list[tuple[float, int]], slots: int
+) -> None:
+    """Prompts and waiting queries have the device at once: nobody starts later for training by more than the
+    slices of an iteration.
+    """
+    queries = [Query(i, at_s, 1, answer) for i, (at_s, answer) in enumerate(sorted(arrivals))]
+    spec = SiteSpec("a", slots, IterationCost(base_s=0.01), 0.02, 50_000)
+    records, alone = simulate(queries, (spec,))
+    beside, federation = simulate(queries, (replace(spec, trains_between_s=0.05),))
+    site, without = federation.sites["a"], alone.sites["a"]
+    assert site.busy_s - site.trained_s == pytest.approx(site.iterations * 0.01)
+    assert without.trained_s == 0.0
+    tokens = sum(query.response_tokens - 1 for query in queries)
+    assert 0.0 <= site.trained_s <= tokens * 0.04 + 1e-9
+    if len(queries) == 1:
+        (one,), (other,) = records, beside
+        assert one.first_token_s == other.first_token_s
+        assert other.finish_s - one.finish_s == pytest.approx(tokens * 0.04)
