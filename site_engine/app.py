@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
-from site_engine.core.chain import Variant
+from site_engine.core.chain import Block, BlockKind, Variant
 from site_engine.core.training import Trains
 from site_engine.engine.device_turns import SharedDevice
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_client import COMMAND
-from site_engine.engine_client import Facts, Listener
+from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
@@ -174,7 +174,12 @@ async def _serve(
     links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))
     async with training_runs(config, engine, site, group) as runs:
-        engine.start(Listener(site.outputs, site.load, on_broken, *([runs.heard] if runs else [])))
+
+        def load(seen: LoadSeen) -> None:
+            group.load(seen)
+            site.load(seen)
+
+        engine.start(Listener(site.outputs, load, on_broken, *([runs.heard] if runs else [])))
         group.load_wanted()
         try:
             links.add(config.gateways)
@@ -253,6 +258,11 @@ def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
         created_s=int(time.time()),
         features=engine.features,
         max_token_chars=engine.max_token_chars or 0,
+        blocks=tuple(
+            Block("", kind, 0, 0, size)
+            for kind, size in ((BlockKind.BASE, facts.weights_bytes), (BlockKind.SLOTS, facts.slots_bytes))
+            if size
+        ),
     )
     return Hello(
         site=config.site,

@@ -83,7 +83,9 @@ class Prepared(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a site announces of its model."""
+    """What a site announces of its model. `weights_bytes` and `slots_bytes`, for adapters: on each device; 0:
+    unknown.
+    """
 
     name: str
     revision: str
@@ -92,6 +94,8 @@ class Facts(NamedTuple):
     eos_token_ids: tuple[int, ...]
     slots: int
     kv_tokens: int
+    weights_bytes: int = 0
+    slots_bytes: int = 0
 
 
 class LoadSeen(NamedTuple):

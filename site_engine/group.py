@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 from site_engine.config import HUB, MAX_NAME_CHARS, SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.training import Content
+from site_engine.engine_client import LoadSeen
 from site_engine.errors import TransferFailed, VariantRefused
 from site_engine.federation.site import Site
 from site_engine.federation.training import answer
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 MAX_WAITING_ORDERS = 64
 MAX_MODELS = 8_192
 """Of this group, awake or asleep; gateways take 10,000 of a site."""
+RESIDENTS_EVERY_S = 2.0
+MODELS_PER_S = 100
+"""What bounds the announcements of which adapters are in slots: all models are told each time."""
 CHANGING = "another order for {} is being carried out; try again later"
 
 Reply: TypeAlias = Callable[[str], None]
@@ -79,6 +83,8 @@ class Group:
         self._waking: dict[str, list[Reply]] = {}  # by variant: orders that wait for it to be awake
         self.tuning: Tuning | None = None  # of a site that trains
         self._adding: set[asyncio.Task[None]] = set()
+        self._resident: frozenset[str] = frozenset()  # fingerprints of the adapters in slots
+        self._announcing: asyncio.TimerHandle | None = None
         site.on_order = self.carry_out
         site.held.wake = self.wake
 
@@ -93,6 +99,15 @@ class Group:
                 self.add(variant._replace(fingerprint=""), lambda _: None)
         if self._models:
             self._announce()
+
+    def load(self, seen: LoadSeen) -> None:
+        """Take the engine's figures: the gateways are told which adapters are in slots, for people to see."""
+        if seen.figures.resident == self._resident:
+            return
+        self._resident = seen.figures.resident
+        if self._announcing is None:
+            within_s = max(RESIDENTS_EVERY_S, len(self._models) / MODELS_PER_S)
+            self._announcing = asyncio.get_running_loop().call_later(within_s, self._announce)
 
     def carry_out(self, order: ModelOrder, reply: Reply) -> None:
         """Add or remove a variant, put it to sleep or wake it; reply with why nothing has changed."""
@@ -355,6 +370,7 @@ class Group:
                 created_s=int(time.time()),
                 parent=self._base.id,
                 own_bytes=answer.own_bytes,
+                blocks=answer.blocks,
                 wake_s=_clock() - began_s,
                 tenant=variant.tenant,
             )
@@ -376,7 +392,10 @@ class Group:
         end("")
 
     def _announce(self) -> None:
-        base, models = self._base, tuple(self._models.values())
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
+        base, models = self._base, tuple(map(self._placed, self._models.values()))
         if base.state is not ModelState.READY:
             models = tuple(
                 replace(each, state=base.state, wake_s=each.wake_s + base.wake_s)
@@ -385,6 +404,12 @@ class Group:
                 for each in models
             )
         self._site.set_models((base, *models))
+
+    def _placed(self, model: Model) -> Model:
+        """Return the model with its blocks where they are now."""
+        if self._wanted[model.id].variant.fingerprint not in self._resident:
+            return model
+        return replace(model, blocks=tuple(each._replace(in_host=False) for each in model.blocks))
 
 
 def check_allowed(source: str, allowed: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
+from site_engine.core.chain import Block
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import (
     Finish,
@@ -260,11 +261,9 @@ class Model:
     state: ModelState = ModelState.READY
     wake_s: float = 0.0  # that waking takes, 0: unknown
     tenant: str = ""  # whose model it is alone
-
-
-def of_everyone(models: tuple[Model, ...]) -> tuple[Model, ...]:
-    """Return the models that are no tenant's alone."""
-    return tuple(each for each in models if not each.tenant)
+    blocks: tuple[
+        Block, ...
+    ] = ()  # in memory here: of a base all, of a variant what it has beside its parent
 
 
 @dataclass(frozen=True, slots=True)

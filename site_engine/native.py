@@ -46,6 +46,8 @@ def facts_of(loaded: Loaded) -> Facts:
         loaded.eos_token_ids,
         loaded.slots,
         kv_tokens,
+        loaded.weights_bytes,
+        loaded.slots_bytes,
     )
 
 

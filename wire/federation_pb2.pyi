@@ -146,7 +146,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., paces_reports: _Optional[bool] = ..., trains: _Optional[_Union[Trains, _Mapping]] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "state", "wake_s", "tenant")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes", "state", "wake_s", "tenant", "blocks")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         READY: _ClassVar[Model.State]
@@ -167,6 +167,7 @@ class Model(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAKE_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
     context_tokens: int
@@ -179,7 +180,40 @@ class Model(_message.Message):
     state: Model.State
     wake_s: float
     tenant: str
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ..., state: _Optional[_Union[Model.State, str]] = ..., wake_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ..., state: _Optional[_Union[Model.State, str]] = ..., wake_s: _Optional[float] = ..., tenant: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("id", "kind", "first", "last", "bytes", "in_host")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OTHER: _ClassVar[Block.Kind]
+        BASE: _ClassVar[Block.Kind]
+        SLOTS: _ClassVar[Block.Kind]
+        EMBEDDING: _ClassVar[Block.Kind]
+        LAYERS: _ClassVar[Block.Kind]
+        HEAD: _ClassVar[Block.Kind]
+        ADAPTER: _ClassVar[Block.Kind]
+    OTHER: Block.Kind
+    BASE: Block.Kind
+    SLOTS: Block.Kind
+    EMBEDDING: Block.Kind
+    LAYERS: Block.Kind
+    HEAD: Block.Kind
+    ADAPTER: Block.Kind
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_HOST_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    kind: Block.Kind
+    first: int
+    last: int
+    bytes: int
+    in_host: bool
+    def __init__(self, id: _Optional[bytes] = ..., kind: _Optional[_Union[Block.Kind, str]] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., bytes: _Optional[int] = ..., in_host: _Optional[bool] = ...) -> None: ...
 
 class Models(_message.Message):
     __slots__ = ("models",)

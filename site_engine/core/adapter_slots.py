@@ -43,9 +43,9 @@ class AdapterSlots:
         raise ValueError(f"rank {variant.rank} is beyond {self._classes[-1]}")
 
     @property
-    def resident(self) -> dict[ServedVariant, int]:
-        """The slots of the adapters that have one, in their rank class."""
-        return dict(self._slots)
+    def resident(self) -> frozenset[str]:
+        """Fingerprints of the adapters that have a slot."""
+        return frozenset(each.fingerprint for each in self._slots)
 
     def fits(self, request: Request) -> bool:
         """Return whether the adapter of a request has a slot, or can have one now."""

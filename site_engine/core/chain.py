@@ -47,6 +47,8 @@ class ServedVariant(Protocol):
 
 
 class BlockKind(StrEnum):
+    BASE = "base"  # all weights of a base
+    SLOTS = "slots"  # room for adapters beside them, whatever is in it
     EMBEDDING = "embedding"
     LAYERS = "layers"
     HEAD = "head"  # with the last norm
@@ -54,13 +56,17 @@ class BlockKind(StrEnum):
 
 
 class Block(NamedTuple):
-    """A unit of storage, named by a hash of its contents. `LAYERS` are decoder layers `first` to `last`."""
+    """A unit of storage, named by a hash of its contents. `LAYERS` are decoder layers `first` to `last`.
+
+    `in_host`: it waits in host memory until requests of it bring it into a slot.
+    """
 
     id: str
     kind: BlockKind
     first: int
     last: int
     bytes: int
+    in_host: bool = False
 
 
 class Chain(NamedTuple):

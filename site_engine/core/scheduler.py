@@ -101,6 +101,11 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._rows)
 
+    @property
+    def resident_adapters(self) -> frozenset[str]:
+        """Fingerprints of the variants whose adapters have slots."""
+        return frozenset() if self._adapters is None else self._adapters.resident
+
     def plan(
         self, now: float, max_new: int | None = None, max_prompt_tokens: int | None = None
     ) -> SchedulePlan:

@@ -63,6 +63,10 @@ class AdapterArenas:
         self.slot_of: WeakKeyDictionary[ServedVariant, int] = WeakKeyDictionary()
         self._arenas = [self._arena(size) for size in sizes]
 
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for arena in self._arenas for tensor in arena)
+
     def _arena(self, size: Size) -> Arena:
         groups, like, shape = len(size.columns), self._like, (self.slots, self._layers)
         bounds = np.cumsum((0, *size.columns))
@@ -98,7 +102,9 @@ class AdapterArenas:
         changes = dict(variant.changes)
         packed = [self._pack(changes, projection) for projection in Projection]
         rank = max(variant.rank, 1) if changes else 0  # biases alone need a slot, too
-        prepared = replace(variant, changes=changes, rank=rank)
+        blocks = tuple(each._replace(in_host=bool(rank)) for each in variant.chain.blocks)
+        chain = variant.chain._replace(blocks=blocks)
+        prepared = replace(variant, chain=chain, changes=changes, rank=rank)
         self._packed[prepared] = packed
         return prepared
 

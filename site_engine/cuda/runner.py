@@ -110,6 +110,7 @@ class DeviceRunner:
         self._reference = reference
         self._slots = slots
         self._arenas = arenas
+        self.slots_bytes = 0 if arenas is None else arenas.bytes
         self._device = Device(kv_cache, slots, pages_per_row, group)
         self._tables = PageTables(slots, pages_per_row, kv_cache.page_size)
         self._packer = Packer(

@@ -156,6 +156,13 @@ def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:
     return engine.runner.warm(min(longest, engine.limit_tokens))
 
 
+def slots_bytes(engine: SiteEngine) -> int:
+    """Return the memory of the slots for adapters on the device."""
+    from site_engine.cuda.runner import DeviceRunner
+
+    return engine.runner.slots_bytes if isinstance(engine.runner, DeviceRunner) else 0
+
+
 def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
     """Allocate pages for `kv_tokens`, or for what fits the free memory. Raises ValueError below one page."""
     tokens = settings.kv_tokens

@@ -40,4 +40,5 @@ def load_figures(
         longest_iteration_s=max(longest_s, floor_s),
         training=len(training.jobs),
         training_s_per_iteration=training.added_s,
+        resident=scheduler.resident_adapters,
     )

@@ -44,6 +44,8 @@ class Loaded(NamedTuple):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     slots: int = SLOTS
+    weights_bytes: int = 0
+    slots_bytes: int = 0  # of the slots for adapters
 
 
 def load_engine(
@@ -64,7 +66,7 @@ def load_engine(
     with _as_config_error(config):
         model = _load_model(config, device, dtype, vocabulary=vocabulary, startup=startup, rank=rank)
         on_model(model)
-        from site_engine.engine.build import build_engine
+        from site_engine.engine.build import build_engine, slots_bytes
         from site_engine.engine.warmup import warm_up
 
         settings = _settings(config, device)
@@ -76,7 +78,9 @@ def load_engine(
         with startup.part("first answers"):
             warm_up(engine, model.vocab_size, room_tokens, longest)
     facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
-    return Loaded(engine, model.tokenizer, *facts, settings.slots)
+    weights_bytes = sum(each.nbytes for each in model.model.parameters())
+    adapters_bytes = slots_bytes(engine) if on_gpu else 0
+    return Loaded(engine, model.tokenizer, *facts, settings.slots, weights_bytes, adapters_bytes)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:

@@ -1,4 +1,4 @@
-"""Convert protobuf to frozen values and back: only `training_codec.py` and `bulk.py` touch messages, too.
+"""Convert protobuf to frozen values and back: only `bulk.py` and codecs beside this one touch messages, too.
 
 Checks everything that comes in; an invalid Assign becomes a Rejected.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoin
 from site_engine.core.training import Training
 from site_engine.errors import NotServed, Reason, WrongMessage
 from site_engine.federation import training_codec
+from site_engine.federation.model_codec import encode_models
 from wire import federation_pb2 as pb
 
 LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
@@ -403,13 +404,10 @@ def encode_hello(hello: m.Hello) -> pb.Hello:
     return pb.Hello(reads_bunches=True, paces_reports=True, **own)
 
 
-def encode_models(models: Iterable[m.Model]) -> list[pb.Model]:
-    return [pb.Model(owned_by="mico", **_fields(model)) for model in models]
-
-
 def encode_load(load: m.Load) -> pb.Load:
     own = load.figures._asdict()
     own["iteration"] = pb.IterationCost(**load.figures.iteration._asdict())
+    del own["resident"]  # which `Group` puts into the models
     own["devices"] = [pb.DeviceLoad(**each._asdict()) for each in load.figures.devices]
     return pb.Load(
         seq=load.seq,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from site_engine.federation.attempts import Attempts
-from site_engine.messages import Model, ReportPace, Welcome, of_everyone
+from site_engine.messages import Model, ReportPace, Welcome
 
 if TYPE_CHECKING:
     from site_engine.federation.bulk import Bulk
@@ -18,6 +18,11 @@ READS_STALLS = 2
 """The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
 PINGS_RARELY = 3
 """The protocol from which on a gateway may ping a site more rarely than it wants to hear of it."""
+
+
+def of_everyone(models: tuple[Model, ...]) -> tuple[Model, ...]:
+    """Return the models that are no tenant's alone."""
+    return tuple(each for each in models if not each.tenant)
 
 
 @dataclass(slots=True, eq=False)

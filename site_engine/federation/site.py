@@ -18,7 +18,7 @@ from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
-from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection
+from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection, of_everyone
 from site_engine.federation.held import HeldCall, HeldCalls
 from site_engine.federation.outbox import STREAM_INTERVAL_S
 from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace
@@ -316,7 +316,7 @@ class Site:
     def set_models(self, models: tuple[m.Model, ...]) -> None:
         """Serve these models from now on and notify every gateway. Attempts of a model that is gone go on."""
         before, self._served = self._served, models
-        self._hello = replace(self._hello, models=m.of_everyone(models))
+        self._hello = replace(self._hello, models=of_everyone(models))
         self._models = {model.id for model in models}
         for connection in self._connections.values():
             if connection.linked and connection.visible(before) != connection.visible(models):

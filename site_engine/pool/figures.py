@@ -45,6 +45,7 @@ def join_figures(each: Sequence[LoadFigures]) -> LoadFigures:
         longest_iteration_s=max(one.longest_iteration_s for one in each),
         training=sum(one.training for one in each),
         training_s_per_iteration=sum(one.training_s_per_iteration for one in each) / count,
+        resident=frozenset().union(*(one.resident for one in each)),
     )
 
 
