@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.blocks import Block
 from gateway.decision import Decision, PlacementLimits
 from gateway.device import DeviceLoad
 from gateway.ending import Ending
@@ -16,8 +17,6 @@ from gateway.prices import Prices
 from gateway.prompt import Chat, Pooled, Pooling, Prompt
 from gateway.trains import Trains
 from predictor.forecast import Forecast
-
-# ---- a query -------------------------------------------------------------------------------------
 
 
 class Lane(IntEnum):
@@ -200,6 +199,7 @@ class Model:
     state: ModelState = ModelState.READY
     wake_s: float = 0.0  # that waking takes; 0: unknown
     tenant: str = ""  # whose it is alone; empty: everyone's
+    blocks: tuple[Block, ...] = ()  # in memory at the site, as far as it says
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
 from gateway.admin.tenancy import act, body_of, translated_errors
-from gateway.domain import Model, Site, SiteState
+from gateway.blocks import Shared, memory, sharing
+from gateway.domain import Model, ModelState, Site, SiteState
 from gateway.errors import BadRequest, MicoError, NotFound
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
@@ -108,7 +109,13 @@ def site_model_routes(access: Access, models: SiteModels) -> list[HTTPRouteHandl
     async def list_models(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
         site = models.site(str(request.query_params.get("site", "")))
-        return {"models": [_describe(model) for model in site.identity.models.values()]}
+        served = site.identity.models
+        shared = sharing({each.id: each.blocks for each in served.values()})
+        awake = [each.blocks for each in served.values() if each.state is not ModelState.SLEEPING]
+        return {
+            "models": [_describe(model, shared[model.id]) for model in served.values()],
+            "memory": memory(awake)._asdict(),
+        }
 
     @post("/admin/api/models/add", status_code=200)
     async def add(request: AnyRequest) -> dict[str, Any]:
@@ -133,12 +140,16 @@ def site_model_routes(access: Access, models: SiteModels) -> list[HTTPRouteHandl
     return [list_models, add, *map(changing, AFTER)]
 
 
-def _describe(model: Model) -> dict[str, Any]:
+def _describe(model: Model, shared: Shared) -> dict[str, Any]:
     return {
         "id": model.id,
         "parent": model.parent or None,
         "revision": model.revision,
         "own_bytes": model.own_bytes,
+        "in_host": any(each.in_host for each in model.blocks),
+        "shared_bytes": shared.bytes,
+        "sharing_models": shared.models,
+        "shared_with": shared.names,
         "state": model.state.value,
         "wake_s": model.wake_s,
         "context_tokens": model.context_tokens,

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gateway.blocks import Block, BlockKind
 from gateway.domain import (
     Delta,
     Finish,
@@ -36,6 +37,8 @@ SHOWS_LIFE = 3
 MAX_NAME = 200
 MAX_MODELS = 10_000
 """Of one site, base models and variants together."""
+MAX_BLOCKS = 1_000
+"""Of one model."""
 MAX_CALLS = 1000
 MAX_FEATURES = 64
 MAX_CONTEXT_TOKENS = 100_000_000
@@ -241,9 +244,16 @@ def _model(message: pb.Model) -> Model:
         state=_STATES.get(message.state, ModelState.READY),
         wake_s=amount(message.wake_s, "wake_s"),
         tenant=clean_name(message.tenant),
+        blocks=tuple(map(_block, message.blocks[:MAX_BLOCKS])),
     )
 
 
+def _block(message: pb.Block) -> Block:
+    kind = _KINDS.get(message.kind, BlockKind.OTHER)
+    return Block(message.id[:8], kind, message.first, message.last, max(0, message.bytes), message.in_host)
+
+
+_KINDS = {pb.Block.Kind.Value(kind.name): kind for kind in BlockKind}
 _STATES = {pb.Model.SLEEPING: ModelState.SLEEPING, pb.Model.WAKING: ModelState.WAKING}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
@@ -95,7 +95,8 @@ def show_site(
 ) -> None:
     """Show what a site serves: its base, and variants with the memory that each needs beside it."""
     session = session_of(context)
-    found = session.client(*gateway).get(f"{PATH}?{urlencode({'site': name})}")["models"]
+    answer = session.client(*gateway).get(f"{PATH}?{urlencode({'site': name})}")
+    found = answer["models"]
     if as_json:
         session.terminal.json(found)
         return
@@ -103,14 +104,42 @@ def show_site(
         [
             each["id"],
             each["parent"] or "-",
-            each.get("state", "ready"),
-            f"{each['own_bytes'] / 1e6:,.1f} MB" if each["own_bytes"] else "-",
+            place_of(each),
+            megabytes(each["own_bytes"]),
+            shared_by(each),
             each["context_tokens"],
             each["revision"][:20],
         ]
         for each in found
     ]
-    session.terminal.table(["model", "variant of", "state", "own memory", "context tokens", "revision"], rows)
+    columns = ["model", "variant of", "state", "own memory", "of it shared", "context tokens", "revision"]
+    session.terminal.table(columns, rows)
+    memory = answer.get("memory", {})
+    if memory.get("base_bytes"):
+        session.terminal.info(
+            f"on each device: the base {megabytes(memory['base_bytes'])}, slots for adapters "
+            f"{megabytes(memory['slots_bytes'])}, other parts of variants {megabytes(memory['own_bytes'])}; "
+            f"adapters that wait in host memory: {megabytes(memory['host_bytes'])}"
+        )
+
+
+def place_of(model: dict[str, Any]) -> str:
+    """Return the state of a model, or that it waits in host memory until a query brings it to a slot."""
+    state = model.get("state", "ready")
+    return "ready, in host memory" if state == "ready" and model.get("in_host") else state
+
+
+def shared_by(model: dict[str, Any]) -> str:
+    """Return the memory that a model has in common with others, and with whom. Older gateways say nothing."""
+    names, models = model.get("shared_with", ()), model.get("sharing_models", 0)
+    if not models:
+        return "-"
+    more = f" and {models - len(names)} more" if models > len(names) else ""
+    return f"{megabytes(model['shared_bytes'])} with {', '.join(names)}{more}"
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size else "-"
 
 
 @app.command()

@@ -43,7 +43,10 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "gpus": "bytes devices name",
     },
     ("models", "list"): {"[]": "about bytes folder name state"},
-    ("models", "show", "SITE"): {"[]": "context_tokens created id own_bytes parent revision state wake_s"},
+    ("models", "show", "SITE"): {
+        "[]": "context_tokens created id in_host own_bytes parent revision shared_bytes shared_with "
+        "sharing_models state wake_s"
+    },
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
     ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},

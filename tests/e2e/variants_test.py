@@ -16,6 +16,7 @@ import pytest
 from openai import NotFoundError
 
 from mico.local.plan import to_toml
+from tests.support.browser import Browser, find_chromium
 from tests.support.local_federation import LocalFederation, eventually, mico
 from tests.support.tiny_model import write_tiny_model
 from tests.support.variants import fine_tuned, lora
@@ -121,6 +122,7 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
         assert ask(federation, "legal") == (answers["legal"], {"v2/g"})
         assert ask(federation, "sales") == (answers["sales"], {"v2/g"})
         assert ask(federation, "shared-base")[0] == answers["shared-base"]
+        show_page(federation, tmp_path)
 
         mico(federation.folder.path, "models", "sleep", "v2/g", "sales", "--reason", "quiet")
         eventually(lambda: state_of(federation, "sales") == "sleeping", "it sleeps")
@@ -147,6 +149,27 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
         audit = mico(folder, "audit")
         assert "add model legal" in audit and "remove model support" in audit
     federation.wait_until_idle()
+
+
+def show_page(federation: LocalFederation, folder: Path) -> None:
+    """See the variants on the page, where there is a browser."""
+    program = find_chromium()
+    if program is None:
+        return
+    with Browser(program, folder / "browser") as page:
+        page.open(federation.base_url.removesuffix("/v1") + "/admin")
+        page.until("document.querySelector('#sign-in').open", "the page asks for a key")
+        page.type("#key", federation.api_key)
+        page.key("Enter", 13)
+        page.until("document.querySelector('#models-section')?.checkVisibility()", "the section of models")
+        choice = "document.querySelector('#models-site')"
+        page.run(f"{choice}.value = 'v2/g'; {choice}.onchange()")
+        page.until("document.querySelectorAll('#models-section tbody tr').length === 3", "its models")
+        rows = page.text("#models-section tbody").splitlines()
+        assert rows[0].startswith("shared-base") and "base" in rows[0]
+        assert {each.split()[0] for each in rows[1:]} == {"legal", "sales"}
+        assert "2 on the device · base " in page.text("#models-section p")
+        assert page.complaints == []
 
 
 def state_of(federation: LocalFederation, model: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from site_engine import group
 from site_engine.app import serve
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.engine.loading import Loaded
@@ -24,7 +25,8 @@ def run(
     **settings: Any,
 ) -> None:
     def load(_: SiteConfig) -> Loaded:
-        return Loaded(engine or FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+        facts = "letters", "r1", CONTEXT_TOKENS, VOCABULARY
+        return Loaded(engine or FakeEngine(), FakeTokenizer(), *facts, weights_bytes=5_000)
 
     async def whole() -> None:
         async with serving(Gateway()) as gateway:
@@ -196,6 +198,26 @@ def test_a_variant_sleeps_and_wakes_by_order() -> None:
         assert not await order(session, "sleep", "one")
         assert not await order(session, "remove", "one")
         await session.served_models("letters", "two")
+
+    run(scenario, engine, variants=VARIANTS)
+
+
+def test_gateways_are_told_which_adapters_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "RESIDENTS_EVERY_S", 0.0)
+    engine = FakeEngine(adapter_slots=True)
+
+    def waiting(session: Session) -> set[str]:
+        latest = session.received("models")[-1].models
+        return {each.id for each in latest for block in each.blocks if block.in_host}
+
+    async def scenario(session: Session) -> None:
+        base, one, _ = await session.served_models("letters", "one", "two")
+        assert [(each.kind, each.bytes) for each in base.blocks] == [(pb.Block.BASE, 5_000)]
+        assert [(each.kind, each.bytes) for each in one.blocks] == [(pb.Block.ADAPTER, 1_000)]
+        for resident in ({"/srv/two"}, {"/srv/one", "/srv/two"}, set()):
+            engine.resident = frozenset(resident)
+            wanted = {each.id for each in VARIANTS if each.adapter not in resident}
+            await session.until(lambda wanted=wanted: waiting(session) == wanted)
 
     run(scenario, engine, variants=VARIANTS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class FakeEngine:
     variants: dict[str, Chain] = field(default_factory=dict)
     may_load: threading.Event = field(default_factory=threading.Event)
     no_memory: bool = False
+    adapter_slots: bool = False  # adapters wait in host memory, unless they are `resident`
+    resident: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.may_load.set()
@@ -106,7 +109,8 @@ class FakeEngine:
             raise VariantRefused(f"{variant.id} does not fit the memory")
         if folder.endswith("broken"):
             raise VariantRefused(f"{variant.id}: {folder} holds NaN")
-        adapter = Block("hash of " + folder, BlockKind.ADAPTER, 0, 2, 1_000)
+        digest = hashlib.sha256(folder.encode()).hexdigest()
+        adapter = Block(digest, BlockKind.ADAPTER, 0, 2, 1_000, self.adapter_slots)
 
         def publish() -> Chain:
             if variant.id in self.variants:
@@ -158,6 +162,7 @@ class FakeEngine:
             tokens_total=self.tokens_total,
             prompt_tokens_total=0,
             unread_tokens=0,
+            resident=self.resident,
         )
 
     def _token(self, run: _Running) -> Output:

@@ -257,7 +257,26 @@ def test_hello_and_load_carry_every_figure() -> None:
     cost = IterationCost(1, 2, 3, 4)
     device = DeviceFigures("cuda:0", True, 1, 2, 3, 4, 5, 6.5, 7, 8)
     figures = LoadFigures(
-        1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0, (device,), 2, 0.25
+        1,
+        2,
+        3.5,
+        4,
+        5,
+        6.5,
+        0.5,
+        cost,
+        (7, 8),
+        1,
+        9,
+        10.5,
+        11,
+        12,
+        13,
+        16.0,
+        (device,),
+        2,
+        0.25,
+        frozenset({"f"}),
     )
     (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
     unsaid = set(pb.Load.DESCRIPTOR.fields_by_name) - {each.name for each, _ in load.load.ListFields()}

@@ -271,6 +271,7 @@ def test_slots_are_the_arenas_that_the_engine_allocates() -> None:
         arenas = AdapterArenas(sizes, 3, 5, rank, torch.zeros(1, dtype=torch.bfloat16))
         held = sum(each.nbytes for arena in arenas._arenas for each in arena[:4])
         assert held == 5 * slot_bytes(sizes, 3, rank, 2)
+        assert held == arenas.bytes - sum(each.spans.nbytes for each in arenas._arenas)
 
 
 def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> None:

@@ -64,6 +64,48 @@ def test_a_variant_is_added_shown_and_removed(url: str) -> None:
     play(url, scenario)
 
 
+def test_what_models_have_in_memory_is_shown_and_what_they_share(url: str) -> None:
+    def block(name: str, kind: int, size: int, *, in_host: bool = False) -> pb.Block:
+        return pb.Block(id=name.encode(), kind=kind, bytes=size, in_host=in_host)
+
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a", takes_orders=True)
+        weights = [block("", pb.Block.BASE, 16_000), block("", pb.Block.SLOTS, 800)]
+        top, last = block("top", pb.Block.LAYERS, 300), block("last", pb.Block.LAYERS, 50)
+        given = {
+            "m": weights,
+            "legal": [top, last],
+            "sales": [top],
+            "gone": [top],
+            "in": [block("a", pb.Block.ADAPTER, 100)],
+            "out": [block("b", 99, 100, in_host=True)],
+        }
+        models = [
+            pb.Model(id=name, parent="m" if name != "m" else "", blocks=blocks, state=int(name == "gone"))
+            for name, blocks in given.items()
+        ]
+        await serve(o, site, *models)
+        shown = (await o.http.get(f"{PATH}?site=a", headers=BEARER)).json()
+        assert shown["memory"] == {
+            "base_bytes": 16_000,
+            "slots_bytes": 800,  # which hold "in"
+            "own_bytes": 350,
+            "host_bytes": 100,
+        }
+        found = {each["id"]: each for each in shown["models"]}
+        assert [name for name in given if found[name]["in_host"]] == ["out"]
+        assert {name: (each["shared_bytes"], each["shared_with"]) for name, each in found.items()} == {
+            "m": (0, []),
+            "legal": (300, ["sales", "gone"]),
+            "sales": (300, ["legal", "gone"]),
+            "gone": (300, ["legal", "sales"]),
+            "in": (0, []),
+            "out": (0, []),
+        }
+
+    play(url, scenario)
+
+
 def test_a_variant_sleeps_and_wakes_by_orders_with_a_reason(url: str) -> None:
     async def scenario(o: Replica) -> None:
         site = await o.here.site("a", takes_orders=True)

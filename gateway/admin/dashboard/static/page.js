@@ -1,6 +1,7 @@
 // The page: receives a snapshot a second and draws it, unless the page is paused or hidden.
 import { ActDialog } from "./act_dialog.js";
 import { request } from "./api.js";
+import { drawModels } from "./models.js";
 import { Plot, spark } from "./plot.js";
 import { explain } from "./query.js";
 import { clock, dollars, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
@@ -187,6 +188,7 @@ async function drawRecords() {
     const { data } = await request("batches?limit=5");
     fill("batches", data.map(batchCells), "No batch was submitted.");
     await drawTraining($("training-section"));
+    await drawModels($("models-section"), page.snapshot.sites);
     drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
