@@ -415,7 +415,7 @@ class EnginePool:
             await asyncio.sleep(replica.wait_s)
             replica.wait_s = min(max(1.0, 2 * replica.wait_s), MAX_WAIT_S)
             async with replica.turning:
-                if self.sleeping.asleep:
+                if self.sleeping.asleep or replica.serves:
                     return
                 try:
                     await self._start(replica)

@@ -324,7 +324,11 @@ def test_a_pool_sleeps_once_its_requests_have_ended_and_wakes_as_it_was() -> Non
     run(scenario())
 
 
-def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_lost() -> None:
+def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Woken twice, the lost engine is started once."""
+
     async def scenario() -> None:
         async with launched(iteration_floor_s=0.02) as heard:
             for name in ("a", "b"):
@@ -335,7 +339,11 @@ def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_l
             await heard.serving(1)
             assert await asked(heard.pool.sleeping.wake) == ""
             assert await slept == "it was woken before its requests had ended"
+            asked(heard.pool.sleeping.sleep)
+            assert await asked(heard.pool.sleeping.wake) == ""
             await heard.serving(2)
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            assert caplog.text.count("serves again") == 1
             assert isinstance(await heard.submit("c", max_tokens=5), Admission)
             await heard.until(lambda: all(heard.finishes(name) for name in "abc"))
             assert heard.text("a") == heard.text("b") == ("abc" * 58)[:58]
