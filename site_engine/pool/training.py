@@ -34,7 +34,7 @@ class PoolTraining:
             reply(TrainingRefused("all engines of this site are lost", elsewhere=True))
         else:
             place = self._jobs[order.job_id] = min(serving, key=lambda each: (places.count(each), each))
-            serving[place].train(order, partial(self._answered, order.job_id, reply))
+            serving[place].train(order, partial(self._answered, order.job_id, serving[place], reply))
 
     def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
         engine = self._serving().get(self._jobs.pop(job_id, -1))
@@ -55,8 +55,14 @@ class PoolTraining:
             self.heard(job_id, Failed("its engine is lost", elsewhere=True))
 
     def _answered(
-        self, job_id: str, reply: Callable[[TrainingRefused | None], None], refused: TrainingRefused | None
+        self,
+        job_id: str,
+        engine: TrainingEngine,
+        reply: Callable[[TrainingRefused | None], None],
+        refused: TrainingRefused | None,
     ) -> None:
         if refused is not None:
             self._jobs.pop(job_id, None)
+        elif job_id not in self._jobs:  # it was stopped while the engine read its data
+            engine.stop_training(job_id, lambda _: None)
         reply(refused)

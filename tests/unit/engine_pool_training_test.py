@@ -65,6 +65,28 @@ def test_a_refused_job_may_come_again_and_one_that_is_here_may_not() -> None:
     assert "trained here already" in str(pool.train("j"))
 
 
+def test_a_job_that_is_stopped_while_its_engine_reads_it_is_stopped_once_it_has_begun() -> None:
+    class Reading(Engine):
+        def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
+            self.begin = lambda: Engine.train(self, order, reply)
+
+        def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+            if job_id in self.jobs:
+                super().stop_training(job_id, reply)
+            else:
+                reply(None)
+
+    pool, engine = Pool(0), Reading()
+    pool.engines[0] = engine
+    answers: list[TrainingRefused | None] = []
+    pool.training.train(TrainingOrder("j", "acme", Recipe(), b"rows"), answers.append)
+    assert pool.stop("j") is None
+    engine.begin()
+    assert answers == [None]
+    assert engine.jobs == []
+    assert not pool.training.trains
+
+
 def test_the_jobs_of_a_lost_engine_fail_there_once_and_the_others_go_on() -> None:
     pool = Pool(2)
     for job_id in ("a", "b", "c"):
