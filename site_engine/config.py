@@ -193,25 +193,25 @@ class SiteConfig:
 
     def _check_devices(self) -> None:
         groups = [each.split("+") for each in self.devices or (self.device,)]
-        if any(len(each) > 1 for each in groups):
-            _require(not (self.variants or self.models_from), "devices", "joined by + serve no variants")
-        if not self.devices:
+        joined = any(len(each) > 1 for each in groups)
+        setting = "devices" if self.devices else "device"
+        if joined:
+            _require(not (self.variants or self.models_from), setting, "joined by + serve no variants")
+            _require(not self.training, setting, "joined by + train nothing")
+        elif not self.devices:
             return
-        _require(self.engine == "native", "devices", "need the native engine")
-        _require(self.device == "auto", "device", "and devices exclude each other")
-        _require(self.engine_process is not False, "devices", "need engine_process, which is off")
+        _require(self.engine == "native", setting, "need the native engine")
+        _require(not self.devices or self.device == "auto", "device", "and devices exclude each other")
+        _require(self.engine_process is not False, setting, "need engine_process, which is off")
         names = [name for each in groups for name in each]
         for each in names:
             known = each == "cpu" or re.fullmatch(r"cuda:\d+", each) is not None
-            _require(known, "devices", f"has {each!r}; name them as cuda:0, cuda:1, cuda:0+cuda:1, or cpu")
-            _require(each == "cpu" or names.count(each) == 1, "devices", f"names {each} twice")
+            _require(known, setting, f"has {each!r}; name them as cuda:0, cuda:1, cuda:0+cuda:1, or cpu")
+            _require(each == "cpu" or names.count(each) == 1, setting, f"names {each} twice")
         mixed = next(("+".join(each) for each in groups if 0 < each.count("cpu") < len(each)), "")
-        _require(not mixed, "devices", f"has {mixed}, which are of two kinds")
-        _require(
-            len({len(each) for each in groups}) == 1,
-            "devices",
-            "have to be alike: as many joined by + in each",
-        )
+        _require(not mixed, setting, f"has {mixed}, which are of two kinds")
+        alike = len({len(each) for each in groups}) == 1
+        _require(alike, setting, "have to be alike: as many joined by + in each")
 
     def _check_training(self) -> None:
         if not self.training:

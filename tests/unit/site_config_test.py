@@ -36,6 +36,9 @@ def test_devices_are_named_one_by_one_and_a_cpu_may_be_named_twice() -> None:
         ({"devices": "cuda:0+cpu"}, "which are of two kinds"),
         ({"devices": "cuda:0+cuda:1,cuda:2"}, "have to be alike"),
         ({"devices": "cpu+cpu", "models_from": "/srv"}, "joined by [+] serve no variants"),
+        ({"devices": "cpu+cpu", "training": "yes"}, "joined by [+] train nothing"),
+        ({"device": "cuda:0+cuda:0"}, "device names cuda:0 twice"),
+        ({"device": "cpu+cpu", "engine_process": "no"}, "device need engine_process"),
     ):
         with pytest.raises(ConfigError, match=words):
             load(None, {}, **NEEDED, **wrong)
