@@ -22,15 +22,14 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from bench.support.adapter_demand import Asked, arrivals, zipf_queries
 from bench.support.applications import Engines, Kind, Place, Sizes
+from bench.support.claims import Claims
 from bench.support.device_demand import (
     CountedDevice,
     CountedMember,
@@ -58,36 +57,13 @@ ANY_VOCABULARY = 1000
 Arrangement = dict[str, tuple[Member, str]]
 
 
-class Claim(NamedTuple):
-    what: str
-    value: float
-    limit: float
-    at_least: bool
-
-    @property
-    def held(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-
-class Bench:
+class Bench(Claims):
     """Serves the demand of some applications in each arrangement; keeps the claims."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
+        super().__init__()
         self.asked = asked
-        self.claims: list[Claim] = []
         self.vocab_size = ANY_VOCABULARY  # until there is a model
-        self._began_s = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began_s
-
-    def log(self, **record: Any) -> None:
-        print(json.dumps({"at_s": round(self.seconds, 1), **record}), flush=True)
-
-    def claim(self, what: str, value: float, limit: float, *, at_least: bool) -> None:
-        self.claims.append(Claim(what, value, limit, at_least))
-        self.log(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
 
     def queries(self, names: Sequence[str], seed: int) -> list[Asked]:
         limits = {"vocab_size": self.vocab_size, "context_tokens": self.asked.context_tokens}

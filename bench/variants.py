@@ -20,12 +20,13 @@ import time
 from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 
 from bench.support.adapter_demand import answer_when_due, arrivals, zipf_queries
+from bench.support.claims import Claims
 from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
@@ -45,35 +46,14 @@ PART_OF_CAPACITY = 0.5  # of the engine with few slots, at which first tokens ar
 LIVE_ADDED, LIVE_PROMPT, LIVE_ANSWER = 8, 16, 24
 
 
-class Claim(NamedTuple):
-    """A figure beside its limit."""
-
-    what: str
-    value: float
-    limit: float
-    at_least: bool
-
-    @property
-    def held(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-
-class Bench:
+class Bench(Claims):
     """Runs the phases on one scene; keeps the claims."""
 
     def __init__(self, scene: Scene, folder: Path, asked: argparse.Namespace) -> None:
+        super().__init__()
         self.scene, self.folder, self.asked = scene, folder, asked
         self.tenants = [int(count) for count in asked.tenants.split(",")]
-        self.claims: list[Claim] = []
-        self.began_s = time.perf_counter()
         self._seed = 0
-
-    def log(self, **record: Any) -> None:
-        print(json.dumps({"at_s": round(time.perf_counter() - self.began_s, 1), **record}), flush=True)
-
-    def claim(self, what: str, value: float, limit: float, *, at_least: bool) -> None:
-        self.claims.append(Claim(what, value, limit, at_least))
-        self.log(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
 
     def work(self, chains: Sequence[str], rows: int, tokens: int | None = None) -> list[Query]:
         """Return a query for each row, the chains' rows side by side; no prompt ever comes twice."""
