@@ -1,4 +1,4 @@
-"""What chooses the next line of an offline batch, for the orders that `bench.blend` compares."""
+"""Choose the next line of an offline batch, for the orders that `bench.blend` compares."""
 
 from __future__ import annotations
 

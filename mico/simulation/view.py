@@ -1,4 +1,4 @@
-"""What gateways are told of the sites: once for all gateways that have the same round trips to them."""
+"""Tell simulated gateways of the sites, once for all gateways that have the same round trips to them."""
 
 from __future__ import annotations
 

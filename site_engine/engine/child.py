@@ -1,4 +1,4 @@
-"""What every process of an engine does first: end with the one that started it, and see one device."""
+"""Prepare a process of an engine: it ends with the one that started it, and sees one device alone."""
 
 from __future__ import annotations
 
