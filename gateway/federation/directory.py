@@ -43,6 +43,9 @@ class Directory:
     def load_of(self, name: str) -> LoadReport:
         return self._sites[name].load
 
+    def site(self, name: str) -> Site | None:
+        return self.fleet.site(name)
+
     def crowded(self, name: str) -> Site | None:
         """Return a site where one more query would have to wait; None if it would not, or is not listed."""
         place = self.fleet.place(name)

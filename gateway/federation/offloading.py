@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 from gateway.domain import Site
 from gateway.federation.attempt import LiveAttempt
-from gateway.routing.fleet import Fleet
-from gateway.routing.offload import Offer, Pending, offer, promising, wins
+from gateway.routing.failover import MAX_MOVES
+from gateway.routing.offload import Bid, Offer, Pending, Sites, offer, promising, wins
 
 ROUND_TIMEOUT_S = 2.0
 """Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
@@ -28,11 +28,9 @@ class Donor(Protocol):
     def release(self, release_id: str, attempt_ids: list[str]) -> None: ...
 
 
-class Sites(Protocol):
+class Directory(Sites, Protocol):
     """The part of the directory that the negotiation needs."""
 
-    @property
-    def fleet(self) -> Fleet: ...
     def crowded(self, name: str) -> Site | None: ...
 
 
@@ -44,9 +42,9 @@ class _Round(NamedTuple):
 
 
 class Offloading:
-    """`links` is the live map of the federation, by site. `directory` has the fleet."""
+    """`links` is the live map of the federation, by site."""
 
-    def __init__(self, links: Mapping[str, Donor], directory: Sites, clock: Callable[[], float]) -> None:
+    def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
         self._links = links
         self._directory = directory
         self._clock = clock
@@ -67,9 +65,10 @@ class Offloading:
         offers = self.offers()
         if not offers or any(asked.bidder == bidder for asked in self._rounds.values()):
             return
-        fleet = self._directory.fleet
-        donors = promising(bidder, offers, fleet)
-        won = wins(bidder, self._pending(donors), fleet, now_s) if donors else []
+        site = self._directory.site(bidder)
+        bid = Bid.of(site) if site is not None else None
+        donors = promising(bid, offers) if bid is not None else []
+        won = wins(bidder, self._pending(donors), self._directory, now_s) if donors else []
         for donor, attempts in groupby(sorted(won, key=attrgetter("site")), key=attrgetter("site")):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
@@ -93,10 +92,10 @@ class Offloading:
         for name in self._changed:
             link = self._links.get(name)
             attempts = link.pending() if link is not None else ()
-            left = any(each.id not in asked for each in attempts)
+            left = [each.demand for each in attempts if each.id not in asked and each.moves < MAX_MOVES]
             donor = self._directory.crowded(name) if left else None
             if donor is not None:
-                self._offers[name] = offer(donor, [each.demand for each in attempts])
+                self._offers[name] = offer(donor, left)
             else:
                 self._offers.pop(name, None)
         self._changed.clear()
@@ -104,8 +103,9 @@ class Offloading:
 
     def _end_late_rounds(self) -> None:
         now_s = self._clock()
-        for release_id, asked in list(self._rounds.items()):
-            if now_s - asked.began_s < ROUND_TIMEOUT_S:
+        while self._rounds:
+            release_id, oldest = next(iter(self._rounds.items()))
+            if now_s - oldest.began_s < ROUND_TIMEOUT_S:
                 return
             self.close_round(release_id)
 

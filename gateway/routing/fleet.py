@@ -175,6 +175,10 @@ class Fleet:
     def place(self, name: str) -> int | None:
         return self._places.get(name)
 
+    def site(self, name: str) -> Site | None:
+        place = self._places.get(name)
+        return self.sites[place] if place is not None else None
+
     def put(self, site: Site) -> None:
         """Add or update a site."""
         place = self._places.get(site.name)

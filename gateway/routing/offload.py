@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
-from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
+from gateway.routing.fleet import Figures, Numbers, figures, remaining_row
 from gateway.routing.prefixes import Cached
 
 MIN_GAIN_S = 0.05
@@ -25,6 +26,12 @@ because the pending query is already there. The way to the bidder is part of the
 """
 ROUNDING_S = 1e-6
 """Two ways to add up the same seconds differ by less than this."""
+
+
+class Sites(Protocol):
+    """The sites by name, as one gateway knows them."""
+
+    def site(self, name: str) -> Site | None: ...
 
 
 class Pending(NamedTuple):
@@ -70,17 +77,37 @@ def _min_gain_s(wait_s: Numbers) -> Numbers:
     return np.maximum(MIN_GAIN_S, MIN_GAIN_SHARE * wait_s)
 
 
-def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
+class Bid(NamedTuple):
+    """A site with a free slot, and what a query costs that starts there at once."""
+
+    bidder: str
+    start_s: float  # until the first token of an empty prompt
+    per_token_s: float
+    per_kv_token_s: float
+    iteration_s: float
+
+    @classmethod
+    def of(cls, site: Site) -> Bid | None:
+        """Return the bid of a site; None if it has no slot free."""
+        if _free_slots(site) <= 0:
+            return None
+        prefill_s, *costs_s = BID(figures(site, site.credit))
+        return cls(site.name, prefill_s - ROUNDING_S, *costs_s)
+
+
+BID = itemgetter(*map(Figures._fields.index, ("prefill_s", "per_token_s", "per_kv_token_s", "iteration_s")))
+
+
+def _free_slots(site: Site) -> int:
+    return max(1, site.identity.slots) - site.load.running - site.load.pending - site.credit.requests
+
+
+def promising(bid: Bid, offers: Iterable[Offer]) -> list[str]:
     """Return the donors with a query that could gain by moving to the bidder, if it started there at once.
 
     Bids are many and most end here, so this compares plain numbers.
     """
-    place, at = fleet.place(bidder), fleet.figures
-    if place is None or at.slots[place] <= at.requests[place]:
-        return []
-    start_s = float(at.prefill_s[place]) - ROUNDING_S
-    per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
-    iteration_s = float(at.iteration_s[place])
+    bidder, start_s, per_token_s, per_kv_s, iteration_s = bid
     found = []
     for each in offers:
         for prompt, response, by_s, cached in each.beaten_by:
@@ -89,7 +116,7 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
             if by_s > start_s + per_token_s * new + per_kv_s * prompt + response * each_s:
                 found.append(each.donor.name)
                 break
-    return sorted(found, key=lambda name: fleet.place(name) or 0)
+    return sorted(found)
 
 
 def is_crowded(at: Figures, place: int) -> bool:
@@ -101,22 +128,20 @@ def has_to_wait(too_many: float, kv_room_tokens: float, kv_each_tokens: float) -
     return too_many > 0.0 or kv_room_tokens < kv_each_tokens
 
 
-def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
+def wins(bidder: str, pending: Sequence[Pending], sites: Sites, now_s: float) -> list[Pending]:
     """Return the attempts that would finish sooner at the bidder, as far as it has room.
 
     Interactive queries come first, by gain per token of the answer: by seconds alone, the long ones, which
     wait longest, would take the few slots of a small site from many short ones. Then lines of batches, by
     gain: a batch is done when its longest line is.
     """
-    place = fleet.place(bidder)
-    if place is None or not pending:
+    site = sites.site(bidder)
+    if site is None or (room := _free_slots(site)) <= 0:
         return []
-    at, site = fleet.figures, fleet.sites[place]
-    room = int(at.slots[place] - at.requests[place])
-    movable = [each for each in pending if _may_move(each, site, fleet, now_s)] if room > 0 else []
+    movable = [each for each in pending if _may_move(each, site, sites, now_s)]
     if not movable:
         return []
-    gains_s = _gains_s(site, movable, fleet)
+    gains_s = _gains_s(site, movable, sites)
     lines = np.array([each.demand.lane is Lane.BATCH for each in movable])
     tokens = np.array([each.demand.response_tokens for each in movable])
     worth = gains_s / np.where(lines, 1.0, np.maximum(1.0, tokens))
@@ -124,19 +149,17 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
     return _that_start_at_once(site, [movable[index] for index in order.tolist()])
 
 
-def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
-    if each.site == bidder.name or each.moves >= MAX_MOVES or fleet.place(each.site) is None:
+def _may_move(each: Pending, bidder: Site, sites: Sites, now_s: float) -> bool:
+    if each.site == bidder.name or each.moves >= MAX_MOVES or sites.site(each.site) is None:
         return False
     if why_not(each.demand, bidder, now_s) is not None:
         return False
     return bidder.identity.models[each.demand.model].state is ModelState.READY
 
 
-def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
+def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> Numbers:
     """Return the seconds saved by each move, round trips included; 0 where no move is worth it."""
-    donors = {
-        each.site: fleet.sites[place] for each in movable if (place := fleet.place(each.site)) is not None
-    }
+    donors = {each.site: donor for each in movable if (donor := sites.site(each.site)) is not None}
     size_here = of_demands((each.demand, each.site) for each in movable)
     size_there = of_demands((each.demand, bidder.name) for each in movable)
     here = estimates(size_here, *_columns([(donors[site], share) for site, share in _shares_ahead(movable)]))

@@ -100,6 +100,11 @@ class Gateway:
         """The sites as this gateway knows them now."""
         return self.view.fleet(self)
 
+    def site(self, name: str) -> Site | None:
+        """Return a site with what this gateway has assigned to it."""
+        assigned = self.assigned.get(name)
+        return assigned.site if assigned is not None else self.view.directory.site(name)
+
     def crowded(self, name: str) -> Site | None:
         """Return a site where one more of its queries would have to wait, None if it would not."""
         return self.view.crowded(self, name)

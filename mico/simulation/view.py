@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
 from gateway.routing.fleet import Figures, Fleet, figures
-from gateway.routing.offload import has_to_wait, promising
+from gateway.routing.offload import Bid, has_to_wait, promising
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
 if TYPE_CHECKING:
@@ -162,13 +161,15 @@ class View:
         What a gateway has assigned to the bidder makes the bid worse, so that comparisons without any of it
         end most bids.
         """
-        told = self.directory.fleet
+        told = self.directory.site(bidder)
+        bid = Bid.of(told) if told is not None else None
+        if bid is None:
+            return
         rivals = [gateway for _, gateway in sorted(self.contesting.items())]
-        offers = [gateway.offloading.offers() for gateway in rivals]
-        if promising(bidder, chain.from_iterable(offers), told):
-            for gateway, each in zip(rivals, offers, strict=True):
-                if each and promising(bidder, each, told):
-                    gateway.offloading.bid(bidder)
+        offers = [(gateway, gateway.offloading.offers()) for gateway in rivals]
+        for gateway, each in offers:
+            if each and promising(bid, each):
+                gateway.offloading.bid(bidder)
 
 
 def site_identity(spec: SiteSpec) -> SiteIdentity:

@@ -11,7 +11,7 @@ from gateway.domain import Credit, IterationCost, Lane, LoadReport, Model, Site,
 from gateway.routing.demand import Demand
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.fleet import Fleet
-from gateway.routing.offload import Pending, offer, promising, wins
+from gateway.routing.offload import Bid, Offer, Pending, offer, promising, wins
 from gateway.routing.prefixes import NOTHING_CACHED, Cached
 
 NOW = 50.0
@@ -153,6 +153,11 @@ def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:
 lengths = st.lists(st.floats(1, 900), min_size=1, max_size=6)
 
 
+def donors_of(bidder: Site, offers: list[Offer]) -> list[str]:
+    bid = Bid.of(bidder)
+    return promising(bid, offers) if bid is not None else []
+
+
 paces_s = st.floats(0.001, 0.1)
 ways_s = st.floats(0, 3)
 
@@ -179,7 +184,7 @@ def test_a_quick_look_leaves_out_nothing_that_would_be_won(  # noqa: PLR0917  # 
         offer(donor, [each.demand for each in all_of_it])
         for donor, all_of_it in zip((one, other), waiting, strict=True)
     ]
-    donors = promising("idle", offers, fleet)
+    donors = donors_of(bidder, offers)
     quickly = wins("idle", [each for each in waiting[0] + waiting[1] if each.site in donors], fleet, NOW)
     assert quickly == wins("idle", waiting[0] + waiting[1], fleet, NOW)
 
@@ -201,7 +206,7 @@ def test_a_quick_look_counts_what_the_bidder_has_in_its_cache(
         for number, (tokens, here, there) in enumerate(waiting)
     ]
     offers = [offer(donor, [each.demand for each in queue])]
-    assert promising("idle", offers, fleet) or not wins("idle", queue, fleet, NOW)
+    assert donors_of(bidder, offers) or not wins("idle", queue, fleet, NOW)
 
 
 def test_a_query_moves_to_the_prefix_that_another_site_has_cached() -> None:
@@ -213,4 +218,4 @@ def test_a_query_moves_to_the_prefix_that_another_site_has_cached() -> None:
     )
     assert wins("idle", [unknown], fleet, NOW) == []
     assert wins("idle", [known], fleet, NOW) == [known]
-    assert promising("idle", [offer(donor, [known.demand])], fleet) == ["busy"]
+    assert donors_of(bidder, [offer(donor, [known.demand])]) == ["busy"]
