@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 import transformers
 
 from site_engine.errors import VariantRefused
-from site_engine.variants.tensor_files import TensorFile, refuse_not_finite
+from site_engine.variants.tensor_files import TensorFile, read_json, refuse_not_finite
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"
+MAX_INDEX_BYTES = 64_000_000
 OF_NO_ACCOUNT = frozenset(
     (
         "_name_or_path",
@@ -74,6 +74,7 @@ def same_parameter(path: Path, name: str, shape: tuple[int, ...], ours: Mapping[
 
 def check_config(folder: Path, model: Any) -> None:
     """Refuse a folder whose config.json is not the base's. Code of the folder is never run."""
+    read_json(folder / "config.json")  # before transformers does, however large it is
     try:
         found = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict()
     except (OSError, ValueError) as error:
@@ -96,10 +97,10 @@ def check_config(folder: Path, model: Any) -> None:
 def weight_files(folder: Path) -> Iterator[Path]:
     try:
         if (folder / INDEX).is_file():
-            weights = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
+            weights = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"].values()
             yield from (folder / Path(name).name for name in sorted(set(weights)))
             return
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError) as error:
         raise VariantRefused(f"{folder}: {INDEX} cannot be read: {error!r}") from error
     if not (folder / WEIGHTS).is_file():
         pickled = any(folder.glob(PICKLE))

@@ -7,11 +7,10 @@ here or at its neutral value.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from site_engine.model.kv_cache import LayerShape
 from site_engine.variants import prefix_tuning
 from site_engine.variants.changes import LowRank
 from site_engine.variants.prefix_tuning import virtual_keys_values
-from site_engine.variants.tensor_files import TensorFile, refuse_not_finite
+from site_engine.variants.tensor_files import TensorFile, read_json, refuse_not_finite
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_RANK = 64
+TENSORS_OF_A_MODULE = 4  # two of a product, a weight and a bias
 PREFIX = "base_model.model."
 UNDERSTOOD = frozenset(
     (
@@ -61,6 +61,8 @@ UNDERSTOOD = frozenset(
 KINDS = {"LORA": UNDERSTOOD, "PREFIX_TUNING": prefix_tuning.UNDERSTOOD}
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which training started from the base's own weights."""
+NAME_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.){1,200}\$?")
+"""Other expressions can take hours to compare with a name, and the engine would wait for them."""
 LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?")
 
 
@@ -83,7 +85,11 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
         pickled = f"{PICKLE} is a pickle, which can run code" if (folder / PICKLE).exists() else "is missing"
         raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {pickled}")
     parameter = next(model.parameters())
+    most = TENSORS_OF_A_MODULE * sum(1 for _ in model.modules())
     with TensorFile(folder / WEIGHTS, room_bytes=room_bytes) as file:
+        if len(file.names) > most:
+            count = f"{len(file.names):,} tensors, and an adapter of this base at most {most}"
+            raise VariantRefused(f"{folder}: {WEIGHTS} has {count}")
         tensors = {name: file.read(name, parameter) for name in file.names}
     for name, tensor in tensors.items():
         refuse_not_finite(name, tensor)
@@ -109,14 +115,11 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads((folder / CONFIG).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise VariantRefused(f"{folder}: {CONFIG} cannot be read: {error}") from error
+    settings = read_json(folder / CONFIG)
     if not isinstance(settings, dict):
         raise VariantRefused(f"{folder}: {CONFIG} holds no settings")
     kind = settings.get("peft_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         served = " and ".join(KINDS)
         raise VariantRefused(f"{folder}: adapters of kind {kind or 'unknown'} are not served, {served} are")
     if settings.get("use_dora"):
@@ -127,6 +130,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if kind == "LORA" and settings.get("init_lora_weights") not in KEEPS_BASE:
         start = settings["init_lora_weights"]
         raise VariantRefused(f"{folder}: init_lora_weights {start!r} trains beside a changed base")
+    for name, form in (("modules_to_save", list), ("alpha_pattern", dict)):
+        if settings.get(name) and not isinstance(settings[name], form):
+            raise VariantRefused(
+                f"{folder}: {name} is a {type(settings[name]).__name__}, not a {form.__name__}"
+            )
+    for pattern in settings.get("alpha_pattern") or ():
+        if not NAME_PATTERN.fullmatch(pattern):
+            raise VariantRefused(
+                f"{folder}: alpha_pattern has {pattern[:200]!r}, and only names of modules are served"
+            )
     return settings
 
 
@@ -152,7 +165,7 @@ def checked_product(
     if up.shape[1] != rank or not 0 < rank <= MAX_RANK:
         raise VariantRefused(f"{name} has rank {rank} and {up.shape[1]}; both must agree, at most {MAX_RANK}")
     alpha = by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float):
+    if not isinstance(alpha, int | float) or not isfinite(alpha):
         raise VariantRefused(f"lora_alpha of {name} is {alpha!r}, not a number")
     return LowRank(down, up, alpha / (sqrt(rank) if settings.get("use_rslora") else rank))
 

@@ -30,7 +30,7 @@ from site_engine.variants.grouped import group_module
 from site_engine.variants.hub import local_folder
 from site_engine.variants.model_folder import read_own_tensors
 from site_engine.variants.peft_folder import Adapter, read_adapter
-from site_engine.variants.tensor_files import content_hash
+from site_engine.variants.tensor_files import content_hash, read_json
 
 MAX_VARIANTS = 1024
 LAYER = re.compile(r"\.(\d+)\.")
@@ -210,15 +210,19 @@ def _place(module: str) -> tuple[BlockKind, int]:
 
 def end_tokens(folder: Path, model: LoadedModel) -> tuple[int, ...]:
     """Return the end tokens that a folder's generation_config.json names, else the base's."""
-    if not (folder / "generation_config.json").is_file():
+    path = folder / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise VariantRefused(f"{path} cannot be read: it holds no settings")
+    named = found.get("eos_token_id")
+    if named is None:
         return model.eos_token_ids
-    try:
-        found = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
-    except (OSError, ValueError) as error:
-        raise VariantRefused(f"{folder}: generation_config.json cannot be read: {error}") from error
-    if found is None:
-        return model.eos_token_ids
-    return (found,) if isinstance(found, int) else tuple(found)
+    ids = tuple(named) if isinstance(named, list) else (named,)
+    wrong = [each for each in ids if type(each) is not int or not 0 <= each < model.vocab_size]
+    if wrong:
+        told = ", ".join(map(repr, wrong[:8]))
+        raise VariantRefused(f"{path}: eos_token_id names {told}; ids here are 0 to {model.vocab_size - 1}")
+    return ids
 
 
 def own_tokenizer(folder: Path, model: LoadedModel) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,25 @@ from safetensors import SafetensorError, safe_open
 from site_engine.errors import VariantRefused
 
 
+def read_json(path: Path, most_bytes: int = 1_000_000) -> Any:
+    """Read settings. Raises VariantRefused for a file that is cut or too large, and for pipes and folders."""
+    if path.exists() and not path.is_file():
+        raise VariantRefused(f"{path} is no file")
+    try:
+        size = path.stat().st_size
+        if size > most_bytes:
+            raise VariantRefused(f"{path} has {size:,} bytes, and at most {most_bytes:,} are read")
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise VariantRefused(f"{path} cannot be read: {error}") from error
+
+
 class TensorFile:
     """One file, open for reading. Raises VariantRefused for a file that is cut, and for one without room."""
 
     def __init__(self, path: Path, *, room_bytes: int | None = None) -> None:
+        if path.exists() and not path.is_file():
+            raise VariantRefused(f"{path} is no file")
         try:
             opened: Any = safe_open(str(path), framework="pt")
             self._file, self.names = opened, sorted(opened.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,38 @@ def no_settings(folder: Path, plain: Any) -> Variant:
     return made.variant
 
 
+def edited(**settings: Any) -> Make:
+    """Return the maker of an adapter whose settings are changed afterwards."""
+
+    def make(folder: Path, plain: Any) -> Variant:
+        made = lora(folder, plain)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        return made.variant
+
+    return make
+
+
+def with_file(name: str, text: str) -> Make:
+    def make(folder: Path, plain: Any) -> Variant:
+        made = lora(folder, plain)
+        (folder / name).write_text(text)
+        return made.variant
+
+    return make
+
+
+def with_end_tokens(*ids: Any) -> Make:
+    return with_file("generation_config.json", json.dumps({"eos_token_id": ids}))
+
+
+def unending(folder: Path, plain: Any) -> Variant:
+    made = lora(folder, plain)
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")  # whoever reads it waits for ever
+    return made.variant
+
+
 def in_use(folder: Path, plain: Any) -> Variant:
     return lora(folder, plain).variant._replace(id="fine")
 
@@ -201,6 +234,36 @@ BAD: dict[str, tuple[Make, str]] = {
             )
         ),
         r"the base has no module model.layers.0.self_attn.q_projx",
+    ),
+    "thousands of tensors": (
+        changed(lambda them: them.update({f"{Q}.n{i}": torch.zeros(1) for i in range(1_000)})),
+        r"has 1,028 tensors, and an adapter of this base at most \d+",
+    ),
+    "settings without an end": (
+        with_file("adapter_config.json", "[" * 100_000),
+        r"adapter_config.json cannot",
+    ),
+    "large settings": (
+        with_file("adapter_config.json", " " * 1_000_001),
+        r"adapter_config.json has 1,000,001 bytes, and at most 1,000,000 are read",
+    ),
+    "settings that are no file": (unending, r"adapter_config.json is no file"),
+    "a pattern that takes for ever": (
+        edited(alpha_pattern={r"([\w.]+)+!": 3}),
+        r"alpha_pattern has '\(\[\\\\w\.\]\+\)\+!', and only names of modules are served",
+    ),
+    "patterns that are none": (edited(alpha_pattern=["q_proj"]), r"alpha_pattern is a list"),
+    "modules that are none": (edited(modules_to_save=5), r"modules_to_save is a int"),
+    "a kind that is none": (edited(peft_type=["LORA"]), r"kind \['LORA'\] are not served"),
+    "a scale without a number": (edited(lora_alpha=float("nan")), r"lora_alpha of .* is nan, not a number"),
+    "end tokens beyond the vocabulary": (
+        with_end_tokens(2, 320, -1),
+        r"eos_token_id names 320, -1; ids here are 0 to 319",
+    ),
+    "end tokens that are none": (with_end_tokens("</s>"), r"eos_token_id names '</s>'; ids here"),
+    "settings of answers that are none": (
+        with_file("generation_config.json", "[1]"),
+        r"generation_config.json cannot be read",
     ),
     "half a product": (changed(lambda them: them.pop(f"{Q}.lora_B.weight")), r"q_proj has only half"),
     "missing layers": (
