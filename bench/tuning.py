@@ -1,7 +1,8 @@
 """Measure fine-tuning beside serving: against Trainer and peft, killed and resumed, and beside chats.
 
-On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,resume,beside`. Each part
-prints its figures; the last line is all of them as JSON. Exactness needs peft. `beside` serves chats that
+On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,learns,resume,beside`. Each
+part prints its figures; the last line is all of them as JSON. `exactness`, which trains as Trainer does step
+by step, and `learns`, from other factors and in another order, need peft. `beside` serves chats that
 arrive as in a trace at parts of what the engine can, alone and beside training, by slices and by the rule of
 the paper; its figures mean something only on quiet cores.
 """
@@ -44,20 +45,23 @@ from site_engine.training.job import open_job
 from site_engine.training.snapshot import Snapshot
 
 DEMO = Path(__file__).parents[1] / "mico/demo_model/weights"
-PARTS = ("exactness", "resume", "beside")
+PARTS = ("exactness", "learns", "resume", "beside")
 BATCH, EPOCHS, KILLS = 8, 4, 3
 LOADS = (0.1, 0.3, 0.6, 0.9)
-MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE = 1e-4, 5e-3
+MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE, MAX_LEARNED_DIFFERENCE = 1e-4, 5e-3, 1e-2
 COLOURS = ("red", "green", "blue", "white", "black", "yellow")
+NOTES = ("soon", "today", "later", "never")
+"""Of which an answer has one at random, that nobody can learn: held-out losses are far from 0 then."""
 
 
-def rows(count: int, seed: int) -> bytes:
+def rows(count: int, seed: int, notes: Sequence[str] = ()) -> bytes:
     """Return chats whose answers have a format that the model does not have before."""
     draw, lines = Random(seed), []
     for _ in range(count):
         amount, colour = draw.randint(2, 99), draw.choice(COLOURS)
         asked = f"I need {amount} {colour} {draw.choice(['pens', 'cups', 'chairs', 'lamps'])}, please."
         answered = f"ORDER n={amount} c={colour.upper()} ok={'yes' if amount % 2 else 'no'}"
+        answered += f" note={draw.choice(notes)}" if notes else ""
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         lines.append(json.dumps({"messages": messages}))
     return "\n".join(lines).encode()
@@ -125,6 +129,40 @@ def exactness(steps: int, texts: int) -> dict[str, object]:
         "kept": off <= MAX_LOSS_DIFFERENCE
         and abs(valid - theirs_valid) <= MAX_VALID_DIFFERENCE * theirs_valid
         and equal == texts,
+    }
+
+
+def learns(count: int, texts: int) -> dict[str, object]:
+    """Train on `count` rows, and let Trainer do so on its own; compare what both make of held-out rows."""
+    model = loader.load(str(DEMO))
+    recipe = Recipe(epochs=3, batch_size=16, learning_rate=1e-3, seed=7, shape=AdapterShape(8, 16.0))
+    order = TrainingOrder("bench", "bench", recipe, rows(count, 0, NOTES), rows(200, 1, NOTES))
+    job = open_job(model, order, time.monotonic)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    peer = TrainerPeer(plain, job, recipe, own_seed=8)
+    untrained = peer.valid_loss()
+    peer.train()
+    engine = engine_of(model)
+    engine.training.begin("bench", "bench", job)
+    done = [event for event in finished(engine, "bench") if isinstance(event, StepDone)]
+    valid, theirs = done[-1].valid_loss or 0.0, peer.valid_loss()
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder) / "tuned", job.snapshot().adapter, recipe.shape, str(DEMO))
+        engine.add_variant(Variant("tuned", adapter=str(Path(folder) / "tuned")))
+        prompts = prompts_of(model.tokenizer, texts)
+        before, after = (answers_of(engine, prompts, chain) for chain in ("", "tuned"))
+    expected = [json.loads(line)["messages"][1]["content"] for line in rows(texts, 2).splitlines()]
+    right = sum(one.startswith(f"{other} note=") for one, other in zip(after, expected, strict=True))
+    return {
+        "rows": count,
+        "steps": len(done),
+        "valid_loss_before": untrained,
+        "valid_loss": valid,
+        "valid_loss_of_trainer": theirs,
+        "difference": abs(valid - theirs) / theirs,
+        "texts_in_the_trained_format": f"{in_format(before)} before, {in_format(after)} after, of {texts}",
+        "texts_right": f"{right} of {texts}",
+        "kept": abs(valid - theirs) <= MAX_LEARNED_DIFFERENCE * theirs and in_format(after) == texts,
     }
 
 
@@ -247,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a job")
+    parser.add_argument("--rows", type=int, default=2000, help="that `learns` trains on")
     parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
     parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
     parser.add_argument("--trace", type=Path, help="arrivals and lengths of chats, as parquet")
@@ -269,6 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{part}:", flush=True)
         if part == "exactness":
             figures[part] = exactness(options.steps, options.texts)
+        elif part == "learns":
+            figures[part] = learns(options.rows, options.texts)
         elif part == "resume":
             figures[part] = resume(options.steps, options.kills)
         else:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,11 +23,11 @@ IGNORED = -100
 
 
 class TrainerPeer:
-    """Trains a copy of `plain` from the first factors of a job that has not begun. Raises ImportError without
-    peft.
+    """Trains a copy of `plain` from the first factors of a job that has not begun, with its examples in its
+    order; with `own_seed` from factors and in an order of its own. Raises ImportError without peft.
     """
 
-    def __init__(self, plain: Any, job: Trainer, recipe: Recipe) -> None:
+    def __init__(self, plain: Any, job: Trainer, recipe: Recipe, own_seed: int | None = None) -> None:
         peft: Any = importlib.import_module("peft")
         config = peft.LoraConfig(
             r=recipe.shape.rank,
@@ -34,11 +35,15 @@ class TrainerPeer:
             target_modules="all-linear",
             lora_dropout=0.0,
         )
+        torch.manual_seed(own_seed or 0)
         self._model = peft.get_peft_model(copy.deepcopy(plain), config)
-        named = {name.replace(".default", ""): each for name, each in self._model.named_parameters()}
-        with torch.no_grad():
-            for name, tensor in job.adapter.tensors().items():
-                named[name].copy_(tensor)
+        if own_seed is None:
+            named = {name.replace(".default", ""): each for name, each in self._model.named_parameters()}
+            with torch.no_grad():
+                for name, tensor in job.adapter.tensors().items():
+                    named[name].copy_(tensor)
+        else:
+            recipe = replace(recipe, seed=own_seed)
         self._recipe, self._examples, self._valid = recipe, job.examples, job.valid_examples
 
     def train(self) -> list[float]:
