@@ -10,13 +10,14 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from site_engine.errors import ConfigError
+from site_engine.parse import BY_TYPE, parse_devices, parse_text
 
 PREFIX = "MICO_SITE_"
 SLOTS = 32
@@ -25,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
 SAMPLING_DEFAULTS = ("model", "openai")
+DEFERRALS = ("slice", "iteration")
 FEATURES = ("chat", "vision", "embed", "rerank")
 NVIDIA = Path("/dev/nvidiactl")
 """Is there where a process can use a GPU."""
@@ -102,6 +104,9 @@ class SiteConfig:
     variants: tuple[VariantConfig, ...] = ()  # of the model, by [[group.variant]]
     models_from: tuple[str, ...] = ()  # folders, hf:NAME/: whence alone operators' orders load variants
     training: bool = False  # let tenants fine-tune adapters of the model, in the time that chats leave
+    training_between_tokens_s: float = 0.02  # the bound up to which training fills the time between tokens
+    training_least_share: float = 0.0  # of the device's time, that training has whatever is served
+    training_deferral: str = "slice"  # or iteration, MICO's rule: whole micro-batches, and beside nothing
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
@@ -162,6 +167,7 @@ class SiteConfig:
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
         self._check_devices()
         self._check_training()
+        self._check_training_bounds()
         known = self.sampling_defaults in SAMPLING_DEFAULTS
         _require(known, "sampling_defaults", f"must be one of {', '.join(SAMPLING_DEFAULTS)}")
 
@@ -225,6 +231,18 @@ class SiteConfig:
         )
         can_share = not self.separates_engine or hasattr(os, "memfd_create")
         _require(can_share, "training", "with an engine in a process of its own needs Linux")
+
+    def _check_training_bounds(self) -> None:
+        for each in fields(self):
+            changed = each.name.startswith("training_") and getattr(self, each.name) != each.default
+            _require(self.training or not changed, each.name, "is set, but training is off")
+        bound_s = self.training_between_tokens_s
+        valid = math.isfinite(bound_s) and bound_s > 0
+        _require(valid, "training_between_tokens_s", f"is {bound_s}; it must be more than 0")
+        share = self.training_least_share
+        _require(0 <= share < 1, "training_least_share", f"is {share}; it must be 0 or more, and less than 1")
+        known = self.training_deferral in DEFERRALS
+        _require(known, "training_deferral", f"must be one of {', '.join(DEFERRALS)}")
 
     def _check_server(self) -> None:
         for each in self.features:
@@ -373,61 +391,7 @@ def _known(name: str, origin: str) -> str:
     raise ConfigError(f"{origin} sets {name}, which is unknown{hint}")
 
 
-def parse_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("it must be text")
-    return value
-
-
-def parse_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError("it must be a whole number")
-    return int(value)
-
-
-def parse_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError("it must be a number")
-    return float(value)
-
-
-def parse_bool(value: Any) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if str(value).lower() not in words:
-        raise ValueError("it must be true or false")
-    return words[str(value).lower()]
-
-
-def parse_path(value: Any) -> Path:
-    return Path(value).expanduser()
-
-
-def parse_list(value: Any) -> tuple[str, ...]:
-    """Parse a list, or text with commas; keep each item once."""
-    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
-    return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
-
-
-_BY_TYPE: dict[str, Callable[[Any], Any]] = {
-    "str": parse_text,
-    "int": parse_int,
-    "int | None": parse_int,
-    "float": parse_float,
-    "float | None": parse_float,
-    "bool": parse_bool,
-    "bool | None": parse_bool,
-    "Path | None": parse_path,
-    "tuple[str, ...]": parse_list,
-}
-
-
-def parse_devices(value: Any) -> tuple[str, ...]:
-    """Parse a list, or text with commas; `cpu` may stand there several times."""
-    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
-    return tuple(part.strip() for part in parts)
-
-
-_PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig) if each.name != "variants"}
+_PARSERS = {each.name: BY_TYPE[str(each.type)] for each in fields(SiteConfig) if each.name != "variants"}
 _PARSERS["devices"] = parse_devices
 
 

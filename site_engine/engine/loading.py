@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from site_engine.config import SLOTS, SiteConfig
+from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
 from site_engine.engine.ranks import Rank, join
@@ -174,6 +175,11 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         iteration_floor_s=config.iteration_floor_s,
         adapter_slots=ADAPTER_SLOTS if on_gpu and (config.variants or config.models_from) else None,
         adapter_rank=largest_rank(config),
+        training=Bounds(
+            between_tokens_s=config.training_between_tokens_s,
+            least_share=config.training_least_share,
+            deferral=Deferral(config.training_deferral),
+        ),
     )
 
 

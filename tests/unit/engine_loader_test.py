@@ -12,8 +12,10 @@ import torch
 import transformers
 
 from gateway.openai.sampling import MODEL_DEFAULTS
-from site_engine.config import SiteConfig
+from site_engine.config import DEFERRALS, SiteConfig
 from site_engine.core.request import Request, Sampling
+from site_engine.core.slack import Bounds, Deferral
+from site_engine.engine.engine import SiteEngine
 from site_engine.engine.loading import load_engine
 from site_engine.errors import ModelNotSupported
 from site_engine.model.loader import from_model, load
@@ -92,6 +94,21 @@ def test_openais_defaults_can_be_chosen(tmp_path: Path) -> None:
 
     assert temperature() == 0.6
     assert temperature(sampling_defaults="openai") == 1.0
+
+
+def test_a_site_trains_within_the_bounds_of_its_configuration(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+
+    def bounds(**more: object) -> Bounds:
+        settings: dict[str, Any] = {"device": "cpu", "kv_tokens": 256, "training": True} | more
+        engine = load_engine(SiteConfig(site="a", gateways=("gw:1",), model=str(folder), **settings)).engine
+        assert isinstance(engine, SiteEngine)
+        return engine.settings.training
+
+    assert bounds() == Bounds()
+    found = bounds(training_between_tokens_s=0.3, training_least_share=0.1, training_deferral="iteration")
+    assert found == Bounds(0.3, least_share=0.1, deferral=Deferral.ITERATION)
+    assert {each.value for each in Deferral} == set(DEFERRALS)
 
 
 @pytest.mark.parametrize("values", [{"top_p": 3.0}, {"temperature": -1.0}, {"min_p": "a"}])

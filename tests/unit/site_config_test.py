@@ -309,6 +309,15 @@ def test_a_site_trains_only_where_its_engine_can_and_says_why_not() -> None:
         ({"training": False, "training_usd_per_mtok": 2.0}, "training is off"),
         ({"training_usd_per_mtok": 2.0, "usd_per_hour": 1.0}, "exclude each other"),
         ({"training_usd_per_mtok": -1.0}, "0 or more"),
+        (
+            {"training": False, "training_deferral": "iteration"},
+            "training_deferral is set, but training is off",
+        ),
+        ({"training_deferral": "batch"}, "training_deferral must be one of slice, iteration"),
+        ({"training_between_tokens_s": 0.0}, "training_between_tokens_s is 0.0; it must be more than 0"),
+        ({"training_between_tokens_s": float("nan")}, "it must be more than 0"),
+        ({"training_least_share": 1.0}, "it must be 0 or more, and less than 1"),
+        ({"training_least_share": float("nan")}, "it must be 0 or more, and less than 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             load(None, {}, **{**able, **changed})

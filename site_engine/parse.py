@@ -1,0 +1,62 @@
+"""Parse the values of settings, as a TOML file has them or as text. All raise TypeError or ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def parse_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("it must be text")
+    return value
+
+
+def parse_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError("it must be a whole number")
+    return int(value)
+
+
+def parse_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError("it must be a number")
+    return float(value)
+
+
+def parse_bool(value: Any) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError("it must be true or false")
+    return words[str(value).lower()]
+
+
+def parse_path(value: Any) -> Path:
+    return Path(value).expanduser()
+
+
+def parse_list(value: Any) -> tuple[str, ...]:
+    """Parse a list, or text with commas; keep each item once."""
+    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
+    return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+def parse_devices(value: Any) -> tuple[str, ...]:
+    """Parse a list, or text with commas; `cpu` may stand there several times."""
+    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
+    return tuple(part.strip() for part in parts)
+
+
+BY_TYPE: dict[str, Callable[[Any], Any]] = {
+    "str": parse_text,
+    "int": parse_int,
+    "int | None": parse_int,
+    "float": parse_float,
+    "float | None": parse_float,
+    "bool": parse_bool,
+    "bool | None": parse_bool,
+    "Path | None": parse_path,
+    "tuple[str, ...]": parse_list,
+}
+"""The parser of a setting, by its type as it is written."""
