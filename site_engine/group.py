@@ -79,6 +79,7 @@ class Group:
         self._after_base: dict[str, list[Reply]] = {}  # by variant: what is to wake once the base is awake
         self._models: dict[str, Model] = {}
         self._waiting = 0  # orders that the engine carries out
+        self._loading = 0  # new variants that the engine loads
         self._leaving: set[str] = set()  # variants that the engine is removing
         self._waking: dict[str, list[Reply]] = {}  # by variant: orders that wait for it to be awake
         self.tuning: Tuning | None = None  # of a site that trains
@@ -146,6 +147,7 @@ class Group:
 
     def add(self, variant: Variant, reply: Reply) -> None:
         """Load a variant and serve it."""
+        self._loading += 1
         self._engine.add_variant(variant, partial(self._added, variant, _clock(), reply))
 
     def remove(self, variant_id: str, reply: Reply) -> None:
@@ -235,7 +237,7 @@ class Group:
             reply("the base sleeps only where `devices` names its devices: its engines' processes end then")
         elif self._base.state is ModelState.SLEEPING:
             reply("")
-        elif self._base.state is ModelState.WAKING or self._leaving or self._waking:
+        elif self._base.state is ModelState.WAKING or self._leaving or self._waking or self._loading:
             reply(CHANGING.format(self._base.id))
         elif sleeping.trains():
             reply("an adapter is trained here; let the base sleep when that has ended")
@@ -357,6 +359,7 @@ class Group:
         return Variant(order.model, given if order.adapter else "", given if order.folder else "")
 
     def _added(self, variant: Variant, began_s: float, end: Reply, answer: Chain | VariantRefused) -> None:
+        self._loading -= 1
         if isinstance(answer, VariantRefused):
             log.error("%s is not served: %s", variant.id, answer)
             end(str(answer))

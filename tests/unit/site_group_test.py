@@ -1,0 +1,69 @@
+"""The base and the variants of a site, by orders that come while others are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from site_engine.config import SiteConfig
+from site_engine.core.chain import Chain, Variant
+from site_engine.errors import VariantRefused
+from site_engine.federation.site import Site
+from site_engine.group import CHANGING, Group, Wanted
+from site_engine.messages import ModelOrder, ModelState
+from site_engine.pool.sleeping import PoolSleep
+from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
+
+BASE = HELLO.models[0].id
+
+
+class LoadingEngine:
+    """Loads variants when the test says so, and sleeps at once."""
+
+    def __init__(self) -> None:
+        self.loading: list[tuple[Variant, Callable[[Chain | VariantRefused], None]]] = []
+        self.sleeping = PoolSleep(
+            [],
+            serves=lambda: False,
+            trains=lambda: False,
+            start=lambda replica: asyncio.sleep(0),
+            restart=lambda replica: None,
+            begin=lambda work: self.tasks.append(asyncio.ensure_future(work)),
+        )
+        self.tasks: list[asyncio.Future[None]] = []
+
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
+        self.loading.append((variant, reply))
+
+    def request_load(self) -> None: ...
+
+
+def test_a_base_does_not_sleep_while_a_variant_is_loaded() -> None:
+    """The variant would be lost with the engine, or be announced as asleep for ever."""
+
+    async def main() -> None:
+        engine: Any = LoadingEngine()
+        site = Site(HELLO, engine, FakeClock(), 1)
+        config = SiteConfig(
+            site="alpha",
+            gateways=("127.0.0.1:1",),
+            model="letters",
+            devices=("cpu",),
+        )
+        group = Group(config, engine, site, {"one": Wanted(Variant("one", "/srv/one"))})
+        group.load_wanted()
+        answers: list[str] = []
+        group.carry_out(ModelOrder("1", "sleep", BASE), answers.append)
+        assert answers == [CHANGING.format(BASE)]
+        ((variant, loaded),) = engine.loading
+        loaded(FakeEngine().load_variant(variant)())
+        assert {each.id: each.state for each in site.hello().models} == dict.fromkeys(
+            (BASE, "one"), ModelState.READY
+        )
+        group.carry_out(ModelOrder("2", "sleep", BASE), answers.append)
+        await asyncio.gather(*engine.tasks)
+        assert answers[1:] == [""]
+        assert {each.state for each in site.hello().models} == {ModelState.SLEEPING}
+
+    asyncio.run(main())
