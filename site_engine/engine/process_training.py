@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -63,7 +64,13 @@ class RemoteTraining:
 
     def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
         def share() -> list[SharedContent]:
-            return [SharedContent(each) for each in (order.data, order.valid, order.snapshot)]
+            with ExitStack() as made:  # without memory for all of them none stays
+                contents = [
+                    made.enter_context(closing(SharedContent(each)))
+                    for each in (order.data, order.valid, order.snapshot)
+                ]
+                made.pop_all()
+            return contents
 
         def ask(sharing: asyncio.Future[list[SharedContent]]) -> None:
             if (error := sharing.exception()) is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from site_engine.core.training import AdapterShape, Failed, Recipe, Saved, TrainingEvent, TrainingOrder
@@ -141,6 +144,24 @@ def test_all_that_waits_when_the_process_is_lost_is_answered() -> None:
         refused = await joined.train()
         assert refused is not None and refused.elsewhere
         assert await joined.stop() is None
+
+    play(scenario)
+
+
+def test_what_is_shared_of_a_job_without_memory_for_all_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = os.memfd_create, list[str]()
+
+    def make_twice(name: str) -> int:
+        made.append(name)
+        if len(made) > 2:
+            raise OSError(errno.ENOMEM, "no memory")
+        return make(name)
+
+    async def scenario(joined: Joined) -> None:
+        monkeypatch.setattr(os, "memfd_create", make_twice)
+        refused = await joined.train()
+        assert refused is not None and refused.elsewhere and "no memory" in str(refused)
+        assert shared() == 0
 
     play(scenario)
 
