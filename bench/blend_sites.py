@@ -24,22 +24,26 @@ from site_engine.core.request_queue import AdmissionQueue
 from tests.support.counted_engine import CountedEngine
 
 
+def engine_of(job: Job, lengths: dict[str, int], queue: AdmissionQueue) -> CountedEngine:
+    """Return an engine that has the rows and the memory of the job."""
+    return CountedEngine(
+        lengths,
+        seconds_of,
+        kv_tokens=job.kv_tokens,
+        slots=job.rows,
+        token_budget=TOKEN_BUDGET,
+        queue=queue,
+    )
+
+
 def run(job: Job, sites: int, kill_s: float = math.inf) -> Ended:
     lines = lines_of(job)
     expected, request = as_requests(job, lines)
     lengths = {str(at): line.response_tokens for at, line in enumerate(lines)}
 
-    def engine(queue: AdmissionQueue) -> CountedEngine:
-        return CountedEngine(
-            lengths,
-            seconds_of,
-            kv_tokens=job.kv_tokens,
-            slots=job.rows,
-            token_budget=TOKEN_BUDGET,
-            queue=queue,
-        )
-
-    ended = CountedSites(expected, request, engine, sites, job.rows).run(kill_s)
+    ended = CountedSites(
+        expected, request, lambda queue: engine_of(job, lengths, queue), sites, job.rows
+    ).run(kill_s)
     assert ended.answers == dict.fromkeys(range(len(lines)), 1), "a line was not answered once"
     return ended
 
@@ -52,14 +56,7 @@ def run_split(job: Job, sites: int) -> float:
     ended_s = []
     for its in split_over(parts_of(expected, range(len(lines))), sites):
         queue = ChosenQueue(DualScanner(expected, which=its), request)
-        engine = CountedEngine(
-            lengths,
-            seconds_of,
-            kv_tokens=job.kv_tokens,
-            slots=job.rows,
-            token_budget=TOKEN_BUDGET,
-            queue=queue,
-        )
+        engine = engine_of(job, lengths, queue)
         queue.scheduler = engine.scheduler
         ended_s.append(engine.run().seconds)
     return max(ended_s)

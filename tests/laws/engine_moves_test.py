@@ -127,6 +127,17 @@ class Pair:
         self.with_memory += moved.computed > 0
 
 
+def begun(engine: SiteEngine, request: Request, got: dict[str, Collected]) -> Moved:
+    """Take a request out of an engine after ten iterations."""
+    engine.submit(request)
+    for _ in range(10):
+        gather(engine.step(), got)
+    outputs, moved = engine.export(request.id)
+    gather(outputs, got)
+    assert moved is not None
+    return moved
+
+
 def alone(requests: list[Request]) -> dict[str, Collected]:
     engine, got = engine_for(family("llama").served), {}
     for request in requests:
@@ -173,12 +184,7 @@ def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> No
     request = greedy("r", [1, 2, 3, 4, 5], 30)
     request.tenant = "acme"
     got: dict[str, Collected] = {}
-    engines[0].submit(request)
-    for _ in range(10):
-        gather(engines[0].step(), got)
-    outputs, moved = engines[0].export("r")
-    gather(outputs, got)
-    assert moved is not None
+    moved = begun(engines[0], request, got)
     first = engines[0]._scheduler.queue._clock("acme")
     other = again(request, got["r"].token_ids)
     other.sampling, other.tenant = request.sampling, "acme"
@@ -199,12 +205,7 @@ def test_memory_that_is_too_much_to_send_is_computed_again(monkeypatch: pytest.M
     monkeypatch.setattr(kv_cache, "MAX_SENT_BYTES", 2 * page_bytes - 1)
     assert engines[0]._kv_cache.to_bytes([1]) != ()
     got: dict[str, Collected] = {}
-    engines[0].submit(request)
-    for _ in range(10):
-        gather(engines[0].step(), got)
-    outputs, moved = engines[0].export("r")
-    gather(outputs, got)
-    assert moved is not None
+    moved = begun(engines[0], request, got)
     assert moved.kv == ()
     other = again(request, got["r"].token_ids)
     engines[1].submit(other, moved)

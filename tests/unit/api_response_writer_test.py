@@ -60,9 +60,7 @@ def written(messages: Messages, *, method: str, keep_alive: bool, by_uvicorn: bo
     async def main() -> tuple[object, ...]:
         wire, error = Wire(), ""
         cycle = cycle_of(wire, method, keep_alive)
-        sent = asyncio.get_running_loop().create_future()
-        sent.set_result(None)
-        send: Any = cycle.send if by_uvicorn else ResponseWriter(cycle, sent).send
+        send: Any = cycle.send if by_uvicorn else writer_of(cycle).send
         try:
             for message in messages:
                 await send(message)
@@ -72,6 +70,12 @@ def written(messages: Messages, *, method: str, keep_alive: bool, by_uvicorn: bo
         return wire.data, wire.closed, error, ended
 
     return asyncio.run(main())
+
+
+def writer_of(cycle: RequestResponseCycle) -> Any:
+    sent = asyncio.get_running_loop().create_future()
+    sent.set_result(None)
+    return ResponseWriter(cycle, sent)
 
 
 def start(*headers: tuple[bytes, bytes], status: int = 200) -> dict[str, Any]:
@@ -120,9 +124,7 @@ def test_a_chunk_waits_while_the_client_reads_too_slowly() -> None:
     async def main() -> None:
         wire = Wire()
         cycle = cycle_of(wire, "POST", keep_alive=True)
-        sent = asyncio.get_running_loop().create_future()
-        sent.set_result(None)
-        writer: Any = ResponseWriter(cycle, sent)
+        writer = writer_of(cycle)
         await writer.send(start(JSON))
         head = wire.data
         cycle.flow.pause_writing()
@@ -141,9 +143,7 @@ def test_nothing_is_written_to_a_client_that_left() -> None:
     async def main() -> None:
         wire = Wire()
         cycle = cycle_of(wire, "POST", keep_alive=True)
-        sent = asyncio.get_running_loop().create_future()
-        sent.set_result(None)
-        writer: Any = ResponseWriter(cycle, sent)
+        writer = writer_of(cycle)
         await writer.send(start(JSON))
         before = wire.data
         cycle.disconnected = True
