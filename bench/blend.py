@@ -101,6 +101,10 @@ class Forecast(NamedTuple):
     median: float
     deviation: float
 
+    @property
+    def is_exact(self) -> bool:
+        return self.deviation < 0.01
+
 
 def forecasts(lines: list[Line], wrong_by: float, seed: int) -> list[Forecast]:
     """Return what a calibrated forecast would know of each line if it were wrong by `wrong_by`.
@@ -137,7 +141,7 @@ def _curve(deviation: float) -> tuple[tuple[float, float, float], ...]:
 
 
 def remaining(forecast: Forecast, tokens: int) -> RemainingCurve:
-    if forecast.deviation < 0.01:
+    if forecast.is_exact:
         return RemainingCurve.exactly(tokens)
     points: dict[int, RemainingPoint] = {}
     for part, mean, p90 in _curve(round(forecast.deviation, 3)):
@@ -172,7 +176,7 @@ def as_requests(job: Job, lines: list[Line]) -> tuple[list[Line], Callable[[int]
         own = range((at + 1) << 44, ((at + 1) << 44) + line.prompt_tokens - line.shared_tokens)
         curve = remaining(known[at], line.response_tokens)
         made = Request(str(at), [*shared, *own], remaining=curve, lane=Lane.BATCH)
-        made.max_tokens = ENDLESS
+        made.max_tokens = line.response_tokens if known[at].is_exact else ENDLESS
         return made
 
     return expected, request
@@ -180,21 +184,33 @@ def as_requests(job: Job, lines: list[Line]) -> tuple[list[Line], Callable[[int]
 
 def run(job: Job) -> dict[str, Any]:
     lines = lines_of(job)
+    return {**job._asdict(), **_figures(counted(job, lines), lines, job)}
+
+
+def counted(
+    job: Job,
+    lines: list[Line],
+    seconds: Callable[[SchedulePlan], float] = seconds_of,
+    token_budget: int = TOKEN_BUDGET,
+    page_size: int = 16,
+) -> Counts:
+    """Run lines in the order of a job; `seconds`: what an iteration costs."""
     expected, request = as_requests(job, lines)
     queue = queue_of(job.order, lines, expected, request, job.rows)
     engine = CountedEngine(
         {str(at): line.response_tokens for at, line in enumerate(lines)},
-        seconds_of,
+        seconds,
         kv_tokens=job.kv_tokens,
         slots=job.rows,
-        token_budget=TOKEN_BUDGET,
+        token_budget=token_budget,
+        page_size=page_size,
         queue=queue,
     )
     if isinstance(queue, ChosenQueue):
         queue.scheduler = engine.scheduler
     if job.reserve == "p90":
         engine.scheduler.reservation = HeldToTheEnd(engine.pool)
-    return {**job._asdict(), **_figures(engine.run(), lines, job)}
+    return engine.run()
 
 
 def _figures(counts: Counts, lines: list[Line], job: Job) -> dict[str, Any]:

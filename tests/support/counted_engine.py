@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from time import process_time
 
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
@@ -16,9 +18,10 @@ ANY_TOKEN = 7
 
 @dataclass(slots=True)
 class Counts:
-    """What a run took. `cached` and `asked` are prompt tokens."""
+    """What a run took. `cached` and `asked` are prompt tokens, `plan_s` processor time of the scheduler."""
 
     seconds: float = 0.0
+    plan_s: float = 0.0
     iterations: int = 0
     output: int = 0
     computed: int = 0
@@ -64,7 +67,10 @@ class CountedEngine:
     def step(self) -> list[Request]:
         """Count one iteration and return the requests that ended with it."""
         counts, scheduler = self.counts, self.scheduler
+        began = process_time()
         plan = scheduler.plan(counts.seconds)
+        counts.plan_s += process_time() - began
+        plan.decodes.sort(key=itemgetter(1))  # as runners do: those that end together are released so
         scheduler.advance(plan)
         counts.iterations += 1
         counts.seconds += self._seconds(plan)
