@@ -39,6 +39,7 @@ class Served(NamedTuple):
     first_s: list[float]
     between_s: list[float]
     trained_per_s: float
+    per_token_s: list[float]  # from arrival to the end, of each chat that ended
 
 
 def chats_of(trace: Path | None, count: int, vocabulary: int) -> list[Chat]:
@@ -82,6 +83,7 @@ def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: floa
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}
     first_s, between_s, trained = list[float](), list[float](), list[int]()
+    per_token_s = list[float]()
     while now_s := time.monotonic() - began_s:
         if (seconds is not None and now_s >= seconds) or (seconds is None and not (waiting or arrived)):
             break
@@ -98,13 +100,14 @@ def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: floa
             (between_s if name in last else first_s).append(at_s - last.get(name, arrived[name]))
             last[name] = at_s
             if output.finish is not None:
+                per_token_s.append((at_s - arrived[name]) / output.completion_tokens)
                 del last[name], arrived[name]
         for _, event in engine.training.take_events():
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
             trained += [event.trained_tokens] if isinstance(event, StepDone) else []
     tokens = trained[-1] - trained[0] if trained else 0
-    return Served(first_s, between_s, tokens / (time.monotonic() - began_s))
+    return Served(first_s, between_s, tokens / (time.monotonic() - began_s), per_token_s)
 
 
 def p99(values: Sequence[float]) -> float:

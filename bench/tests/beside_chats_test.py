@@ -24,3 +24,4 @@ def test_every_chat_is_answered_beside_a_job(deferral: Deferral) -> None:
     assert len(served.first_s) == len(chats)
     assert len(served.between_s) == sum(each.tokens - 1 for each in chats)
     assert min(served.first_s) >= 0.0
+    assert len(served.per_token_s) == len(chats)
