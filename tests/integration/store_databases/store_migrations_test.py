@@ -72,23 +72,28 @@ def test_a_database_names_the_newest_migration_that_older_programs_cannot_use(em
 
 
 def columns(url: str) -> dict[tuple[str, str], Any]:
-    seen = inspect(sync_engine(url))
-    return {(name, each["name"]): each for name in tables(url) for each in seen.get_columns(name)}
+    with sync_engine(url).connect() as connection:
+        seen = inspect(connection).get_multi_columns()
+    return {(name, each["name"]): each for (_, name), found in seen.items() for each in found}
 
 
 def rules(url: str) -> set[str]:
     """What a database demands of rows: keys, references, uniqueness."""
-    seen = inspect(sync_engine(url))
+    with sync_engine(url).connect() as connection:
+        seen = inspect(connection)
+        keys, references = seen.get_multi_pk_constraint(), seen.get_multi_foreign_keys()
+        unique, indexes = seen.get_multi_unique_constraints(), seen.get_multi_indexes()
+        checks = seen.get_multi_check_constraints()
     found = set()
-    for name in tables(url):
+    for at in keys:
         demands = (
-            seen.get_pk_constraint(name)["constrained_columns"],
-            *((each["referred_table"], each["constrained_columns"]) for each in seen.get_foreign_keys(name)),
-            *(each["column_names"] for each in seen.get_unique_constraints(name)),
-            *(each["column_names"] for each in seen.get_indexes(name) if each["unique"]),
-            *(each["sqltext"] for each in seen.get_check_constraints(name)),
+            keys[at]["constrained_columns"],
+            *((each["referred_table"], each["constrained_columns"]) for each in references[at]),
+            *(each["column_names"] for each in unique[at]),
+            *(each["column_names"] for each in indexes[at] if each["unique"]),
+            *(each["sqltext"] for each in checks[at]),
         )
-        found |= {f"{name}: {each}" for each in demands}
+        found |= {f"{at[1]}: {each}" for each in demands}
     return found
 
 
