@@ -74,15 +74,18 @@ def test_a_run_without_time_moves_to_an_idler_site_once_and_only_then(url: str) 
         job = await create(here)
         run = await next_run(here)
 
+        asked = asyncio.Event()
+
         async def stay_busy() -> None:
-            while True:
+            while not asked.is_set():
                 await run.site.report(running=3)
                 await run.report(1)
                 await asyncio.sleep(0.01)
 
         busy = asyncio.create_task(stay_busy())
         await stopped(here, run, snapshot=True)
-        busy.cancel()
+        asked.set()
+        await busy  # to cancel it in the middle of a message would end the link
         await run.store(pb.StoreBegin.SNAPSHOT, 1, b"one step")
         await run.report(1, end=pb.Training.STOPPED)
         again = await next_run(here)

@@ -256,7 +256,7 @@ class Scene:
             await until(lambda: not any(links[each]._pings for each in answering if each in links), "pongs")
             self._heart.beat()
             await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
-        assert name not in links
+        await until(lambda: name not in links, f"{name} to be gone")
 
     async def heartbeat(self) -> None:
         """Let a heartbeat pass in which every site reports."""
