@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ class Offloading:
         self._directory = directory
         self._clock = clock
         self._rounds: dict[str, _Round] = {}  # by release id, oldest first
+        self._ends_s = inf  # no round is late before
         self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
         self._changed: set[str] = set()  # since the last bid
 
@@ -84,7 +86,7 @@ class Offloading:
         """Return the offers of all crowded sites that could still give something, each worked out once as
         long as nothing changes there.
         """
-        if self._rounds:
+        if self._clock() >= self._ends_s:
             self._end_late_rounds()
         if not self._changed:
             return self._offers.values()
@@ -106,8 +108,10 @@ class Offloading:
         while self._rounds:
             release_id, oldest = next(iter(self._rounds.items()))
             if now_s - oldest.began_s < ROUND_TIMEOUT_S:
+                self._ends_s = oldest.began_s + ROUND_TIMEOUT_S
                 return
             self.close_round(release_id)
+        self._ends_s = inf
 
     def _asked(self) -> set[str]:
         """Return the attempts that are in open rounds."""
@@ -118,7 +122,7 @@ class Offloading:
         asked = self._asked()
         return [
             Pending(attempt.id, donor, attempt.demand, attempt.moves)
-            for donor in donors
+            for donor in sorted(donors)
             for attempt in self._links[donor].pending()
             if attempt.id not in asked
         ]
@@ -126,5 +130,6 @@ class Offloading:
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex
         self._rounds[release_id] = _Round(bidder, donor, tuple(attempt_ids), now_s)
+        self._ends_s = min(self._ends_s, now_s + ROUND_TIMEOUT_S)
         self._changed.add(donor)
         self._links[donor].release(release_id, attempt_ids)

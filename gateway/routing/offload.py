@@ -116,7 +116,7 @@ def promising(bid: Bid, offers: Iterable[Offer]) -> list[str]:
             if by_s > start_s + per_token_s * new + per_kv_s * prompt + response * each_s:
                 found.append(each.donor.name)
                 break
-    return sorted(found)
+    return found
 
 
 def is_crowded(at: Figures, place: int) -> bool:
