@@ -136,9 +136,11 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
         eventually(lambda: "legal" in served(federation)["v3/g"], "v3 serves it, too")
         shown = mico(folder, "models", "show", "v3/g")
         assert "legal" in shown and "MB" in shown
+        mico(folder, "models", "sleep", "v3/g", "legal", "--reason", "v2 has it awake")
+        assert ask(federation, "legal") == (answers["legal"], {"v2/g"})
         os.kill(lost.pid, signal.SIGKILL)
         eventually(lambda: "v2/g" not in served(federation), "the site is lost")
-        assert ask(federation, "legal") == (answers["legal"], {"v3/g"})
+        assert ask(federation, "legal") == (answers["legal"], {"v3/g"})  # which brings it back for the query
 
         refused = mico_fails(folder, *order[:3], "evil", *order[4:], "/etc")
         assert "is not below models_from of this site" in refused
