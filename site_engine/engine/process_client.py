@@ -158,6 +158,7 @@ class EngineProcess(asyncio.Protocol):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._loop.call_soon_threadsafe(self._transport.abort)
 
     def kill(self) -> None:
         """End the process at once. May be called on any thread."""

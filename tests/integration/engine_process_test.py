@@ -65,6 +65,17 @@ async def gone(pid: int, *, reaped: bool = True) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_an_engine_that_has_stopped_keeps_no_connection_though_its_end_was_not_read() -> None:
+    async def scenario() -> None:
+        async with launched() as heard:
+            transport = heard.process._transport
+            transport.pause_reading()
+            await asyncio.to_thread(heard.process.stop)
+            assert transport.is_closing()
+
+    run(scenario())
+
+
 def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> None:
     async def scenario() -> None:
         async with launched(slots=1, iteration_floor_s=0.01) as heard:
