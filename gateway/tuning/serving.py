@@ -39,14 +39,15 @@ class Serving:
         """Begin the orders that bring what sites serve in line with what there is."""
         context, now_s = self._context, self._context.clock()
         self._again_s = {key: at_s for key, at_s in self._again_s.items() if at_s > now_s}
-        sites = [site for site in context.sites() if site.state is not SiteState.DOWN]
+        unfinished = await context.contents.unfinished()  # first: what ends meanwhile is among the models
         models = {name_of(job, content): (job, content) for job, content in await context.contents.models()}
+        sites = [site for site in context.sites() if site.state is not SiteState.DOWN]
         tuned = {
             (site.name, each.id) for site in sites for each in site.identity.models.values() if each.tenant
         }
         if not (models or tuned):
             return
-        known = {*models, *(job.tuned_model for job in await context.contents.unfinished())}
+        known = {*models, *(job.tuned_model for job in unfinished)}
         for site, name in tuned:
             if name not in known:
                 self._begin(site, ModelOrder("remove", name), REMOVE_WITHIN_S)

@@ -13,6 +13,7 @@ import pytest
 from gateway.domain import Caller
 from gateway.quotas.limits import Kind as QuotaKind
 from gateway.quotas.limits import LimitId, Scope
+from gateway.tuning.contents import Contents
 from gateway.tuning.values import Job, JobStatus, Kind, TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.federation import until
@@ -334,6 +335,38 @@ def test_tuned_models_and_checkpoints_that_no_site_serves_are_fetched(url: str) 
         assert (await here.raw("DELETE", f"/v1/models/{name}")).status_code == 200
         _, removal = await ordered(here, "order")
         assert (removal.kind, removal.model) == ("remove", name)
+
+    play(url, scenario, sites=("a",))
+
+
+def test_a_model_that_is_served_by_the_time_the_models_are_read_is_not_ordered_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+        await run.succeed()
+        name = str((await reached(here, job.id, "succeeded")).fine_tuned_model)
+        checkpoint = f"{name}:ckpt-step-3"
+        site, order = await ordered(here, "order")
+        read, begun = Contents.models, asyncio.Semaphore(0)
+        served, again = asyncio.Event(), asyncio.Event()
+
+        async def models(self: Contents, tenant: str | None = None) -> Any:
+            begun.release()
+            await (again if served.is_set() else served).wait()
+            return await read(self, tenant)
+
+        monkeypatch.setattr(Contents, "models", models)
+        await begun.acquire()
+        await run.serve(name, checkpoint)
+        await site.send(ordered=pb.Ordered(order_id=order.order_id))
+        orders: Any = here.tuning.runner._serving._orders
+        await until(lambda: not orders, "the order to be carried out")
+        served.set()
+        await begun.acquire()  # the next look at the models: the one before has given its orders
+        assert not orders
+        again.set()
 
     play(url, scenario, sites=("a",))
 
