@@ -170,24 +170,28 @@ def wait(device: torch.device) -> None:
 
 
 def run_for(engine: SiteEngine, seconds: float) -> tuple[float, float, list[float]]:
-    """Step an engine; return tokens trained a second, decoded tokens a second and times between tokens."""
-    events = [each.event for each in engine.training.take_events()]
+    """Step an engine; return tokens trained a second, between the first and the last optimizer step, decoded
+    tokens a second and times between tokens.
+    """
+    engine.training.take_events()
     begin = end = time.perf_counter()
-    trained: list[int] = []
-    decoded, last, between = 0, begin, list[float]()
+    steps: list[tuple[float, int]] = []  # the end of each optimizer step, and the tokens trained by then
+    decoded, token_s, between = 0, begin, list[float]()
     while end - begin < seconds:
         outputs = engine.step()
         end = time.perf_counter()
         if outputs:
-            between.append(end - last)
-            decoded, last = decoded + len(outputs), end
+            between.append(end - token_s)
+            decoded, token_s = decoded + len(outputs), end
         for event in (each.event for each in engine.training.take_events()):
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
-            events.append(event)
-            trained += [event.trained_tokens] if isinstance(event, StepDone) else []
-    tokens = trained[-1] - trained[0] if trained else 0
-    return tokens / (end - begin), decoded / (end - begin), between[1:]
+            steps += [(end, event.trained_tokens)] if isinstance(event, StepDone) else []
+    trained_per_s = 0.0
+    if len(steps) > 1:
+        (first_s, first), (last_s, last) = steps[0], steps[-1]
+        trained_per_s = (last - first) / (last_s - first_s)
+    return trained_per_s, decoded / (end - begin), between[1:]
 
 
 def alone(engine: SiteEngine, model: LoadedModel, seconds: float, batch: int) -> dict[str, object]:
@@ -216,15 +220,15 @@ def alone(engine: SiteEngine, model: LoadedModel, seconds: float, batch: int) ->
 
 
 def beside(
-    engine: SiteEngine, model: LoadedModel, seconds: float, batch: int, rows: int
+    engine: SiteEngine, model: LoadedModel, seconds: float, batch: int, rows: int, *, room: int
 ) -> dict[str, object]:
     """Decode rows without end, first alone, then beside training."""
     draw = Random(3)
 
     def chat(name: str) -> None:
         prompt = [draw.randrange(10, model.vocab_size) for _ in range(64)]
-        room = engine.limit_tokens - len(prompt) - 1
-        engine.submit(Request(name, prompt, Sampling(max_tokens=room, temperature=0.0, ignore_eos=True)))
+        most = min(engine.limit_tokens, room) - len(prompt) - 1  # so that all rows have a place
+        engine.submit(Request(name, prompt, Sampling(max_tokens=most, temperature=0.0, ignore_eos=True)))
 
     found: dict[str, object] = {"rows": rows}
     for name in ("alone", "trained"):
@@ -289,7 +293,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "alone" in wanted:
             show(figures, "alone", alone(engine, model, options.seconds, options.batch))
         if "beside" in wanted:
-            show(figures, "beside", beside(engine, model, options.seconds, options.batch, options.rows))
+            show(
+                figures,
+                "beside",
+                beside(engine, model, options.seconds, options.batch, options.rows, room=room),
+            )
     print(json.dumps(figures))
     return 0 if all(part["kept"] for part in figures.values()) else 1
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 KEPT_COSTS = 100
 LEAST_CHUNK_TOKENS = 128
 DEBT_LIMIT_S = 1.0
+HALVED_AFTER_S = 5.0
 MIN_TRAIN_TOKENS, MAX_TRAIN_TOKENS = 256, 16384
 """Of a micro-batch: a GPU computes fewer no faster; of more the kept inputs of layers take gigabytes."""
 
@@ -59,6 +60,11 @@ class Seen(NamedTuple):
     iteration_s: float = 0.0
     oldest_wait_s: float = 0.0
 
+    @property
+    def served(self) -> bool:
+        """Whether anything is."""
+        return self.chat_waits or self.chat_decodes or self.batch
+
 
 class NextSlice(NamedTuple):
     """What comes next in training: its seconds, those of a whole micro-batch, and whether it begins one."""
@@ -83,14 +89,13 @@ class Slack:
     def takes(self, seen: Seen, following: NextSlice) -> bool:
         """Return whether the slice runs now, before the next iteration."""
         bounds = self.bounds
-        served = seen.chat_waits or seen.chat_decodes or seen.batch
         if bounds.deferral is Deferral.ITERATION:
             if not following.begins:
                 return True
-            if seen.chat_decodes or not served:
-                return not served
+            if seen.chat_decodes or not seen.served:
+                return not seen.served
             return seen.oldest_wait_s + following.micro_batch_s <= bounds.wait_s
-        if not served:
+        if not seen.served:
             return True
         if seen.chat_waits:
             return False
@@ -126,23 +131,44 @@ class Slack:
         return max(LEAST_CHUNK_TOKENS, int(left_s / per_token_s))
 
 
-def fitted_tokens(tokens: int, longest_s: float, wanted_s: float) -> int:
-    """Return the tokens of a micro-batch whose longest slice takes `wanted_s`; one of `tokens` took
-    `longest_s`. They at most double or halve at a time: the first slices of a process take longer.
+def fitted_tokens(tokens: int, taken_s: float, wanted_s: float) -> int:
+    """Return the tokens of a micro-batch whose slices take `wanted_s`; those of `tokens` took `taken_s`. They
+    at most double or halve at a time: the first slices of a process take longer.
     """
-    fitting = int(tokens * min(2.0, max(0.5, wanted_s / longest_s)))
+    fitting = int(tokens * min(2.0, max(0.5, wanted_s / taken_s)))
     return min(MAX_TRAIN_TOKENS, max(MIN_TRAIN_TOKENS, fitting))
 
 
 class SliceCosts:
-    """The time that slices of a kind took lately, of which the next one's is foreseen."""
+    """The times that slices took lately, of which the next one's is foreseen.
+
+    Kept by kind and by the power of two that the tokens reach: the launches of a small slice take as long as
+    those of a large one. A tenth of the times, the longest, are left out: those of a first call, of a
+    collection of garbage. What was observed counts half after HALVED_AFTER_S: one slow slice at the begin of
+    a job must not keep it from ever running beside answers.
+    """
 
     def __init__(self) -> None:
-        self._taken: dict[str, deque[float]] = {}
+        self._taken: dict[tuple[str, int], deque[float]] = {}
+        self._usual_s: dict[str, dict[int, float]] = {}  # by kind and power of two
+        self._observed_s: dict[str, float] = {}
 
-    def observe(self, kind: str, tokens: int, seconds: float) -> None:
-        self._taken.setdefault(kind, deque(maxlen=KEPT_COSTS)).append(seconds / tokens)
+    def observe(self, kind: str, tokens: int, seconds: float, now_s: float) -> None:
+        size = tokens.bit_length()
+        taken = self._taken.setdefault((kind, size), deque(maxlen=KEPT_COSTS))
+        taken.append(seconds)
+        self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - len(taken) // 10]
+        self._observed_s[kind] = now_s
 
-    def seconds(self, kind: str, tokens: int) -> float:
-        """Return the longest of the last slices of a kind, for so many tokens; 0 if there was none."""
-        return max(self._taken.get(kind, ()), default=0.0) * tokens
+    def seconds(self, kind: str, tokens: int, now_s: float) -> float:
+        """Return what a slice of a kind and so many tokens takes; 0 if there was none of the kind.
+
+        What only larger slices took is an upper bound; what only smaller ones took grows with the tokens.
+        """
+        usual_s = self._usual_s.get(kind)
+        if usual_s is None:
+            return 0.0
+        size = tokens.bit_length()
+        nearest = min(usual_s, key=lambda each: (abs(each - size), -each))
+        grown_s = usual_s[nearest] * 2.0 ** max(0, size - nearest)
+        return float(grown_s * 0.5 ** ((now_s - self._observed_s[kind]) / HALVED_AFTER_S))

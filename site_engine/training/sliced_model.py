@@ -7,6 +7,7 @@ layers are stood in for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class SlicedModel:
         name, layers = found[0]
         self.layers = [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
         self._returns_tuple = False
+        self._launched: deque[torch.cuda.Event] = deque()  # the ends of slices
         parameter = next(self._model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.no_grad():
@@ -69,10 +71,15 @@ class SlicedModel:
                 f"{type(model).__name__} computes other logits layer by layer: they differ by {off:.1e}"
             )
 
-    def wait(self) -> None:
-        """Wait until the device has computed all that it was given; on a CPU it has."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def wait(self, slices: int = 0) -> None:
+        """Wait until the device has computed all that it was given but the last slices; on a CPU it has."""
+        if self.device.type != "cuda":
+            return
+        launched = torch.cuda.Event()
+        launched.record()
+        self._launched.append(launched)
+        while len(self._launched) > slices:
+            self._launched.popleft().synchronize()
 
     def targets(self, shape: AdapterShape) -> dict[str, Any]:
         """Return the modules that an adapter of this shape changes. Raises TrainingRefused."""

@@ -7,6 +7,8 @@ micro-batch is dropped and computed again, the adapter is the same, bit by bit o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -25,9 +27,6 @@ MAX_GRADIENT_NORM = 1.0
 MAX_SKIPPED = 3
 """Steps in a row whose gradients were not finite; the job fails with the last of them."""
 SNAPSHOT_INTERVAL_S = 300.0
-LAYERS = (Slice.FORWARD, Slice.BACKWARD)
-"""The slices whose time grows with the tokens of a micro-batch."""
-
 Event: TypeAlias = StepDone | Snapshot | Failed
 
 
@@ -35,8 +34,8 @@ class Trainer:
     """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
 
     `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is fitted
-    before each step so that the longest slices take about as long as that; without it, sums have the same
-    order everywhere. Raises TrainingRefused.
+    before each step so that a layer's backward pass, the longest kind of slice, takes about as long as that;
+    without it, sums have the same order everywhere. Raises TrainingRefused.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Trainer:
         self._model, self._clock = model, clock
         self._train_tokens, self._halved, self._skipped = train_tokens, False, 0
         self._slice_s = slice_s
-        self._longest = 0, 0.0  # of the slices of this step: the micro-batch's tokens, and seconds
+        self._backward_s: dict[int, list[float]] = {}  # of this step's slices, by the micro-batch's tokens
         self._optimizer = torch.optim.AdamW(
             self.adapter.parameters(), recipe.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )
@@ -89,12 +88,19 @@ class Trainer:
     @property
     def following(self) -> NextSlice:
         """What the next slice is expected to take."""
-        cost, layers = self._costs.seconds, len(self._model.layers)
-        whole_s = layers * (cost(Slice.FORWARD, self._tokens) + cost(Slice.BACKWARD, self._tokens))
-        return NextSlice(cost(self._next, self._tokens), whole_s, self._next is Slice.BEGIN)
+        cost, layers = (
+            partial(self._costs.seconds, tokens=self._tokens, now_s=self._clock()),
+            self._model.layers,
+        )
+        whole_s = len(layers) * (cost(Slice.FORWARD) + cost(Slice.BACKWARD))
+        return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
-    def run_slice(self) -> float:
-        """Run the next slice and return its seconds. What it raises is the end of the job, as an event."""
+    def run_slice(self, *, ahead: bool = False) -> float:
+        """Run the next slice and return its seconds. What it raises is the end of the job, as an event.
+
+        With `ahead`, a GPU may still compute the slice while the next one is launched; the seconds are those
+        of the slice before.
+        """
         if self.ended:
             return 0.0
         began, kind, tokens = self._clock(), self._next, self._tokens
@@ -106,12 +112,12 @@ class Trainer:
             self._after_lack_of_memory()
         except Exception as error:  # noqa: BLE001 - a job's fault must not cost what is served
             self._fail(f"{type(error).__name__}: {error}")
-        self._model.wait()
-        taken_s = self._clock() - began
-        if kind in LAYERS and taken_s > self._longest[1]:
-            self._longest = tokens, taken_s
-        self._costs.observe(kind, tokens, taken_s)
-        return taken_s
+        self._model.wait(slices=1 if ahead else 0)
+        ended = self._clock()
+        if kind is Slice.BACKWARD:
+            self._backward_s.setdefault(tokens, []).append(ended - began)
+        self._costs.observe(kind, tokens, ended - began, ended)
+        return ended - began
 
     def drop(self) -> None:
         """Free what the running micro-batch keeps; it is computed again from its beginning."""
@@ -162,10 +168,10 @@ class Trainer:
     def _run(self) -> Generator[Slice, None, None]:
         examples = self.examples
         while self.step < self.total_steps:
-            tokens, longest_s = self._longest
-            if self._slice_s is not None and longest_s > 0.0 and not self._halved:
-                self._train_tokens = fitted_tokens(tokens, longest_s, self._slice_s)
-                self._longest = 0, 0.0
+            if self._slice_s is not None and self._backward_s and not self._halved:
+                tokens = max(self._backward_s)
+                self._train_tokens = fitted_tokens(tokens, median(self._backward_s[tokens]), self._slice_s)
+            self._backward_s.clear()
             numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
             count = sum(int(example.learned.sum()) for example in batch)

@@ -63,7 +63,7 @@ class Slices:
     def following(self) -> NextSlice:
         return NextSlice(self._seconds, 10 * self._seconds, len(self.begun_s) % 10 == 0)
 
-    def run_slice(self) -> float:
+    def run_slice(self, *, ahead: bool = False) -> float:
         self.begun_s.append(self._clock.now_s)
         self._clock.now_s += self._seconds
         return self._seconds
