@@ -1,4 +1,4 @@
-"""What the models of a site have in memory there, as the site announces it: for people only. Pure."""
+"""Describe what the models of a site hold in its memory, as the site announces it, for people. Pure."""
 
 from __future__ import annotations
 

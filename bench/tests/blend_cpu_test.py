@@ -1,4 +1,4 @@
-"""What is counted of an offline batch is what the real engine does: iteration by iteration, page by page."""
+"""Compare what is counted of an offline batch with the real engine: each iteration, each page."""
 
 from __future__ import annotations
 

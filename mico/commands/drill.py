@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Rehearse trouble on the local federation.", no_args_is_help=True)
 
-Site = Annotated[str | None, typer.Argument(help="A site's name. [default: the last site]")]
+Site = Annotated[str | None, typer.Argument(help="A site's name. [default: the busiest site]")]
 For = Annotated[str, typer.Option("--for", help="Duration, such as 20s.")]
 
 
@@ -29,7 +29,7 @@ For = Annotated[str, typer.Option("--for", help="Duration, such as 20s.")]
 def kill_site(context: typer.Context, site: Site = None) -> None:
     """Kill a site like a crash. The dashboard shows it down at once; its queries continue elsewhere."""
     session = session_of(context)
-    process = select_site(require_running(session), site)
+    process = select_site(session, site)
     os.kill(process.pid, signal.SIGKILL)
     session.terminal.info(f"killed {process.name}; mico up --detach starts it again")
 
@@ -40,7 +40,7 @@ def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None
     from mico.commands.operate import duration
 
     session = session_of(context)
-    process = select_site(require_running(session), site)
+    process = select_site(session, site)
     with suspended(process):
         session.terminal.info(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
         sleep_until_interrupted(duration(lasts))
@@ -115,12 +115,29 @@ def require_running(session: Session) -> Running:
     return found
 
 
-def select_site(federation: Running, name: str | None) -> Process:
-    alive = [process for process in federation.sites if process.alive]
-    process = next((p for p in reversed(alive) if name in (None, p.name)), None)
-    if process is None:
-        names = ", ".join(p.name for p in alive) or "none"
+def select_site(session: Session, name: str | None) -> Process:
+    """Return the process of a site that lives here, without a name the one with the most queries.
+
+    Raises CommandFailed.
+    """
+    federation = require_running(session)
+    alive = {process.name: process for process in federation.sites if process.alive}
+    chosen = alive.get(name or busiest(list_sites(session, federation), list(alive)))
+    if chosen is None:
         raise CommandFailed(
-            f"no site {name} runs here", tip=f"sites: {names}", exit_code=ExitCode.WRONG_USAGE
+            f"no site {name} runs here" if name else "no site runs here",
+            tip=f"sites: {', '.join(alive) or 'none'}",
+            exit_code=ExitCode.WRONG_USAGE,
         )
-    return process
+    return chosen
+
+
+def list_sites(session: Session, federation: Running) -> list[dict[str, Any]]:
+    sites: list[dict[str, Any]] = session.client(federation.base_url, None).get("/admin/api/sites")["sites"]
+    return sites
+
+
+def busiest(sites: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Return which of `names` has the most queries assigned, the first of equals; empty without names."""
+    assigned = {site["name"]: site["assigned"] for site in sites}
+    return max(names, key=lambda name: assigned.get(name, 0), default="")

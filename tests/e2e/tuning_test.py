@@ -100,11 +100,10 @@ class School:
         job = eventually(over, f"{job_id} is over")
         logs = "\n".join(self.log(name)[-2000:] for name in self.sites)
         assert (job.status, job.error) == ("succeeded", None), logs
-        told = self.told(job_id)
-        assert sum("succeeded" in each for each in told) == 1
+        assert sum("succeeded" in each for each in self.messages(job_id)) == 1
         return job
 
-    def told(self, job_id: str) -> list[str]:
+    def messages(self, job_id: str) -> list[str]:
         return [each.message for each in self.client.fine_tuning.jobs.list_events(job_id, limit=100)]
 
     def digest(self, job_id: str) -> str:
@@ -200,14 +199,14 @@ def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole:
 
     school.ready(other)
     school.succeeded(kept)  # beside no gateway it went on
-    assert not [each for each in school.told(kept) if "goes on from its last snapshot" in each]
+    assert not [each for each in school.messages(kept) if "goes on from its last snapshot" in each]
     left = school.create()
     assert school.site_of(left) == other
     school.sites[other].terminate()  # while the first is still waited for
     assert school.sites[other].wait(60) == 0
     for job_id in (lost, left):
         job = school.succeeded(job_id)
-        assert any("goes on from its last snapshot" in each for each in school.told(job_id))
+        assert any("goes on from its last snapshot" in each for each in school.messages(job_id))
         name = job.fine_tuned_model
         eventually(lambda name=name: name in school.models_at("home"), "the site that finished it serves it")
     assert {school.digest(each) for each in (kept, lost, left)} == {wanted}

@@ -1,0 +1,17 @@
+"""The site that a drill takes when none is named."""
+
+from __future__ import annotations
+
+from mico.commands.drill import busiest
+
+SITES = [{"name": "a", "assigned": 0}, {"name": "b", "assigned": 3}, {"name": "c", "assigned": 9}]
+
+
+def test_the_living_site_with_the_most_queries_is_taken() -> None:
+    assert busiest(SITES, ["a", "b"]) == "b"  # c runs elsewhere
+    assert busiest(SITES, ["a", "b", "c"]) == "c"
+
+
+def test_without_queries_it_is_the_first_and_without_sites_none() -> None:
+    assert busiest([{"name": "a", "assigned": 0}], ["a", "new"]) == "a"
+    assert busiest(SITES, []) == ""
