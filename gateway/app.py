@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import itertools
 import logging
-import resource
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +35,7 @@ from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
 from gateway.http.server import ConnectionLimits, HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
+from gateway.process_settings import set_up_collector, set_up_process
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.query.counting import TokenCounter
@@ -78,10 +76,6 @@ FAREWELL_S = 2.0
 OPERATORS_CONNECTIONS = 100
 SILENT_S = 2.0
 """After this long a silence of the database, the readiness answer says that it is away."""
-LARGE_BLOCK_BYTES, M_MMAP_THRESHOLD = 2**20, -3
-"""Of a prompt of megabytes. By glibc's own rule such blocks stay with the process once some were freed."""
-GC_THRESHOLDS = (5_000, 20, 20)
-"""In 1,000 queries 3 collections, 4 ms in total; by Python's own thresholds 70, 27 ms in total."""
 
 
 class Core(NamedTuple):
@@ -96,11 +90,7 @@ class Core(NamedTuple):
 def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT, drain queries in flight for at most `drain_s`; return the exit code."""
     logs.configure(config.log_level)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS calls it unlimited and refuses to have it set so
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # 1,024 are usual
-    with suppress(AttributeError, OSError):  # glibc alone has it
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    set_up_process()
     try:
         import uvloop
     except ImportError:
@@ -147,9 +137,7 @@ async def serve(config: GatewayConfig) -> int:
         routes = [*admin_routes(backend, admin), *_tenants_routes(backend, admin, batches, tuning.service)]
         server = _http(config, backend, routes, credentials)
         operators_server = _operators_http(config, core, backend)
-        gc.collect()
-        gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
-        gc.set_threshold(*GC_THRESHOLDS)
+        set_up_collector()
         serving = asyncio.create_task(server.serve())
         telling = asyncio.create_task(operators_server.serve())
         stopping = asyncio.create_task(stop.wait())
