@@ -1,7 +1,7 @@
 """Measure the simulator at size, and what it finds of many sites: python -m bench.simulator [--queries N]
 
-Each part prints a line as it ends, a JSON object at last. Queries are drawn as they come: prompts and answers
-of lognormal lengths, forecasts off by up to half. CPU is that of this process.
+Each part prints a line as it ends, a JSON object at last; progress goes to stderr. Queries are drawn as they
+come: prompts and answers of lognormal lengths, forecasts off by up to half. CPU is that of this process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 253, 146
 SLOWER = (1.0, 1.3, 1.7, 2.2, 3.0)
 """Times that the sites of a burst take for everything, in relation to the fastest."""
 MIB = 1024
+PARTS = 20
 POOLS = {
     "near": PoolPlan("aws", "group", most=6, fewest=1, usd_per_hour=4.0, region="r"),
     "far": PoolPlan("aws", "group", most=6, fewest=1, usd_per_hour=3.0, region="r"),
@@ -87,20 +89,22 @@ def run(
 
 
 class Progress:
-    """Counts the queries that ended, with the CPU and the memory of each tenth."""
+    """Counts the queries that ended, with the CPU and the memory of each twentieth, told as it ends."""
 
     def __init__(self, queries: int) -> None:
         self.results = Results()
-        self.tenths: list[tuple[float, int]] = []  # ms of CPU a query, peak MiB so far
-        self._every, self._began_s = max(1, queries // 10), process_time()
+        self.parts: list[tuple[float, int]] = []  # ms of CPU a query, peak MiB so far
+        self._every, self._began_s = max(1, queries // PARTS), process_time()
 
     def ended(self, record: Record) -> None:
         self.results.add(record)
         if self.results.queries % self._every == 0:
             now_s = process_time()
             each_ms = 1e3 * (now_s - self._began_s) / self._every
-            self.tenths.append((round(each_ms, 3), peak_mib()))
+            self.parts.append((round(each_ms, 3), peak_mib()))
             self._began_s = now_s
+            told = f"{self.results.queries} queries: {each_ms:.3f} ms each, {peak_mib()} MiB"
+            print(told, file=sys.stderr, flush=True)
 
 
 def peak_mib() -> int:
@@ -122,7 +126,7 @@ def size(queries: int, sites: int, gateways: int, load: float = 0.9) -> dict[str
         "cpu_s": round(process_time() - cpu_s, 1),
         "wall_s": round(perf_counter() - began_s, 1),
         "simulated_s": round(found.makespan_s, 1),
-        "cpu_ms_and_peak_mib_by_tenth": progress.tenths,
+        "cpu_ms_and_peak_mib_by_part": progress.parts,
         "mean_s_per_token": round(found.mean_normalized_latency, 5),
         "p99_s_per_token": round(found.p99_normalized_latency, 4),
         "p99_ttft_s": round(found.p99_ttft_s, 3),
@@ -214,7 +218,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
     if "curve" in options.only:
         for number in (10, 100, 1_000):
             if number <= sites:
-                yield f"curve {number}", partial(size, max(1, queries // 20), number, 1)
+                yield f"curve {number}", partial(size, max(1, queries // 10), number, 1)
     if "loss" in options.only:
         yield "loss", partial(loss, max(1, queries // 5), sites)
     if "burst" in options.only:

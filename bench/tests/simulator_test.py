@@ -15,7 +15,7 @@ def test_drawn_queries_are_the_same_again_and_come_in_order() -> None:
 
 def test_every_query_of_every_part_is_answered() -> None:
     found = size(200, sites=10, gateways=5)
-    assert (found["answered"], len(found["cpu_ms_and_peak_mib_by_tenth"])) == (200, 10)
+    assert (found["answered"], len(found["cpu_ms_and_peak_mib_by_part"])) == (200, 20)
     lost = loss(300, sites=12)
     assert lost["lost"] == 0
     assert sum(lost["by_tries"].values()) == 300
