@@ -20,12 +20,14 @@ from site_engine.variants.peft_folder import CONFIG, MAX_RANK, PREFIX, WEIGHTS
 KINDS = {"Linear": (1, 0), "Conv1D": (0, 1)}
 """Modules that take a product, and the dimensions of their weight that are their inputs and outputs."""
 STAGING = ".new"
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""`down` [rank, in] and `up` [out, rank] by the name of the module that they adapt."""
 
 
 class Adapter:
-    """Factors `down` [rank, in] and `up` [out, rank] by the name of the module that they adapt."""
+    """The factors that are trained, in float32."""
 
-    def __init__(self, shape: AdapterShape, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, shape: AdapterShape, factors: Factors) -> None:
         self.shape = shape
         self.factors = {name: (_leaf(down), _leaf(up)) for name, (down, up) in factors.items()}
 
@@ -125,10 +127,10 @@ class AddedProduct(torch.autograd.Function):  # type: ignore[misc]  # torch does
         wanted = gradients[0].flatten(0, -2)
         through = wanted @ wide
         given = (through @ narrow).view(*gradients[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        return given, gradients[0], _exact(through.T, rows), _exact(wanted.T, inner)
+        return given, gradients[0], exact_product(through.T, rows), exact_product(wanted.T, inner)
 
 
-def _exact(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def exact_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Multiply matrices of 16 bits, with a result in float32."""
     if one.is_cuda:
         return torch.mm(one, other, out_dtype=torch.float32)

@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.training.adapter import Adapter
 from site_engine.training.packing import Packed
-from site_engine.training.sliced_model import Begun, SlicedModel
-
-HEAD_TOKENS = 256
+from site_engine.training.sliced_model import SlicedModel
 
 
 class Slice(StrEnum):
@@ -70,18 +67,21 @@ def run_micro_batch(
             kept.append(hidden)
         with torch.no_grad():
             hidden = model.layer(number, hidden, begun)
-    result = MicroBatch()
+    result, sums = MicroBatch(), list[tuple[torch.Tensor, torch.Tensor]]()
     gradient = yield from _head(
-        model, hidden, predicting, targets, count=count if backward else None, result=result
+        model, hidden, predicting, targets, count=count if backward else None, sums=sums
     )
     if gradient is not None:
         by_layer: list[list[torch.Tensor]] = []
         for number in reversed(range(len(model.layers))):
             yield Slice.BACKWARD
-            factors = adapter.parameters(adapted[number])
-            gradient, found = _layer_backward(model, begun, number, kept.pop(), gradient, factors=factors)
+            factors = {name: adapter.factors[name] for name in adapted[number]}
+            gradient, found = model.backward(number, kept.pop(), begun, gradient, factors)
             by_layer.insert(0, found)
         result.gradients = [each for layer in by_layer for each in layer]
+    for loss, hits in sums:  # not before: a GPU would wait for the next launch
+        result.loss_sum += float(loss)
+        result.correct += int(hits)
     return result
 
 
@@ -92,37 +92,15 @@ def _head(
     targets: torch.Tensor,
     *,
     count: int | None,
-    result: MicroBatch,
+    sums: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Generator[Slice, None, torch.Tensor | None]:
-    """Add the loss to the result; return the gradient of the hidden states, None without a `count`."""
+    """Append losses and hits to `sums`; return the gradient of the hidden states if there is a `count`."""
     gradient = None if count is None else torch.zeros_like(hidden)
-    for tokens, wanted in zip(predicting.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
+    size = model.head_tokens
+    for tokens, wanted in zip(predicting.split(size), targets.split(size), strict=True):
         yield Slice.HEAD
-        part = hidden[0, tokens].requires_grad_(count is not None)
-        with torch.set_grad_enabled(count is not None):
-            logits = model.head(part)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(logits, wanted, reduction="sum")
+        loss, hits, found = model.loss(hidden[0, tokens], wanted, count)
+        sums.append((loss, hits))
         if gradient is not None:
-            (gradient[0, tokens],) = torch.autograd.grad(loss / count, part)
-        result.loss_sum += float(loss.detach())
-        result.correct += int((logits.detach().argmax(-1) == wanted).sum())
+            gradient[0, tokens] = found
     return gradient
-
-
-def _layer_backward(
-    model: SlicedModel,
-    begun: Begun,
-    number: int,
-    below: torch.Tensor,
-    gradient: torch.Tensor,
-    *,
-    factors: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute a layer again; return the gradients of its input (not of the first's) and of its factors."""
-    below = below.requires_grad_(number > 0)
-    with torch.enable_grad():
-        above = model.layer(number, below, begun)
-    wrt = [below, *factors] if number > 0 else factors
-    found = torch.autograd.grad(above, wrt, gradient, materialize_grads=True)
-    return (found[0], list(found[1:])) if number > 0 else (gradient, list(found))

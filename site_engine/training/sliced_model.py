@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.model import attention_context, certify
 from site_engine.model.hf_attention import install_hook
-from site_engine.training.adapter import Adapter, attach, target_modules
+from site_engine.training.adapter import Adapter, Factors, attach, target_modules
 from site_engine.training.context import PackedContext
 from site_engine.variants.certify import alone
 
+if TYPE_CHECKING:
+    from site_engine.cuda.llama_training import TrainedHead, TrainedLayer
+
 SAMPLE_LENGTHS = (11, 1, 6)
+HEAD_TOKENS, FUSED_HEAD_TOKENS = 256, 1024
+"""Whose logits exist at a time."""
 
 
 class LayerCall(NamedTuple):
@@ -43,9 +49,11 @@ class Begun(NamedTuple):
 class SlicedModel:
     """The layers of a model of transformers, called one by one. Raises TrainingRefused where that gives other
     logits than the whole model.
+
+    `fused`: whether fused kernels compute the layers; None: on a GPU, in 16 bits, where they know the model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fused: bool | None = None) -> None:
         self._model = alone(model)
         install_hook(self._model)
         for parameter in self._model.parameters():
@@ -64,6 +72,12 @@ class SlicedModel:
         self._launched: deque[torch.cuda.Event] = deque()  # the ends of slices
         parameter = next(self._model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        in_16_bits = self.device.type == "cuda" and self.dtype.itemsize == 2
+        self._fused = in_16_bits and _can_fuse(self._model) if fused is None else fused
+        self._head: TrainedHead | None = None
+        self._trained: list[TrainedLayer] = []
+        if self._fused:
+            self._fuse({}, 1.0)
         with torch.no_grad():
             off = self._difference()
         if not off <= certify.TOLERANCE.get(self.dtype, 1e-6):
@@ -87,9 +101,12 @@ class SlicedModel:
 
     def attach(self, adapter: Adapter) -> list[list[str]]:
         """Let the modules add the adapter's products; return the adapted modules of each layer."""
-        modules = dict(self._model.named_modules())
-        for name in adapter.factors:
-            attach(name, modules[name], adapter)
+        if self._fused:
+            self._fuse(adapter.factors, adapter.scale)
+        else:
+            modules = dict(self._model.named_modules())
+            for name in adapter.factors:
+                attach(name, modules[name], adapter)
         return [
             [each for each in adapter.factors if each.startswith(f"{layer}.")] for layer, _ in self.layers
         ]
@@ -112,11 +129,53 @@ class SlicedModel:
     def layer(self, number: int, hidden: torch.Tensor, begun: Begun) -> torch.Tensor:
         """Map hidden states [1, tokens, dim] through one layer."""
         call = begun.calls[number]
+        if self._trained:
+            rotary = call.named["position_embeddings"]
+            return self._trained[number].forward(hidden[0], rotary, begun.context)[None]
         with attention_context.use(begun.context):
             out = self.layers[number][1](hidden, *call.more, **call.named)
         self._returns_tuple = isinstance(out, tuple)
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
+
+    def backward(
+        self, number: int, below: torch.Tensor, begun: Begun, gradient: torch.Tensor, factors: Factors
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute a layer again; return the gradients of its input (not the first's) and of its factors."""
+        if self._trained:
+            rotary = begun.calls[number].named["position_embeddings"]
+            trained = self._trained[number]
+            given, made = trained.backward(below[0], rotary, begun.context, gradient[0])
+            return given[None], [each for name in factors for each in made[name]]
+        wanted = [factor for pair in factors.values() for factor in pair]
+        below = below.requires_grad_(number > 0)
+        with torch.enable_grad():
+            above = self.layer(number, below, begun)
+        wrt = [below, *wanted] if number > 0 else wanted
+        found = torch.autograd.grad(above, wrt, gradient, materialize_grads=True)
+        return (found[0], list(found[1:])) if number > 0 else (gradient, list(found))
+
+    def loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Map what the last layer gives for some tokens, [tokens, dim], to the sum of their losses.
+
+        Also returns how many targets are predicted best and, with a `count`, the gradient of sum / count.
+        """
+        if self._head is not None:
+            return self._head.loss(hidden, targets, count)
+        part = hidden.requires_grad_(count is not None)
+        with torch.set_grad_enabled(count is not None):
+            logits = self.head(part)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = F.cross_entropy(logits, targets, reduction="sum")
+        gradient = None if count is None else torch.autograd.grad(loss / count, part)[0]
+        return loss.detach(), (logits.detach().argmax(-1) == targets).sum(), gradient
+
+    @property
+    def head_tokens(self) -> int:
+        """The tokens whose logits exist at a time."""
+        return HEAD_TOKENS if self._head is None else FUSED_HEAD_TOKENS
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map what the last layer gives for some tokens, [tokens, dim], to logits [tokens, vocabulary]."""
@@ -131,6 +190,13 @@ class SlicedModel:
                 input_ids=ids, position_ids=torch.arange(tokens, device=self.device)[None], use_cache=False
             ).logits[0]
         return logits
+
+    def _fuse(self, factors: Factors, scale: float) -> None:
+        """Have the layers and the head computed by fused kernels."""
+        from site_engine.cuda.llama_training import TrainedHead, TrainedLayer  # where there is Triton
+
+        self._trained = [TrainedLayer(name, layer, factors, scale) for name, layer in self.layers]
+        self._head = TrainedHead(self._model.base_model.norm, self._model.lm_head)
 
     @contextmanager
     def _layers_as(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -162,3 +228,9 @@ class SlicedModel:
             hidden = self.layer(number, hidden, begun)
         off = (self.head(hidden[0]) - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
         return float(off) if bool(torch.isfinite(off)) else float("inf")
+
+
+def _can_fuse(model: Any) -> bool:
+    from site_engine.cuda.llama_training import fits  # where there is Triton
+
+    return fits(model)

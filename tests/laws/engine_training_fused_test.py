@@ -1,0 +1,88 @@
+"""Fused kernels of training, interpreted here: losses and gradients are those of transformers' layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
+
+# isort: split
+from site_engine.core.training import AdapterShape
+from site_engine.cuda import llama_training
+from site_engine.cuda.kernels import training_kernels
+from site_engine.training.adapter import Adapter, new_adapter
+from site_engine.training.micro_batch import MicroBatch, run_micro_batch
+from site_engine.training.packing import pack
+from site_engine.training.sliced_model import SlicedModel
+from tests.support.engine_models import FAMILIES
+from tests.support.model_families import random_model
+from tests.support.training import examples
+
+pytestmark = pytest.mark.slow
+FUSED = ("llama", "qwen2", "mistral")
+
+
+def started(name: str, target: str, *, fused: bool) -> tuple[SlicedModel, Adapter, list[list[str]]]:
+    model = SlicedModel(random_model(FAMILIES[name]()).float(), fused=fused)
+    shape = AdapterShape(4, 8.0, target)
+    adapter = new_adapter(model.targets(shape), shape, seed=1)
+    adapted = model.attach(adapter)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, up in adapter.factors.values():
+            up.normal_(0.0, 0.05, generator=draw)
+    return model, adapter, adapted
+
+
+def passed(name: str, target: str, *, fused: bool, backward: bool = True) -> MicroBatch:
+    model, adapter, adapted = started(name, target, fused=fused)
+    packed = pack(examples(5, seed=3).examples)
+    slices = run_micro_batch(model, adapter, adapted, packed, len(packed.targets), backward=backward)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: MicroBatch = end.value
+            return result
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("target", ["all-linear", "attention"])
+def test_loss_and_gradients_are_those_of_the_layers_of_transformers(name: str, target: str) -> None:
+    found, wanted = (passed(name, target, fused=fused) for fused in (True, False))
+    assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
+    assert found.correct == wanted.correct
+    assert len(found.gradients) == len(wanted.gradients)
+    for one, other in zip(found.gradients, wanted.gradients, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-9
+
+
+def test_a_validation_has_the_loss_and_no_gradients() -> None:
+    found, wanted = (passed("llama", "all-linear", fused=fused, backward=False) for fused in (True, False))
+    assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
+    assert not found.gradients
+
+
+def test_only_the_llama_family_is_fused() -> None:
+    fitting = {name for name in FAMILIES if llama_training.fits(random_model(FAMILIES[name]()))}
+    assert fitting == set(FUSED) & set(FAMILIES)
+
+
+def test_a_loss_of_logits_far_apart_or_minus_infinite_is_that_of_pytorch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 300, generator=draw) * 40
+    logits[1, 7], logits[2, :290] = 500.0, float("-inf")
+    targets = torch.tensor([3, 7, 295, 0, 299])
+    exact = logits.clone().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum() / 9, exact)
+    losses, hits = torch.empty(5), torch.empty(5)
+    best = logits.argmax(-1)
+    training_kernels.cross_entropy[(5,)](
+        logits, targets, losses, hits, 300, 1 / 9, BACKWARD=True, BLOCK=64
+    )  # fmt: skip
+    torch.testing.assert_close(losses, wanted.detach())
+    torch.testing.assert_close(logits, gradient)
+    assert hits.tolist() == (best == targets).float().tolist()
