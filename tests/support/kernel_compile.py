@@ -18,18 +18,20 @@ from site_engine.cuda.kernels import (
     layer_kernels,
     sampling_kernels,
     skinny_gemm_kernels,
+    training_kernels,
 )
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
     "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases",
+    "total", "gradient", "beside",
 }  # fmt: skip
-FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more"}
-LONGS = {"ids", "positions", "wanted_out"}
-PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
+FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
+LONGS = {"ids", "positions", "wanted_out", "targets"}
+PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "bias_stride",
+    "slot_stride", "scale_stride", "bias_stride", "count",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -86,10 +88,25 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": True, "BIASED": True}),
         )
     ]
+    large = {"SIZE": 4096, "SIZE_PAD": 4096}
+    training = [
+        *(
+            (training_kernels.sum_norm, {**large, "ADDED": added}, {"num_warps": 8})
+            for added in (False, True)
+        ),
+        *(
+            (training_kernels.norm_backward, {**large, "BESIDE": beside}, {"num_warps": 8})
+            for beside in (False, True)
+        ),
+        (training_kernels.rotate, {"SIGN": -1, "HEADS_PAD": 32, "HALF": 64, "HALF_PAD": 64}, {}),
+        (training_kernels.silu_times_backward, {"BLOCK": 1024}, {}),
+        (training_kernels.cross_entropy, {"BACKWARD": True, "BLOCK": 4096}, {"num_warps": 8}),
+    ]
     return [
         *decode,
         *prefill,
         *adapters,
+        *training,
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
         (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
