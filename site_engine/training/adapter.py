@@ -35,10 +35,9 @@ class Adapter:
     def scale(self) -> float:
         return self.shape.alpha / self.shape.rank
 
-    def parameters(self, modules: Iterable[str] | None = None) -> list[torch.Tensor]:
-        """Return the factors of modules, or of all, in their order."""
-        names = self.factors if modules is None else modules
-        return [factor for name in names for factor in self.factors[name]]
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the factors of all modules, in their order."""
+        return [factor for pair in self.factors.values() for factor in pair]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the factors, on their device, by their names in a file of peft."""

@@ -67,7 +67,12 @@ class Trainer:
         self._slice_s = slice_s
         self._backward_s: dict[int, list[float]] = {}  # of this step's slices, by the micro-batch's tokens
         self._optimizer = torch.optim.AdamW(
-            self.adapter.parameters(), recipe.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+            self.adapter.parameters(),
+            recipe.learning_rate,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.0,
+            fused=model.device.type == "cuda",  # one launch instead of hundreds
         )
         if resumed is not None:
             self._restore(resumed)
@@ -157,8 +162,7 @@ class Trainer:
                     }
                     if moments:
                         self._optimizer.state[parameter] = {
-                            moment: value.clone().to("cpu" if moment == "step" else parameter.device)
-                            for moment, value in moments.items()
+                            moment: value.clone().to(parameter.device) for moment, value in moments.items()
                         }
         except (KeyError, RuntimeError) as error:
             raise TrainingRefused(f"the snapshot is not whole: {error}") from error
@@ -219,8 +223,7 @@ class Trainer:
             total.loss_sum += result.loss_sum
             total.correct += result.correct
             if total.gradients:
-                for summed, gradient in zip(total.gradients, result.gradients, strict=True):
-                    summed.add_(gradient)
+                torch._foreach_add_(total.gradients, result.gradients)
             else:
                 total.gradients = result.gradients
         return total
