@@ -60,6 +60,7 @@ class SiteView:
     pool: str
     certificate_until: float | None
     devices: list[DeviceLoad] = field(default_factory=list)  # of a site that has several
+    training: int = 0  # jobs of fine-tuning that it trains
 
     @property
     def taking(self) -> bool:
@@ -221,6 +222,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         pool=identity.pool,
         certificate_until=None,
         devices=list(load.devices),
+        training=0 if down else load.training,
     )
 
 

@@ -29,7 +29,7 @@ SHOWN_SITE = (
     "asleep cached_share capacity_tokens certificate_until cloud devices errors_per_min input_per_s "
     "input_usd_per_mtok itl_p95_s kv_used load models name output_per_s output_usd_per_mtok "
     "outstanding_tokens own_bytes pending pinned_off pool region report_age_s running share slots state "
-    "tokens_per_s ttft_p95_s weight"
+    "tokens_per_s training ttft_p95_s weight"
 )
 ROUTE = "changed_at figures name reason shadow source targets who"
 TARGET = "model served slower_than_s weight when"

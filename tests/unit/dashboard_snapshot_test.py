@@ -31,6 +31,13 @@ def test_a_site_shows_its_devices() -> None:
     assert shown(site())[0].devices == []
 
 
+def test_a_site_shows_the_jobs_that_it_trains_while_it_lives() -> None:
+    assert [
+        shown(site(state=state, training=2))[0].training for state in (SiteState.READY, SiteState.DOWN)
+    ] == [2, 0]
+    assert shown(site())[0].training == 0
+
+
 def test_rates_are_differences_of_the_sites_own_totals() -> None:
     rates = Rates()
     for second in range(10):

@@ -128,7 +128,8 @@ export class SiteTable {
     const models = site.models.length > 1 ? ` · ${site.models.length} models${more}` : "";
     const lost = site.devices.filter((device) => device.lost).length;
     const devices = site.devices.length ? ` · ${lost ? `▲ ${lost} of ` : ""}${site.devices.length} devices${lost ? " lost" : ""}` : "";
-    const where = `${site.cloud} · ${site.region}${pool}${models}${pinned}${devices}${certificate}`;
+    const trains = site.training ? ` · trains ${site.training} ${site.training > 1 ? "jobs" : "job"}` : "";
+    const where = `${site.cloud} · ${site.region}${pool}${models}${trains}${pinned}${devices}${certificate}`;
     row.cells[0].title = [site.name, where, ...site.devices.map(deviceLine)].join("\n");
     setText(row.cells[0].lastChild, (row.where = where));
     setText(row.cells[1].firstChild, site.state);
