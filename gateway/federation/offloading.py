@@ -96,8 +96,8 @@ class Offloading:
             attempts = link.pending() if link is not None else ()
             left = [each.demand for each in attempts if each.id not in asked and each.moves < MAX_MOVES]
             donor = self._directory.crowded(name) if left else None
-            if donor is not None:
-                self._offers[name] = offer(donor, left)
+            if donor is not None and (made := offer(donor, left)).beaten_by:
+                self._offers[name] = made
             else:
                 self._offers.pop(name, None)
         self._changed.clear()

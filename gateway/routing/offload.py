@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gateway.domain import Credit, Lane, ModelState, Site
 from gateway.routing.demand import Demand
@@ -141,7 +142,9 @@ def wins(bidder: str, pending: Sequence[Pending], sites: Sites, now_s: float) ->
     movable = [each for each in pending if _may_move(each, site, sites, now_s)]
     if not movable:
         return []
-    gains_s = _gains_s(site, movable, sites)
+    gains_s, starts_at_once = _gains_s(site, movable, sites)
+    if len(movable) == 1:
+        return movable if gains_s[0] > 0 and starts_at_once[0] else []
     lines = np.array([each.demand.lane is Lane.BATCH for each in movable])
     tokens = np.array([each.demand.response_tokens for each in movable])
     worth = gains_s / np.where(lines, 1.0, np.maximum(1.0, tokens))
@@ -157,8 +160,10 @@ def _may_move(each: Pending, bidder: Site, sites: Sites, now_s: float) -> bool:
     return bidder.identity.models[each.demand.model].state is ModelState.READY
 
 
-def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> Numbers:
-    """Return the seconds saved by each move, round trips included; 0 where no move is worth it."""
+def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> tuple[Numbers, NDArray[np.bool_]]:
+    """Return the seconds saved by each move alone, round trips included, 0 where it is not worth it, and
+    whether the attempt would start at once.
+    """
     donors = {each.site: donor for each in movable if (donor := sites.site(each.site)) is not None}
     size_here = of_demands((each.demand, each.site) for each in movable)
     size_there = of_demands((each.demand, bidder.name) for each in movable)
@@ -166,7 +171,8 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> Numbers:
     there = estimates(size_there, *_columns([(bidder, 1.0)]))
     way_s = ROUND_TRIPS * np.array([donors[each.site].rtt_s for each in movable])
     gains_s = here.finish_s - there.finish_s - way_s
-    return np.where((here.wait_s > 0.0) & (gains_s > _min_gain_s(here.wait_s)), gains_s, 0.0)
+    worth_it = (here.wait_s > 0.0) & (gains_s > _min_gain_s(here.wait_s))
+    return np.where(worth_it, gains_s, 0.0), there.wait_s <= 0.0
 
 
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:

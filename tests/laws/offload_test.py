@@ -71,6 +71,17 @@ def test_a_bidder_wins_no_more_than_it_can_start_at_once(
     assert len({each.attempt_id for each in won}) == len(won)
 
 
+@given(st.integers(1, 5))
+def test_a_site_with_a_free_slot_but_no_kv_for_a_query_wins_nothing(waiting: int) -> None:
+    """Soon there will be KV for it, and it would gain, but what waits at the bidder has not gained yet."""
+    room = site("idle", running=1)
+    full = replace(room, load=replace(room.load, kv_free_tokens=100, running_remaining=(5,)))
+    queue = [pending(number) for number in range(waiting)]
+    busy = site("busy", running=4, pending=40)
+    assert wins("idle", queue, Fleet.of([room, busy]), NOW)
+    assert wins("idle", queue, Fleet.of([full, busy]), NOW) == []
+
+
 @given(st.integers(1, 40))
 def test_an_idle_equal_site_takes_work_from_a_queue(waiting: int) -> None:
     bidder, busy = site("idle"), site("busy", running=4, pending=waiting)

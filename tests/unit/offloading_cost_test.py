@@ -85,3 +85,16 @@ def test_what_a_site_is_asked_to_release_is_offered_to_no_other_until_the_round_
     assert busy.released == [["first"], ["second"]]
     now_s = ROUND_TIMEOUT_S
     assert len(offloading.offers()) == 1
+
+
+def test_a_crowded_site_where_no_query_of_the_gateway_waits_long_offers_nothing() -> None:
+    """What waits there is another gateway's: its own query starts first."""
+    directory, queue = Directory(), Donor(waiting=[Waiting("first", DEMAND)])
+    model = Model("m", "r", 1024, 0, "o", frozenset())
+    directory.join(SiteIdentity("s", "b", "c", "r", {"m": model}, slots=4, kv_capacity_tokens=10_000), 0.0)
+    load = LoadReport(seq=1, received_s=0.0, running=3, pending=9, kv_free_tokens=9_000)
+    directory.report("s", load, Credit())
+    offloading = Offloading({"s": queue}, directory, lambda: 0.0)
+    offloading.mark_changed("s")
+    assert directory.crowded("s")
+    assert not offloading.offers()
