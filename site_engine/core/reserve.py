@@ -155,8 +155,7 @@ class Reservation:
             return True
         if self.refused(request):
             return False
-        if self.iteration - self._read_at >= LOOK_AGAIN:
-            self._read_forecasts()
+        self._look_again()
         span = self._span(request, 0)
         if (
             self._future.all_at_last(span)
@@ -219,13 +218,16 @@ class Reservation:
         """Return the tokens that running requests will hold at once beyond those that they hold now."""
         if not self._spans:
             return 0
-        self._read_forecasts()
+        self._look_again()
         return max(0, round(self._future.peak()) - self._own_pages() * self._pool.page_size)
 
     def _own_pages(self) -> int:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
-    def _read_forecasts(self) -> None:
+    def _look_again(self) -> None:
+        """Read the forecasts again unless that was a few iterations ago."""
+        if self.iteration - self._read_at < LOOK_AGAIN:
+            return
         self.factors.look(self._spans)
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
         for each, span in self._spans.items():
