@@ -33,6 +33,9 @@ from site_engine.model.tensor_group import TensorGroup
 
 log = logging.getLogger(__name__)
 
+USUAL_NUMBERS = 1 << 16
+"""In the block of a step; one of many prompts at once has more."""
+
 
 class FreshLengths(NamedTuple):
     """The first packed token of prefill chunks that all begin at their prompt's first, and their lengths."""
@@ -56,19 +59,48 @@ class Patches(NamedTuple):
     pages: list[int]
 
 
+class HostBuffers:
+    """Pinned memory that the device copies int32 numbers from and to, reused in turn.
+
+    A buffer is handed out again after IN_TURN others: by then the engine has waited for the step that used
+    it, since at most one is launched before the one before it is read.
+    """
+
+    IN_TURN = 4
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self._size, self._pinned = size, pinned
+        self._buffers = [self._new(size) for _ in range(self.IN_TURN)]
+        self._next = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return memory for `size` numbers with any contents; more than usual are allocated anew."""
+        if size > self._size:
+            return self._new(size)
+        self._next = (self._next + 1) % self.IN_TURN
+        return self._buffers[self._next][:size]
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
+
+
 class DeviceStep:
-    """A launched step and the copy of its tokens to the host."""
+    """A launched step and the copy of its tokens to the host, into `ids`."""
 
     def __init__(
-        self, plan: SchedulePlan, requests: list[Request], chosen: torch.Tensor, ranked: Ranked | None = None
+        self,
+        plan: SchedulePlan,
+        requests: list[Request],
+        chosen: torch.Tensor,
+        ids: torch.Tensor,
+        ranked: Ranked | None = None,
     ) -> None:
         self.plan = plan
         self.requests = requests
         self._ranked = ranked
-        on_gpu = chosen.device.type == "cuda"
-        self._ids = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=on_gpu)
+        self._ids = ids
         self._ids.copy_(chosen, non_blocking=True)
-        self._done = torch.cuda.Event() if on_gpu else None
+        self._done = torch.cuda.Event() if chosen.device.type == "cuda" else None
         if self._done is not None:
             self._done.record()
 
@@ -122,6 +154,8 @@ class DeviceRunner:
         )
         self._ruled = RuledRows(slots, self._device.where)
         self._cuda = self._device.where.type == "cuda"
+        self._blocks = HostBuffers(USUAL_NUMBERS, pinned=self._cuda)
+        self._ids = HostBuffers(MIXED_TOKENS[-1], pinned=self._cuda)
         self._steps: dict[Shape, Step] = {}
         self._compiled: set[Shape] = set()  # by the kernels that they need
         if self._cuda:
@@ -135,12 +169,13 @@ class DeviceRunner:
         """
         step, requests, slots = self._start(plan)
         rows = self._packer.rules.ruled(slots) if rules is not None else []
+        ids = self._ids.take(len(step.chosen))
         if not rows or rules is None:
-            return DeviceStep(plan, requests, step.chosen)
+            return DeviceStep(plan, requests, step.chosen, ids)
         ends = sampled_ends(plan)
         ruled = [(requests[row], ends[row]) for row in rows]
         ranked = self._ruled.sample(step, rows, [one for one, _ in ruled], [end for _, end in ruled], rules)
-        return DeviceStep(plan, requests, step.chosen, ranked)
+        return DeviceStep(plan, requests, step.chosen, ids, ranked)
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits."""
@@ -200,7 +235,7 @@ class DeviceRunner:
         if len(at) > shape.patches:
             self.patch(Patches(at, pages))
             at, pages = [], []
-        block = torch.empty(shape.size, dtype=torch.int32, pin_memory=self._cuda)
+        block = self._blocks.take(shape.size)
         to = views(block.numpy(), shape)
         requests = self._packer.fill(to, shape, plan)
         if arenas is not None and shape.tiles:
@@ -226,7 +261,7 @@ class DeviceRunner:
         elif isinstance(message, Shape):
             self.warm_shape(message)
         else:
-            block = torch.empty(message.shape.size, dtype=torch.int32, pin_memory=self._cuda)
+            block = self._blocks.take(message.shape.size)
             block.copy_(torch.from_numpy(message.block))
             self.play(message.shape, block, message.fresh)
 
