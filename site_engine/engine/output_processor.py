@@ -9,7 +9,7 @@ import torch
 from site_engine.core.request import Finish, Output, Request, Timings, TokenLogprob
 from site_engine.model.sampler import Alternatives, rank
 from site_engine.text.answer_text import AnswerText, end_tokens
-from site_engine.text.detokenize import Vocabulary
+from site_engine.text.detokenize import NoText, Vocabulary
 
 
 class OutputProcessor:
@@ -18,6 +18,7 @@ class OutputProcessor:
     __slots__ = (
         "_answer",
         "_ends",
+        "_has_no_text",
         "_min_tokens",
         "_prompt_logprobs",
         "_starts_told",
@@ -30,6 +31,7 @@ class OutputProcessor:
         self._vocabulary = vocabulary
         self._ends = end_tokens(request, eos_token_ids)
         self._answer = AnswerText(request, vocabulary, self._ends)
+        self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
         self._prompt_logprobs: list[TokenLogprob] = []
         self._starts_told = 0  # with their timings
@@ -55,9 +57,13 @@ class OutputProcessor:
         tokens = request.tokens
         tokens.append(token_id)
         generated = len(tokens) - request.prompt_len
-        text, finish = answer.read(token_id, generated, self._finish(token_id, generated))
-        ended = finish is Finish.STOP and token_id in self._ends
+        finish = self._finish(token_id, generated)
         is_told = finish is None and self._starts_told > request.preemptions
+        if is_told and self._has_no_text and alternatives is None:  # most rows of an engine's process
+            return Output(request.id, "", (token_id,), completion_tokens=generated)
+        text, finish = answer.read(token_id, generated, finish)
+        ended = finish is Finish.STOP and token_id in self._ends
+        is_told = finish is None and is_told
         self._starts_told = request.preemptions + 1
         output = Output(
             request.id,
