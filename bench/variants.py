@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
-from site_engine.engine_process import SWITCH_S
+from site_engine.switch_interval import switch_soon
 from site_engine.variants.certify import alone
 
 MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
@@ -335,7 +334,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
-    sys.setswitchinterval(SWITCH_S)  # as in the process of an engine
+    switch_soon()  # as the process of an engine does
     sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)
     device = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
     with tempfile.TemporaryDirectory() as temporary:

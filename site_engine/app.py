@@ -29,6 +29,7 @@ from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
+from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
@@ -44,6 +45,7 @@ SETTLED_AFTER_S = 300.0
 def run(configs: Sequence[SiteConfig]) -> int:
     """Serve until a signal; return the exit status of the process. Several are groups of one process."""
     config, *others = configs
+    switch_soon()
     logs.set_up(config.log_level, config.site.rpartition("/")[0] if others else config.site)
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:

@@ -29,6 +29,7 @@ from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.native import facts_of, grammars_of
+from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
 
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
-SWITCH_S = 2e-4
-"""After which a thread gives up the interpreter to one that waits. A step gives it up about ten times and
-then waits each time for a thread that loads a variant: 50 ms with Python's own 5 ms.
-"""
 REASON_WITHIN_S = 1.0
 """A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
 
@@ -48,7 +45,7 @@ REASON_WITHIN_S = 1.0
 def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
     """Serve over an inherited socket; return the exit status."""
     end_with_parent()
-    sys.setswitchinterval(SWITCH_S)
+    switch_soon()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
