@@ -13,7 +13,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 KEPT_COSTS = 100
-LEAST_CHUNK_TOKENS = 128
+LEAST_CHUNK_TOKENS = 16
+"""Of a prompt beside answers, for which slices leave time: slices stop, and the next iteration has more."""
+LATE_CHUNK_TOKENS = 128
+"""Where an iteration without prompts takes longer than the bound."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
 MIN_TRAIN_TOKENS, MAX_TRAIN_TOKENS = 256, 16384
@@ -50,7 +53,7 @@ class Seen(NamedTuple):
     """The state of an engine between two iterations.
 
     A chat waits while it has no place or its prompt is read. `since_tokens_s`: since answers got their last
-    tokens; `iteration_s`: what the next iteration takes.
+    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what LEAST_CHUNK_TOKENS add to it.
     """
 
     chat_waits: bool = False
@@ -58,6 +61,7 @@ class Seen(NamedTuple):
     batch: bool = False
     since_tokens_s: float = 0.0
     iteration_s: float = 0.0
+    newcomer_s: float = 0.0
     oldest_wait_s: float = 0.0
 
     @property
@@ -102,7 +106,7 @@ class Slack:
         if 0.0 < self._debt_s >= following.seconds:
             return True
         if seen.chat_decodes:
-            left_s = bounds.between_tokens_s - seen.iteration_s - seen.since_tokens_s
+            left_s = bounds.between_tokens_s - seen.iteration_s - seen.newcomer_s - seen.since_tokens_s
             return following.seconds <= left_s
         return self._batch_s > 0.0
 
@@ -127,8 +131,9 @@ class Slack:
         """
         if not seen.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
             return None
-        left_s = self.bounds.between_tokens_s - seen.since_tokens_s - base_s
-        return max(LEAST_CHUNK_TOKENS, int(left_s / per_token_s))
+        whole_s = self.bounds.between_tokens_s - base_s
+        least = LEAST_CHUNK_TOKENS if whole_s > 0.0 else LATE_CHUNK_TOKENS
+        return max(least, int((whole_s - seen.since_tokens_s) / per_token_s))
 
 
 def fitted_tokens(tokens: int, taken_s: float, wanted_s: float) -> int:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.slack import (
+    LATE_CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
     MAX_TRAIN_TOKENS,
     MIN_TRAIN_TOKENS,
@@ -29,6 +30,7 @@ SEEN = st.builds(
     batch=st.booleans(),
     since_tokens_s=SECONDS,
     iteration_s=SECONDS,
+    newcomer_s=SECONDS,
     oldest_wait_s=SECONDS,
 )
 FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
@@ -41,8 +43,8 @@ def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, foll
     if seen.chat_waits:
         assert not taken
     elif seen.chat_decodes:
-        fits = following.seconds <= bounds.between_tokens_s - seen.iteration_s - seen.since_tokens_s
-        assert taken == fits
+        left_s = bounds.between_tokens_s - seen.iteration_s - seen.newcomer_s - seen.since_tokens_s
+        assert taken == (following.seconds <= left_s)
     else:
         assert taken == (not seen.batch)  # which has had no time yet
 
@@ -111,8 +113,9 @@ def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iterat
     seen = Seen(chat_decodes=True, since_tokens_s=since_s)
     tokens = slack.chunk_tokens(seen, iteration_s, 1e-5)
     assert tokens is not None
-    assert tokens >= LEAST_CHUNK_TOKENS
-    assert tokens == LEAST_CHUNK_TOKENS or since_s + iteration_s + tokens * 1e-5 <= 0.05 + 1e-9
+    least = LEAST_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
+    assert tokens >= least
+    assert tokens == least or since_s + iteration_s + tokens * 1e-5 <= 0.05 + 1e-9
     assert slack.chunk_tokens(Seen(chat_waits=True), iteration_s, 1e-5) is None
 
 
