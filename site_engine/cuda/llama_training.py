@@ -1,24 +1,26 @@
 """Train layers of the Llama family with few kernels: forward, and computed again with the gradients.
 
 The products of the frozen weights are PyTorch's, norms, rotations and gates one kernel each; an adapter's
-products are added in place. Of a layer's forward pass, all but the last product is computed again. Autograd
-knows attention alone. Does not know other families; they train as transformers computes them.
+products are added in place. Of a layer's forward pass, all but the last product is computed again, or without
+attention where there is memory to keep it. Autograd knows attention alone. Does not know other families;
+they train as transformers computes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.tensor_split import FAMILIES
-from site_engine.cuda.kernels import layer_kernels, training_kernels
+from site_engine.cuda.kernels import training_kernels
 from site_engine.model.attention_context import AttentionContext, Scoring
 from site_engine.training.adapter import Factors, exact_product
 
-GATE_BLOCK, LOGIT_BLOCK = 1024, 4096
+GATE_ROWS, GATE_COLUMNS, LOGIT_BLOCK = 32, 128, 4096
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -84,6 +86,16 @@ class Norm(NamedTuple):
 # ---- projections
 
 
+class Rounded(NamedTuple):
+    """Factors of some modules, in 16 bits."""
+
+    down: torch.Tensor  # [all ranks, in]
+    scaled_down: torch.Tensor
+    ups: dict[str, torch.Tensor]  # [out, rank] by the name of the module
+    scaled_ups: dict[str, torch.Tensor]
+    parts: dict[str, slice]  # of all ranks
+
+
 class Joined:
     """Projections of one input, and what an adapter adds to them."""
 
@@ -91,23 +103,28 @@ class Joined:
         self._modules, self._scale = modules, scale
         self._factors = {name: factors[name] for name in modules if name in factors}
         self._version = -1
-        self._down: torch.Tensor | None = None  # [all ranks, in], in 16 bits
-        self._ups: dict[str, torch.Tensor] = {}  # [out, rank], scaled
+        self._rounded: Rounded | None = None
+
+    def forward(
+        self, rows: torch.Tensor, *, add: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Map rows [tokens, in]; return each projection's and the adapter's inner products, scaled.
+
+        Without `add` the first are those of the model alone.
+        """
+        inner, outs = self.inner(rows), []
+        rounded = self.rounded(rows.dtype)
+        for name, module in self._modules.items():
+            out = F.linear(rows, module.weight, module.bias)
+            if add and rounded is not None and inner is not None and name in rounded.ups:
+                out.addmm_(inner[:, rounded.parts[name]], rounded.ups[name].T)
+            outs.append(out)
+        return outs, inner
 
     def inner(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return the adapter's inner products, None where it changes none of these."""
-        self._round(rows.dtype)
-        return None if self._down is None else rows @ self._down.T
-
-    def forward(self, rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Map rows [tokens, in]; return each projection's and the adapter's inner products."""
-        inner, outs = self.inner(rows), []
-        for name, module in self._modules.items():
-            out = F.linear(rows, module.weight, module.bias)
-            if inner is not None and name in self._ups:
-                out.addmm_(inner[:, self._part(name)], self._ups[name].T)
-            outs.append(out)
-        return outs, inner
+        rounded = self.rounded(rows.dtype)
+        return None if rounded is None else rows @ rounded.scaled_down.T
 
     def backward(
         self,
@@ -121,54 +138,51 @@ class Joined:
         for gradient, module in zip(gradients, self._modules.values(), strict=True):
             given = gradient @ module.weight if given is None else given.addmm_(gradient, module.weight)
         assert given is not None
-        if inner is None or self._down is None:
+        rounded = self.rounded(rows.dtype)
+        if inner is None or rounded is None:
             return given
-        through = torch.empty_like(inner)
-        ups = {}
+        through, ups = torch.empty_like(inner), {}
         for gradient, name in zip(gradients, self._modules, strict=True):
-            if name in self._ups:
-                torch.mm(gradient, self._ups[name], out=through[:, self._part(name)])
-                ups[name] = exact_product(gradient.T, inner[:, self._part(name)]).mul_(self._scale)
+            if name in rounded.ups:
+                part = rounded.parts[name]
+                torch.mm(gradient, rounded.scaled_ups[name], out=through[:, part])
+                ups[name] = exact_product(gradient.T, inner[:, part])
         downs = exact_product(through.T, rows)
-        found.update({name: (downs[self._part(name)], up) for name, up in ups.items()})
-        return given.addmm_(through, self._down)
+        found.update({name: (downs[rounded.parts[name]], up) for name, up in ups.items()})
+        return given.addmm_(through, rounded.down)
 
-    def _part(self, name: str) -> slice:
-        """Return where a module's rank lies among all."""
-        before = 0
-        for other, (down, _) in self._factors.items():
-            if other == name:
-                return slice(before, before + down.shape[0])
-            before += down.shape[0]
-        raise KeyError(name)
-
-    def _round(self, dtype: torch.dtype) -> None:
-        """Round the factors if they have changed, as they do with each step of the optimizer."""
+    def rounded(self, dtype: torch.dtype) -> Rounded | None:
+        """Return the factors, rounded again if they have changed: each step of the optimizer does that."""
         version = sum(factor._version for pair in self._factors.values() for factor in pair)
-        if version == self._version or not self._factors:
-            return
-        self._version = version
-        self._down = torch.cat([down.detach() for down, _ in self._factors.values()]).to(dtype)
-        self._ups = {name: (up.detach() * self._scale).to(dtype) for name, (_, up) in self._factors.items()}
+        if self._factors and version != self._version:
+            self._version = version
+            joined = torch.cat([down.detach() for down, _ in self._factors.values()])
+            ups = {name: up.detach() for name, (_, up) in self._factors.items()}
+            ends = list(accumulate((down.shape[0] for down, _ in self._factors.values()), initial=0))
+            self._rounded = Rounded(
+                joined.to(dtype),
+                (joined * self._scale).to(dtype),
+                {name: up.to(dtype) for name, up in ups.items()},
+                {name: (up * self._scale).to(dtype) for name, up in ups.items()},
+                {name: slice(*ends_of) for name, ends_of in zip(ups, pairwise(ends), strict=True)},
+            )
+        return self._rounded
 
 
 # ---- a layer
 
 
-class _Computed(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
+class Attended(NamedTuple):
+    """The first half of a layer's forward pass."""
 
-    normed: torch.Tensor
     inner: torch.Tensor | None
     leaves: list[torch.Tensor]  # queries, keys and values, rotated
     attended: torch.Tensor
-    attended_inner: torch.Tensor | None
+    output_inner: torch.Tensor | None
     between: torch.Tensor
-    between_normed: torch.Tensor
-    between_inner: torch.Tensor | None
-    gate: torch.Tensor
-    up: torch.Tensor
-    gated: torch.Tensor
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class TrainedLayer:
@@ -193,55 +207,82 @@ class TrainedLayer:
         attention = layer.self_attn
         self._dim = attention.head_dim
         self._scoring = Scoring(attention.scaling, sliding_window(attention))
+        query, key, value, output = (module.out_features for module in list(modules.values())[:4])
+        self.kept_numbers = 2 * query + key + value + output  # per token, with `keep`
 
     def forward(
-        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], context: AttentionContext
-    ) -> torch.Tensor:
-        """Map hidden states [tokens, dim]."""
-        found = self._compute(hidden, rotary, context, grad=False)
-        out: torch.Tensor = self._down.forward(found.gated)[0][0].add_(found.between)
-        return out
+        self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, keep: bool = False
+    ) -> tuple[torch.Tensor, Attended | None]:
+        """Map hidden states [tokens, dim]; with `keep` also return what `backward` need not compute again."""
+        half, normed = self._attend(hidden, rotary, context, grad=keep)
+        parts, inner = self._gate_up.forward(normed, add=False)
+        gated = torch.empty_like(parts[0])
+        self._gate(training_kernels.gate_forward, parts, inner, gated)
+        out = self._down.forward(gated)[0][0].add_(half.between)
+        return out, half if keep else None
 
     def backward(
         self,
         hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         context: AttentionContext,
         gradient: torch.Tensor,
+        kept: Attended | None = None,
     ) -> tuple[torch.Tensor, Gradients]:
         """Return the gradients of the layer's input and of its factors, by the names of their modules."""
-        found = self._compute(hidden, rotary, context, grad=True)
+        half, between_normed = kept, None
+        if half is None:
+            half, between_normed = self._attend(hidden, rotary, context, grad=True)
+        else:
+            between_normed = self._between.forward(half.between)
         factors: Gradients = {}
-        wanted = self._down.backward([gradient], found.gated, self._down.inner(found.gated), factors)
-        rows, width = wanted.shape
-        training_kernels.silu_times_backward[(rows, -(-width // GATE_BLOCK))](
-            found.gate, found.up, wanted, width, BLOCK=GATE_BLOCK
-        )
-        del wanted
-        normed = self._gate_up.backward(
-            [found.gate, found.up], found.between_normed, found.between_inner, factors
-        )
-        between = self._between.backward(found.between, normed, gradient)
-        attended = found.attended.detach().flatten(1)
-        wanted = self._output.backward([between], attended, found.attended_inner, factors)
-        parts = torch.autograd.grad(found.attended, found.leaves, wanted.view(found.attended.shape))
-        parts = tuple(part.contiguous() for part in parts)
+        between = self._gate_backward(half.between, between_normed, gradient, factors)
+        attended = half.attended.detach().flatten(1)
+        wanted = self._output.backward([between], attended, half.output_inner, factors)
+        parts = [
+            part.contiguous()
+            for part in torch.autograd.grad(half.attended, half.leaves, wanted.view(half.attended.shape))
+        ]
         _rotate(parts[0], rotary, -1)
         _rotate(parts[1], rotary, -1)
         flat = [part.flatten(1) for part in parts]
-        normed = self._query_key_value.backward(flat, found.normed, found.inner, factors)
+        normed = self._query_key_value.backward(flat, self._before.forward(hidden), half.inner, factors)
         return self._before.backward(hidden, normed, between), factors
 
-    def _compute(
-        self,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        context: AttentionContext,
-        *,
-        grad: bool,
-    ) -> _Computed:
-        normed = self._before.forward(hidden)
-        heads, inner = self._query_key_value.forward(normed)
+    def _gate_backward(
+        self, between: torch.Tensor, normed: torch.Tensor, gradient: torch.Tensor, factors: Gradients
+    ) -> torch.Tensor:
+        """Compute the second half again; return the gradient of what it begins with."""
+        parts, inner = self._gate_up.forward(normed, add=False)
+        gated = torch.empty_like(parts[0])
+        self._gate(training_kernels.gate_forward, parts, inner, gated)
+        wanted = self._down.backward([gradient], gated, self._down.inner(gated), factors)
+        self._gate(training_kernels.gate_backward, parts, inner, wanted)
+        return self._between.backward(
+            between, self._gate_up.backward(parts, normed, inner, factors), gradient
+        )
+
+    def _gate(
+        self, kernel: Any, parts: Sequence[torch.Tensor], inner: torch.Tensor | None, other: torch.Tensor
+    ) -> None:
+        """Launch a kernel of gates; without an adapter any tensors stand for its products."""
+        rows, width = other.shape
+        rounded, rank = self._gate_up.rounded(other.dtype), 0
+        added = [other] * 4
+        if inner is not None and rounded is not None:
+            ups = list(rounded.ups.values())
+            rank = ups[0].shape[1]
+            added = [inner, inner[:, rank:], *ups]
+        kernel[(-(-rows // GATE_ROWS), -(-width // GATE_COLUMNS))](
+            *parts, *added, other, rows, width, added[0].stride(0),
+            RANK=rank, RANK_PAD=max(16, 1 << (rank - 1).bit_length()), ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS,
+        )  # fmt: skip
+
+    def _attend(
+        self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, grad: bool
+    ) -> tuple[Attended, torch.Tensor]:
+        """Return the first half, and the norm that the second begins with."""
+        heads, inner = self._query_key_value.forward(self._before.forward(hidden))
         leaves = [each.view(each.shape[0], -1, self._dim) for each in heads]
         _rotate(leaves[0], rotary, 1)
         _rotate(leaves[1], rotary, 1)
@@ -249,18 +290,9 @@ class TrainedLayer:
         with torch.set_grad_enabled(grad):
             query, key, value = (each.transpose(0, 1) for each in leaves)
             attended = context.attend(query, key, value, self._scoring)
-        (out,), attended_inner = self._output.forward(attended.detach().flatten(1))
-        between, between_normed = self._between.add(hidden, out)
-        (gate, up), between_inner = self._gate_up.forward(between_normed)
-        gated = torch.empty_like(gate)
-        rows, width = gate.shape
-        layer_kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
-            gate, up, gate, gated, width, width, width, MORE=False, BLOCK=GATE_BLOCK
-        )
-        return _Computed(
-            normed, inner, leaves, attended, attended_inner,
-            between, between_normed, between_inner, gate, up, gated,
-        )  # fmt: skip
+        (out,), output_inner = self._output.forward(attended.detach().flatten(1))
+        between, normed = self._between.add(hidden, out)
+        return Attended(inner, leaves, attended, output_inner, between), normed
 
 
 def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sign: int) -> None:

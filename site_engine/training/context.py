@@ -27,11 +27,11 @@ class PackedContext:
 
         Returns [tokens, heads, value dim].
         """
+        if query.is_cuda and query.dtype.itemsize == 2 and scoring.softcap is None and scoring.sinks is None:
+            return self._attend_all(query, key, value, scoring)
         group = query.shape[0] // key.shape[0]
         if group > 1:
             key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-        if query.is_cuda and query.dtype.itemsize == 2 and scoring.softcap is None and scoring.sinks is None:
-            return self._attend_all(query, key, value, scoring)
         parts = [
             _attend(query[None, :, begin:end], key[None, :, begin:end], value[None, :, begin:end], scoring)
             for begin, end in self._spans

@@ -59,7 +59,7 @@ def run_micro_batch(
             torch.from_numpy(numbers).to(model.device)
             for numbers in (packed.ids, packed.positions, packed.predicting, packed.targets)
         )
-        begun = model.begin(ids, positions, packed.begins)
+        begun = model.begin(ids, positions, packed.begins, backward=backward)
     hidden, kept = begun.hidden, list[torch.Tensor]()
     for number in range(len(model.layers)):
         yield Slice.FORWARD

@@ -24,7 +24,7 @@ from site_engine.training.context import PackedContext
 from site_engine.variants.certify import alone
 
 if TYPE_CHECKING:
-    from site_engine.cuda.llama_training import TrainedHead, TrainedLayer
+    from site_engine.cuda.llama_training import Attended, TrainedHead, TrainedLayer
 
 SAMPLE_LENGTHS = (11, 1, 6)
 HEAD_TOKENS, FUSED_HEAD_TOKENS = 256, 1024
@@ -44,6 +44,7 @@ class Begun(NamedTuple):
     hidden: torch.Tensor
     calls: Sequence[LayerCall]
     context: PackedContext
+    kept: dict[int, Attended] | None = None  # of layers that are computed again, if there is memory for it
 
 
 class SlicedModel:
@@ -111,7 +112,9 @@ class SlicedModel:
             [each for each in adapter.factors if each.startswith(f"{layer}.")] for layer, _ in self.layers
         ]
 
-    def begin(self, ids: torch.Tensor, positions: torch.Tensor, begins: Sequence[int]) -> Begun:
+    def begin(
+        self, ids: torch.Tensor, positions: torch.Tensor, begins: Sequence[int], *, backward: bool = False
+    ) -> Begun:
         """Compute what comes before the layers, for packed ids and positions [tokens]."""
         context, calls, entered = PackedContext(begins), list[LayerCall](), list[torch.Tensor]()
 
@@ -124,14 +127,19 @@ class SlicedModel:
             self._model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         if len(calls) != len(self.layers):
             raise TrainingRefused(f"{len(calls)} calls of {len(self.layers)} layers")
-        return Begun(entered[0].detach(), calls, context)
+        keeps = backward and bool(self._trained) and self._has_room(len(ids))
+        return Begun(entered[0].detach(), calls, context, {} if keeps else None)
 
     def layer(self, number: int, hidden: torch.Tensor, begun: Begun) -> torch.Tensor:
         """Map hidden states [1, tokens, dim] through one layer."""
         call = begun.calls[number]
         if self._trained:
             rotary = call.named["position_embeddings"]
-            return self._trained[number].forward(hidden[0], rotary, begun.context)[None]
+            trained, kept = self._trained[number], begun.kept
+            out, half = trained.forward(hidden[0], rotary, begun.context, keep=kept is not None)
+            if kept is not None and half is not None:
+                kept[number] = half
+            return out[None]
         with attention_context.use(begun.context):
             out = self.layers[number][1](hidden, *call.more, **call.named)
         self._returns_tuple = isinstance(out, tuple)
@@ -145,7 +153,8 @@ class SlicedModel:
         if self._trained:
             rotary = begun.calls[number].named["position_embeddings"]
             trained = self._trained[number]
-            given, made = trained.backward(below[0], rotary, begun.context, gradient[0])
+            kept = None if begun.kept is None else begun.kept.pop(number)
+            given, made = trained.backward(below[0], rotary, begun.context, gradient[0], kept)
             return given[None], [each for name in factors for each in made[name]]
         wanted = [factor for pair in factors.values() for factor in pair]
         below = below.requires_grad_(number > 0)
@@ -190,6 +199,15 @@ class SlicedModel:
                 input_ids=ids, position_ids=torch.arange(tokens, device=self.device)[None], use_cache=False
             ).logits[0]
         return logits
+
+    def _has_room(self, tokens: int) -> bool:
+        """Return whether half of the free memory is enough to keep what attention computes."""
+        if self.device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        kept = tokens * self.dtype.itemsize * sum(each.kept_numbers for each in self._trained)
+        return bool(kept <= free // 2)
 
     def _fuse(self, factors: Factors, scale: float) -> None:
         """Have the layers and the head computed by fused kernels."""

@@ -48,8 +48,14 @@ def passed(name: str, target: str, *, fused: bool, backward: bool = True) -> Mic
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("target", ["all-linear", "attention"])
-def test_loss_and_gradients_are_those_of_the_layers_of_transformers(name: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "room"), [("all-linear", True), ("attention", True), ("all-linear", False)]
+)
+def test_loss_and_gradients_are_those_of_the_layers_of_transformers(
+    name: str, target: str, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With attention kept and, where there is no room, computed again."""
+    monkeypatch.setattr(SlicedModel, "_has_room", lambda *_: room)
     found, wanted = (passed(name, target, fused=fused) for fused in (True, False))
     assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
     assert found.correct == wanted.correct

@@ -24,14 +24,14 @@ from site_engine.cuda.kernels import (
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
     "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases",
-    "total", "gradient", "beside",
+    "total", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
 LONGS = {"ids", "positions", "wanted_out", "targets"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "bias_stride", "count",
+    "slot_stride", "scale_stride", "bias_stride", "count", "inner_row",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -99,7 +99,11 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             for beside in (False, True)
         ),
         (training_kernels.rotate, {"SIGN": -1, "HEADS_PAD": 32, "HALF": 64, "HALF_PAD": 64}, {}),
-        (training_kernels.silu_times_backward, {"BLOCK": 1024}, {}),
+        *(
+            (kernel, {"RANK": rank, "RANK_PAD": pad, "ROWS": 32, "COLUMNS": 128}, {})
+            for kernel in (training_kernels.gate_forward, training_kernels.gate_backward)
+            for rank, pad in ((0, 16), (16, 16), (64, 64))
+        ),
         (training_kernels.cross_entropy, {"BACKWARD": True, "BLOCK": 4096}, {"num_warps": 8}),
     ]
     return [

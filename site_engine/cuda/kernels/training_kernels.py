@@ -87,20 +87,92 @@ def rotate(
 
 
 @triton.jit
-def silu_times_backward(gate, up, gradient, width, BLOCK: tl.constexpr):
-    """Put the gradients of `gate` and `up` [rows, width] in their places, from that of silu(gate) * up."""
-    row = tl.program_id(0).to(tl.int64) * width
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = at < width
-    opened = tl.load(gate + row + at, mask=here, other=0.0)
-    value = tl.load(up + row + at, mask=here, other=0.0).to(tl.float32)
-    wanted = tl.load(gradient + row + at, mask=here, other=0.0).to(tl.float32)
+def _adapted(
+    tile, inner, factor, row, column, rows, width, inner_row,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+):  # fmt: skip
+    """Return a tile with the adapter's product, rounded."""
+    rank = tl.arange(0, RANK_PAD)
+    there = rank < RANK
+    left = tl.load(
+        inner + row[:, None].to(tl.int64) * inner_row + rank[None, :],
+        mask=(row < rows)[:, None] & there[None, :], other=0.0,
+    )  # fmt: skip
+    right = tl.load(
+        factor + column[None, :] * RANK + rank[:, None],
+        mask=(column < width)[None, :] & there[:, None], other=0.0,
+    )  # fmt: skip
+    return (tile.to(tl.float32) + tl.dot(left, right, input_precision="ieee")).to(tile.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_forward(
+    gate,  # [rows, width]
+    up,
+    gate_inner,  # [rows, RANK of inner_row]: what an adapter adds is this times its factor, with RANK
+    up_inner,
+    gate_factor,  # [width, RANK]
+    up_factor,
+    out,  # [rows, width]: silu(gate) * up
+    rows,
+    width,
+    inner_row,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    opened = tl.load(gate + at, mask=here, other=0.0)
+    value = tl.load(up + at, mask=here, other=0.0)
+    if RANK > 0:
+        opened = _adapted(
+            opened, gate_inner, gate_factor, row, column, rows, width, inner_row, RANK, RANK_PAD
+        )
+        value = _adapted(value, up_inner, up_factor, row, column, rows, width, inner_row, RANK, RANK_PAD)
+    wide = opened.to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(opened.dtype)
+    tl.store(out + at, (silu.to(tl.float32) * value.to(tl.float32)).to(value.dtype), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_backward(
+    gate,  # [rows, width], as in gate_forward: become the gradients
+    up,
+    gate_inner,
+    up_inner,
+    gate_factor,
+    up_factor,
+    gradient,  # [rows, width]: of silu(gate) * up
+    rows,
+    width,
+    inner_row,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    opened = tl.load(gate + at, mask=here, other=0.0)
+    value = tl.load(up + at, mask=here, other=0.0)
+    if RANK > 0:
+        opened = _adapted(
+            opened, gate_inner, gate_factor, row, column, rows, width, inner_row, RANK, RANK_PAD
+        )
+        value = _adapted(value, up_inner, up_factor, row, column, rows, width, inner_row, RANK, RANK_PAD)
+    wanted = tl.load(gradient + at, mask=here, other=0.0).to(tl.float32)
     wide = opened.to(tl.float32)
     sigmoid = tl.sigmoid(wide)
     silu = wide * sigmoid
     slope = sigmoid + silu * (1.0 - sigmoid)
-    tl.store(gate + row + at, (wanted * value * slope).to(opened.dtype), mask=here)
-    tl.store(up + row + at, (wanted * silu).to(opened.dtype), mask=here)
+    tl.store(gate + at, (wanted * value.to(tl.float32) * slope).to(opened.dtype), mask=here)
+    tl.store(up + at, (wanted * silu).to(opened.dtype), mask=here)
 
 
 @triton.jit
