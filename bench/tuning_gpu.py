@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -169,9 +169,13 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_for(engine: SiteEngine, seconds: float) -> tuple[float, float, list[float]]:
-    """Step an engine; return tokens trained a second, between the first and the last optimizer step, decoded
-    tokens a second and times between tokens.
+def run_for(
+    engine: SiteEngine, seconds: float, ended: Callable[[str], None] = lambda name: None
+) -> tuple[float, float, list[float]]:
+    """Step an engine and tell the names of requests that end.
+
+    Returns tokens trained a second, between the first and the last optimizer step, decoded tokens a second
+    and times between tokens.
     """
     engine.training.take_events()
     begin = end = time.perf_counter()
@@ -183,6 +187,9 @@ def run_for(engine: SiteEngine, seconds: float) -> tuple[float, float, list[floa
         if outputs:
             between.append(end - token_s)
             decoded, token_s = decoded + len(outputs), end
+        for output in outputs:
+            if output.finish is not None:
+                ended(output.request_id)
         for event in (each.event for each in engine.training.take_events()):
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
@@ -222,7 +229,7 @@ def alone(engine: SiteEngine, model: LoadedModel, seconds: float, batch: int) ->
 def beside(
     engine: SiteEngine, model: LoadedModel, seconds: float, batch: int, rows: int, *, room: int
 ) -> dict[str, object]:
-    """Decode rows without end, first alone, then beside training."""
+    """Decode rows without end, first alone, then beside training; a row at its end begins anew."""
     draw = Random(3)
 
     def chat(name: str) -> None:
@@ -236,8 +243,8 @@ def beside(
             chat(f"{name} {number}")
         if name == "trained":
             engine.training.begin("job", "acme", trainer_of(model, 64 * batch, batch))
-        run_for(engine, seconds / 2)
-        trained, decoded, between = run_for(engine, seconds)
+        run_for(engine, seconds / 2, chat)
+        trained, decoded, between = run_for(engine, seconds, chat)
         marks = statistics.quantiles(between, n=100) if len(between) > 1 else [0.0] * 99
         found |= {
             f"{name}_decoded_per_s": round(decoded),
