@@ -24,7 +24,7 @@ from site_engine.training.context import PackedContext
 from site_engine.variants.certify import alone
 
 if TYPE_CHECKING:
-    from site_engine.cuda.llama_training import Attended, TrainedHead, TrainedLayer
+    from site_engine.training.llama_layers import Attended, TrainedHead, TrainedLayer
 
 SAMPLE_LENGTHS = (11, 1, 6)
 HEAD_TOKENS, FUSED_HEAD_TOKENS = 256, 1024
@@ -211,7 +211,7 @@ class SlicedModel:
 
     def _fuse(self, factors: Factors, scale: float) -> None:
         """Have the layers and the head computed by fused kernels."""
-        from site_engine.cuda.llama_training import TrainedHead, TrainedLayer  # where there is Triton
+        from site_engine.training.llama_layers import TrainedHead, TrainedLayer  # where there is Triton
 
         self._trained = [TrainedLayer(name, layer, factors, scale) for name, layer in self.layers]
         self._head = TrainedHead(self._model.base_model.norm, self._model.lm_head)
@@ -255,6 +255,6 @@ class SlicedModel:
 
 
 def _can_fuse(model: Any) -> bool:
-    from site_engine.cuda.llama_training import fits  # where there is Triton
+    from site_engine.training.llama_layers import fits  # where there is Triton
 
     return fits(model)

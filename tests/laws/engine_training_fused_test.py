@@ -9,8 +9,8 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 from site_engine.core.training import AdapterShape
-from site_engine.cuda import llama_training
 from site_engine.cuda.kernels import training_kernels
+from site_engine.training import llama_layers
 from site_engine.training.adapter import Adapter, new_adapter
 from site_engine.training.micro_batch import MicroBatch, run_micro_batch
 from site_engine.training.packing import pack
@@ -72,7 +72,7 @@ def test_a_validation_has_the_loss_and_no_gradients() -> None:
 
 
 def test_only_the_llama_family_is_fused() -> None:
-    fitting = {name for name in FAMILIES if llama_training.fits(random_model(FAMILIES[name]()))}
+    fitting = {name for name in FAMILIES if llama_layers.fits(random_model(FAMILIES[name]()))}
     assert fitting == set(FUSED) & set(FAMILIES)
 
 
