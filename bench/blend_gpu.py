@@ -1,6 +1,7 @@
 """Measure orders of an offline batch on one GPU with random weights, beside what `bench.blend` counts.
 
-`python -m bench.blend_gpu --model bench/models/llama-3.1-8b --workload "documents and stories" --seconds 25`
+    python -m bench.blend_gpu --model bench/models/llama-3.1-8b --data FOLDER --workload chats
+
 Lengths are known and exact, answers greedy, ids new in every run. A short run of blend, with a part of the
 lines, warms the graphs and is not counted. Every run prints the seconds of its kinds of steps; the last line
 is JSON.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ def serve(engine: SiteEngine, lines: list[Line], how: Order, seed: int) -> dict[
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.blend_gpu", description=__doc__)
     parser.add_argument("--model", required=True, help="folder with a configuration; weights are random")
-    parser.add_argument("--workload", default="documents and stories", choices=sorted(NAMED))
+    parser.add_argument("--workload", nargs="+", default=["documents and stories"], choices=sorted(NAMED))
     parser.add_argument(
         "--data", default="", help=f"folder with traces; without it only {', '.join(NO_DATA)}"
     )
@@ -68,6 +70,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--longest", type=int, default=8192, help="context that graphs are made for at first")
     return parser.parse_args()
+
+
+def job_of(asked: argparse.Namespace, workload: str, order: str) -> Job:
+    return Job(workload, order, 0.0, "peak", asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data)
 
 
 def main() -> None:
@@ -80,22 +86,19 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, {made} graphs, ready after {seconds() - began:.0f} s",
         flush=True,
     )
-    jobs = {
-        name: Job(
-            asked.workload, name, 0.0, "peak", asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data
-        )
-        for name in asked.orders
-    }
-    lines = lines_of(next(iter(jobs.values())))
-    print(f"warm-up: {serve(engine, lines[:: max(1, len(lines) // 200)], Order.BLEND, 99)}", flush=True)
+    warm = lines_of(job_of(asked, asked.workload[0], asked.orders[0]))
+    print(f"warm-up: {serve(engine, warm[:: max(1, len(warm) // 200)], Order.BLEND, 99)}", flush=True)
     found: dict[str, Any] = {}
-    for seed, (name, job) in enumerate(jobs.items()):
-        found[name] = serve(engine, lines, ORDERS[name], seed)
+    for seed, (workload, order) in enumerate(product(asked.workload, asked.orders)):
+        job = job_of(asked, workload, order)
+        lines = lines_of(job)
+        one = serve(engine, lines, ORDERS[order], seed)
         counted = count(job)
-        found[name] |= {"counted_s": counted["took_s"], "counted_iterations": counted["iterations"]}
-        found[name]["optimal_s"] = counted["optimal_s"]
-        print(f"{asked.workload}, {name}, at {seconds() - began:.0f} s: {found[name]}", flush=True)
-    print(json.dumps({"conditions": vars(asked), "lines": len(lines), **found}))
+        one |= {"lines": len(lines), "counted_s": counted["took_s"]}
+        one |= {"counted_iterations": counted["iterations"], "optimal_s": counted["optimal_s"]}
+        found.setdefault(workload, {})[order] = one
+        print(f"{workload}, {order}, at {seconds() - began:.0f} s: {one}", flush=True)
+    print(json.dumps({"conditions": vars(asked), **found}))
 
 
 if __name__ == "__main__":
