@@ -26,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
 SAMPLING_DEFAULTS = ("model", "openai")
+SLEEPS = ("disk", "host")
 DEFERRALS = ("slice", "iteration")
 FEATURES = ("chat", "vision", "embed", "rerank")
 NVIDIA = Path("/dev/nvidiactl")
@@ -111,6 +112,7 @@ class SiteConfig:
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
+    sleep: str = "disk"  # whence the weights come when the base wakes; or host: they stay in host memory
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
@@ -198,12 +200,14 @@ class SiteConfig:
         return environ.get(self.key_env, "") if self.key_env else ""
 
     def _check_devices(self) -> None:
+        _require(self.sleep in SLEEPS, "sleep", f"must be one of {', '.join(SLEEPS)}")
         groups = [each.split("+") for each in self.devices or (self.device,)]
         joined = any(len(each) > 1 for each in groups)
         setting = "devices" if self.devices else "device"
         if joined:
             _require(not (self.variants or self.models_from), setting, "joined by + serve no variants")
             _require(not self.training, setting, "joined by + train nothing")
+            _require(self.sleep == "disk", "sleep", "in host memory is not for devices joined by +")
         elif not self.devices:
             return
         _require(self.engine == "native", setting, "need the native engine")
@@ -318,6 +322,8 @@ def _site_config(settings: dict[str, Any]) -> SiteConfig:
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
         raise ConfigError(f"not set: {names}")
+    sleeps = bool(settings.get("devices")) or settings.get("sleep", "disk") == "disk"
+    _require(sleeps, "sleep", "is set, but the base sleeps only where devices is set")
     return SiteConfig(**settings)
 
 

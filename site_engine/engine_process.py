@@ -86,6 +86,7 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
         lambda post: EngineThread(loaded.engine, post, time.monotonic, config.iteration_floor_s),
         time.monotonic,
         compiler.compile,
+        loaded.sleeper,
     )
     compiler.wait()
     serving.set()

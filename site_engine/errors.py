@@ -6,6 +6,7 @@
     ├── WrongMessage        an invalid message of a gateway: the log; the message is dropped
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
     ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
+    ├── NoMemory            a base can neither sleep nor wake: whoever ordered it; it stays as it was
     ├── VariantRefused      this variant cannot be added or removed: whoever ordered it; nothing has changed
     ├── TrainingRefused     this job cannot be trained here: whoever ordered it; nothing was trained
     ├── TransferFailed      content was not fetched or stored: the run, or the order, that needs it
@@ -63,6 +64,10 @@ class EngineBroken(SiteError):
 
 class ModelNotSupported(SiteError):
     """A model that the engine would not serve exactly; the message says why."""
+
+
+class NoMemory(SiteError):
+    """Memory that a device or the host does not have; the message says which."""
 
 
 class VariantRefused(SiteError):

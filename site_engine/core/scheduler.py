@@ -48,6 +48,11 @@ class SchedulePlan:
     def tokens(self) -> int:
         return len(self.decodes) + sum(entry.length for entry in self.prefills)
 
+    def of(self, wanted: Callable[[Request], bool]) -> SchedulePlan:
+        """Return the chunks of some requests."""
+        decodes = [chunk for chunk in self.decodes if wanted(chunk.request)]
+        return SchedulePlan(decodes, [chunk for chunk in self.prefills if wanted(chunk.request)])
+
 
 class Scheduler:
     """Owns the queue, the running set and the pages.

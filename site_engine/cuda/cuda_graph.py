@@ -10,6 +10,7 @@ from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
 from site_engine.cuda.attention import DeviceContext, FreshPrefill
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
 from site_engine.cuda.batch_layout import Shape, views
+from site_engine.cuda.borrowed import BorrowedMemory
 from site_engine.cuda.kernels import layer_kernels, sampling_kernels
 from site_engine.cuda.sampling import RULES
 from site_engine.model import attention_context
@@ -193,19 +194,7 @@ class Step:
         )  # fmt: skip
 
 
-class _Memory:
-    """Device memory that belongs to somebody else, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous tensor that does not keep its memory from being used again."""
-    memory = _Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    memory = BorrowedMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)

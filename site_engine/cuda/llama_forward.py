@@ -117,6 +117,16 @@ class LlamaForward:
         self._last = _norm(body.norm, model.group)
         self._head = Linear(model.model.lm_head.weight, model.model.lm_head.bias)
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """All weights, as the kernels get them."""
+        norms = [self._last, *(norm for each in self._layers for norm in (each.before, each.between))]
+        parts = [(each.query_key_value, each.output, each.gate_up, each.down) for each in self._layers]
+        linears = [self._head, *(linear for each in parts for linear in each)]
+        biases = [each.bias for each in linears if each.bias is not None]
+        weights = [*(each.weight for each in norms), *(each.weight for each in linears)]
+        return [self._embedding, *weights, *biases]
+
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = attention_context.current()
         assert isinstance(step, DeviceContext)

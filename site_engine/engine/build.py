@@ -18,6 +18,7 @@ from site_engine.model import certify
 from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Forward, PackedRunner
+from site_engine.model.sleep_memory import SleepMemory
 from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.store import VariantStore
@@ -37,14 +38,22 @@ def build_engine(
 ) -> SiteEngine:
     """Build the engine for the model's device, ready to serve. Raises ModelNotSupported and ValueError."""
     startup = startup or StartUp(time.monotonic)
+    memory = SleepMemory(model.device) if settings.sleeps_in_host else None
     if model.device.type != "cuda":
-        return packed_engine(model, settings, clock)
+        if memory is not None:
+            memory.keep(_weights(model))
+        return packed_engine(model, settings, clock, memory)
     with startup.part("layers joined and timed"):
         from site_engine.cuda.forward import fast_forward  # needs Triton, which not every platform has
+        from site_engine.cuda.llama_forward import LlamaForward
 
         forward = fast_forward(model)
+    if memory is not None:
+        with startup.part("weights placed"):
+            joined = forward.weights if isinstance(forward, LlamaForward) else []
+            memory.keep([*_weights(model), *joined])
     with startup.part("logits compared with the reference"):
-        engine = overlapped_engine(model, settings, clock, forward)
+        engine = overlapped_engine(model, settings, clock, forward, memory)
     with startup.part("graphs"):
         warm_graphs(engine)
     return engine
@@ -63,9 +72,16 @@ def build_follower(model: LoadedModel, settings: EngineSettings) -> tuple[Packed
     return reference, device_runner(model, settings, reference, forward)
 
 
-def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
+def _weights(model: LoadedModel) -> list[torch.Tensor]:
+    """Return all that a model computes with, which never changes."""
+    return [*model.model.parameters(), *model.model.buffers()]
+
+
+def packed_engine(
+    model: LoadedModel, settings: EngineSettings, clock: Clock, memory: SleepMemory | None = None
+) -> SiteEngine:
     """Build an engine that runs packed tokens through PyTorch attention, on any device."""
-    runner = packed_runner(model, settings)
+    runner = packed_runner(model, settings, memory)
     if model.group is not None:
         return SiteEngine(model, runner, settings, clock)
     slots = AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None
@@ -73,7 +89,11 @@ def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) ->
 
 
 def overlapped_engine(
-    model: LoadedModel, settings: EngineSettings, clock: Clock, forward: Forward | None = None
+    model: LoadedModel,
+    settings: EngineSettings,
+    clock: Clock,
+    forward: Forward | None = None,
+    memory: SleepMemory | None = None,
 ) -> SiteEngine:
     """Build an engine that launches each step before it reads the one before, with Triton kernels.
 
@@ -88,7 +108,7 @@ def overlapped_engine(
         slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
         variants = VariantStore(model, settings.variant_bytes, slots, arenas.prepare)
         variants.certifier.ready()  # now, since steps wait for it
-    reference = packed_runner(model, settings)
+    reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
     checked: list[tuple[LoadedVariant | None, float]] = [(None, certify.TOLERANCE.get(model.dtype, 0.0))]
@@ -106,9 +126,11 @@ def overlapped_engine(
     return SiteEngine(model, runner, settings, clock, variants)
 
 
-def packed_runner(model: LoadedModel, settings: EngineSettings) -> PackedRunner:
-    """Make a runner through PyTorch attention and its KV cache. Raises ValueError."""
-    kv_cache = allocate_kv_cache(model, settings)
+def packed_runner(
+    model: LoadedModel, settings: EngineSettings, memory: SleepMemory | None = None
+) -> PackedRunner:
+    """Make a runner through PyTorch attention and its KV cache. Raises ValueError and NoMemory."""
+    kv_cache = allocate_kv_cache(model, settings, memory)
     return PackedRunner(
         model.forward,
         kv_cache,
@@ -163,7 +185,9 @@ def slots_bytes(engine: SiteEngine) -> int:
     return engine.runner.slots_bytes if isinstance(engine.runner, DeviceRunner) else 0
 
 
-def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
+def allocate_kv_cache(
+    model: LoadedModel, settings: EngineSettings, memory: SleepMemory | None = None
+) -> KVCache:
     """Allocate pages for `kv_tokens`, or for what fits the free memory. Raises ValueError below one page."""
     tokens = settings.kv_tokens
     if model.device.type == "cuda":
@@ -178,7 +202,8 @@ def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
     pages = tokens // settings.page_size
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    return KVCache(model.layers, pages, settings.page_size, model.dtype, model.device, group=model.group)
+    where = model.dtype, model.device
+    return KVCache(model.layers, pages, settings.page_size, *where, group=model.group, memory=memory)
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

@@ -29,6 +29,7 @@ from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.engine.load_figures import load_figures
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
+from site_engine.engine.sleeper import Sleeper
 from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.errors import VariantRefused
@@ -93,6 +94,8 @@ class SiteEngine:
             write_virtual=self._kv_cache.write_virtual,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
+        memory, prefixes = self._kv_cache.memory, self._scheduler.prefixes
+        self.sleeper = Sleeper(memory, prefixes, self._publish_pending) if memory else None
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
@@ -403,10 +406,7 @@ class SiteEngine:
             processor = self._live.get(request.id)
             return processor is not None and processor.request is request and request.row >= 0
 
-        return SchedulePlan(
-            [chunk for chunk in plan.decodes if runs(chunk.request)],
-            [chunk for chunk in plan.prefills if runs(chunk.request)],
-        )
+        return plan.of(runs)
 
     def _fail(self, processor: OutputProcessor, error: str) -> None:
         request = processor.request

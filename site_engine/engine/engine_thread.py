@@ -156,7 +156,7 @@ class EngineThread:
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
-        self._ask(lambda: self._calls.append(partial(reply, [self._release_group(each) for each in groups])))
+        self.between(lambda: [self._release_group(each) for each in groups], reply)
 
     def export(self, request_id: str, reply: Callable[[Moved | None], None]) -> None:
         """Take a request out of the engine, for another; reply with nothing if it is not here."""
@@ -196,11 +196,11 @@ class EngineThread:
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
         """Remove a variant: requests that are here end with it, new ones are refused."""
 
-        def run() -> None:
-            removed = _outcome(partial(self._engine.remove_variant, variant_id))
-            self._calls.append(partial(reply, removed))
+        self.between(partial(_outcome, partial(self._engine.remove_variant, variant_id)), reply)
 
-        self._ask(run)
+    def between(self, act: Callable[[], T], reply: Callable[[T], None]) -> None:
+        """Run `act` between two iterations; reply with what it returns."""
+        self._ask(lambda: self._calls.append(partial(reply, act())))
 
     @property
     def trainer(self) -> EngineThread:

@@ -15,8 +15,9 @@ from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
+from site_engine.engine.process_sleep import Turns
 from site_engine.engine.ranks import Rank, join
-from site_engine.errors import ConfigError, ModelNotSupported
+from site_engine.errors import ConfigError, ModelNotSupported, NoMemory
 from site_engine.text.detokenize import TokenNames, Vocabulary
 from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
@@ -47,6 +48,7 @@ class Loaded(NamedTuple):
     slots: int = SLOTS
     weights_bytes: int = 0
     slots_bytes: int = 0  # of the slots for adapters
+    sleeper: Turns | None = None
 
 
 def load_engine(
@@ -81,7 +83,8 @@ def load_engine(
     facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
     weights_bytes = sum(each.nbytes for each in model.model.parameters())
     adapters_bytes = slots_bytes(engine) if on_gpu else 0
-    return Loaded(engine, model.tokenizer, *facts, settings.slots, weights_bytes, adapters_bytes)
+    sizes = settings.slots, weights_bytes, adapters_bytes
+    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:
@@ -114,7 +117,7 @@ def _device(config: SiteConfig, startup: StartUp) -> tuple[str, str]:
 def _as_config_error(config: SiteConfig) -> Iterator[None]:
     try:
         yield
-    except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
+    except (ModelNotSupported, NoMemory, ImportError, OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
 
 
@@ -175,6 +178,7 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         iteration_floor_s=config.iteration_floor_s,
         adapter_slots=ADAPTER_SLOTS if on_gpu and (config.variants or config.models_from) else None,
         adapter_rank=largest_rank(config),
+        sleeps_in_host=config.sleep == "host",
         training=Bounds(
             between_tokens_s=config.training_between_tokens_s,
             least_share=config.training_least_share,

@@ -26,6 +26,7 @@ from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_answers import Answers
+from site_engine.engine.process_sleep import RemoteSleep
 from site_engine.engine.process_training import RemoteTraining
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
@@ -95,6 +96,7 @@ class EngineProcess(asyncio.Protocol):
         self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
         self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
         self.trainer = RemoteTraining(self._send, self._loop)
+        self.sleeper = RemoteSleep(self._send)
         self._stall_watch = StallWatch()
         self._stalled_s = 0.0  # by the engine's own account
         self._heard_s = clock()
@@ -292,7 +294,7 @@ class EngineProcess(asyncio.Protocol):
 
     def _handle(self, message: pm.FromEngine) -> None:
         match message:
-            case pm.Load():
+            case pm.Load() | pm.Alive():
                 self._load(message)
             case pm.Admitted():
                 self._admitted(message)
@@ -302,8 +304,8 @@ class EngineProcess(asyncio.Protocol):
                 self._exported(message)
             case pm.VariantAdded() | pm.VariantRemoved():
                 self._variant_answered(message)
-            case pm.Alive():
-                self._stalled_s = message.stalled_s
+            case pm.Turned():
+                self.sleeper.handle(message)
             case (
                 pm.TrainAnswered() | pm.TrainingStopped() | pm.StepTrained() | pm.JobFailed() | pm.JobSaved()
             ):
@@ -323,7 +325,10 @@ class EngineProcess(asyncio.Protocol):
             self.start_parts = message.parts
             self._ready.set_result(message.facts)
 
-    def _load(self, message: pm.Load) -> None:
+    def _load(self, message: pm.Load | pm.Alive) -> None:
+        if isinstance(message, pm.Alive):
+            self._stalled_s = message.stalled_s
+            return
         self._longest_iteration_s = message.figures.longest_iteration_s
         if self._listener is not None:
             self._listener.load(LoadSeen(message.figures, message.at_s))
@@ -395,6 +400,7 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
         orphans = self._orphans()
         self.trainer.lose(reason)
+        self.sleeper.lose(reason)
         releases, self._releases = self._releases, {}
         for groups, decide in releases.values():
             decide([False] * len(groups))

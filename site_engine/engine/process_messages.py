@@ -125,6 +125,13 @@ class Taken(Message, frozen=True):
     number: int
 
 
+class Turn(Message, frozen=True):
+    """Sleep, which gives up memory while nothing runs, or wake."""
+
+    call: int
+    asleep: bool
+
+
 class Stop(Message, frozen=True):
     """The process is to end after the current iteration."""
 
@@ -191,6 +198,13 @@ class VariantRemoved(Message, frozen=True):
 
     call: int
     message: str = ""
+
+
+class Turned(Message, frozen=True):
+    """The answer to a Turn. `refusal`: why nothing has changed, else empty."""
+
+    call: int
+    refusal: str = ""
 
 
 class SavedContent(msgspec.Struct, array_like=True, frozen=True):
@@ -276,7 +290,17 @@ class Alive(Message, frozen=True):
 ToTraining: TypeAlias = Train | StopTraining | Taken
 FromTraining: TypeAlias = TrainAnswered | TrainingStopped | StepTrained | JobFailed | JobSaved
 ToEngine: TypeAlias = (
-    Start | Submit | Cancel | Release | Export | WantLoad | AddVariant | RemoveVariant | ToTraining | Stop
+    Start
+    | Submit
+    | Cancel
+    | Release
+    | Export
+    | WantLoad
+    | AddVariant
+    | RemoveVariant
+    | ToTraining
+    | Turn
+    | Stop
 )
 FromEngine: TypeAlias = (
     Described
@@ -291,6 +315,7 @@ FromEngine: TypeAlias = (
     | Alive
     | VariantAdded
     | VariantRemoved
+    | Turned
     | FromTraining
 )
 

@@ -18,6 +18,7 @@ from site_engine.core.chain import Chain
 from site_engine.core.request import Admission, Grammar, Moved, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.process_sleep import SleepServer, Turns
 from site_engine.engine.process_training import TrainingServer
 from site_engine.engine_client import Listener
 from site_engine.errors import NotServed, Reason, VariantRefused
@@ -87,6 +88,7 @@ class EngineServer:
         make_thread: Callable[[Callable[[Callable[[], None]], object]], EngineThread],
         clock: Callable[[], float],
         compile_grammar: CompileGrammar,
+        sleeper: Turns | None = None,
     ) -> None:
         """`make_thread` gets the function that runs what the engine thread posts."""
         self._connection = connection
@@ -100,6 +102,7 @@ class EngineServer:
         self._numbers: dict[str, int] = {}
         self._frames: list[bytes] = []  # of one pass of the engine thread
         self._thread = make_thread(self._post)
+        self._sleep = SleepServer(sleeper, self._thread.between, self._put)
         self._training = TrainingServer(self._thread, lambda message: self._sender.send(pm.frame(message)))
 
     def run(self) -> bool:
@@ -143,6 +146,8 @@ class EngineServer:
                 self._thread.add_variant(message.variant, partial(self._variant_added, message.call))
             case pm.RemoveVariant():
                 self._thread.remove_variant(message.id, partial(self._variant_removed, message.call))
+            case pm.Turn():
+                self._sleep.handle(message)
             case pm.Train() | pm.StopTraining() | pm.Taken():
                 self._training.handle(message)
 

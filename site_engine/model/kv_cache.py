@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from site_engine.core.request import Request
+from site_engine.model.sleep_memory import SleepMemory
 from site_engine.model.tensor_group import TensorGroup
 
 MAX_SENT_BYTES = 1 << 28
@@ -38,6 +39,7 @@ class KVCache:
 
     Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
     is allocated. The ranks of a `group` have pages of the same numbers, each with the heads that it computes.
+    `memory`: whence the pages are, and whither while the base sleeps.
     """
 
     def __init__(
@@ -49,14 +51,19 @@ class KVCache:
         device: torch.device,
         *,
         group: TensorGroup | None = None,
+        memory: SleepMemory | None = None,
     ) -> None:
         def room(shape: LayerShape, dim: int) -> torch.Tensor:
-            return torch.zeros(pages + 1, page_size, shape.kv_heads, dim, dtype=dtype, device=device)
+            size = pages + 1, page_size, shape.kv_heads, dim
+            if memory is not None:
+                return memory.room(size, dtype)
+            return torch.zeros(size, dtype=dtype, device=device)
 
         self.pages = pages
         self.page_size = page_size
         self.device = device
         self.group = group
+        self.memory = memory
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
         self.key_slots = [room.flatten(0, 1) for room in self.keys]

@@ -136,7 +136,8 @@ class EnginePool:
         """End all processes after their current iterations. May be called on any thread but the loop's."""
         self._stopping = True
         self._loop.call_soon_threadsafe(self._cancel_tasks)
-        ends = [each.process.stop if each.serves else each.process.kill for each in self._replicas]
+        settled = {each.place for each in self._replicas if each.serves or each.rests}
+        ends = [each.process.stop if each.place in settled else each.process.kill for each in self._replicas]
         with ThreadPoolExecutor(len(ends)) as threads:
             list(threads.map(lambda end: end(), ends))
 
@@ -307,6 +308,8 @@ class EnginePool:
         return min(stalls, default=0.0)
 
     def _load(self, replica: Replica, seen: LoadSeen) -> None:
+        if not replica.serves:
+            return
         replica.reported(seen)
         serving = self._serving()
         if serving:
@@ -400,7 +403,9 @@ class EnginePool:
             self._go_on(answers, reply, answers[0].to_move(), partial(ownership.lost, to=to))
 
     def _lost(self, replica: Replica, reason: str) -> None:
-        """Start a lost engine again. Without any other, all of the site is."""
+        """Start a lost engine again. Without any other, all of the site is, unless it sleeps."""
+        if replica.rests:
+            return
         replica.serves = False
         if self._serving():
             self._begin(self._restart(replica))

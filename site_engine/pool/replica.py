@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import reduce
 
 from site_engine.core.load import DeviceFigures, LoadFigures
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
+from site_engine.errors import ConfigError
 from site_engine.pool.figures import join_figures
 from site_engine.pool.rebalancing import Placed
 from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
+
+log = logging.getLogger(__name__)
 
 
 class Replica:
@@ -25,7 +29,8 @@ class Replica:
         self.moved_in = 0  # requests that came over from other engines
         self.losses = 0
         self.serves = False
-        self.rests = False  # its process has ended, until the pool wakes
+        self.rests = False  # until the pool wakes; its process has ended, or sleeps
+        self._sleeps = False
         self.stalled = False
         self.began_s = 0.0
         self.wait_s = 0.0  # before it is started again
@@ -50,16 +55,38 @@ class Replica:
     def end(self) -> None:
         """Note that the process is lost."""
         self.losses += 1
-        self._close()
+        if self.serves:
+            self._close()
+        self._sleeps = False
 
     async def rest(self) -> None:
-        """End the process in order; nothing runs in it."""
+        """Let the process, in which nothing runs, sleep; end it if it can't."""
         async with self.turning:
-            if self.serves:
-                self._close()
-                self.rests = True
+            if not self.serves:
+                return
+            self._close()
+            self.rests = self._sleeps = True
+            if refusal := await self.process.sleeper.sleep():
+                log.info("engine %d ends to sleep: %s", self.place, refusal)
+                self._sleeps = False
                 self.process.on_lost = None
                 await asyncio.to_thread(self.process.stop)
+
+    async def wake(self) -> bool:
+        """Wake the process, if it is there and sleeps; return whether it serves now.
+
+        Raises ConfigError, and it sleeps on.
+        """
+        refusal = await self.process.sleeper.wake() if self._sleeps else ""
+        if not self._sleeps:  # it has ended, perhaps just now
+            return False
+        if refusal:
+            raise ConfigError(refusal)
+        figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
+        self.tokens_before = tokens - figures.tokens_total, prompt_tokens - figures.prompt_tokens_total
+        self.prefixes = PrefixIndex(self.facts.kv_tokens)
+        self.serves, self.rests, self._sleeps = True, False, False
+        return True
 
     def _close(self) -> None:
         self.serves = False

@@ -1,5 +1,5 @@
 """Let the engines of a pool sleep: their processes end, so that nothing is left on the devices, and start
-again when the pool wakes.
+again when the pool wakes. Those that keep their weights in host memory stay, and give up the devices' memory.
 
 Lives on the event loop's thread.
 """
@@ -20,7 +20,7 @@ Reply: TypeAlias = Callable[[str], None]
 
 
 class PoolSleep:
-    """`asleep`: requests are refused. The processes end once requests and jobs of training have ended."""
+    """`asleep`: requests are refused. The processes rest once requests and jobs of training have ended."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PoolSleep:
         self.look()
 
     def look(self) -> None:
-        """End the processes if they are to sleep and nothing runs. To be called when requests have ended."""
+        """Let the processes rest if they are to and nothing runs. To be called when requests have ended."""
         if self._slept is not None and not (self._serves() or self.trains()):
             slept, self._slept = self._slept, None
             self._begin(self._rest(slept))
@@ -92,5 +92,5 @@ class PoolSleep:
 
     async def _started(self, replica: Replica) -> None:
         async with replica.turning:
-            if not replica.serves:
+            if not (replica.serves or await replica.wake()):
                 await self._start(replica)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 from site_engine.config import SiteConfig
@@ -27,11 +29,29 @@ def fake_settings(**settings: Any) -> dict[str, Any]:
 
 
 def load_fake(config: SiteConfig) -> Loaded:
-    """`width` 0: the text of the engine's own outputs must not matter."""
+    """`width` 0: the text of the engine's own outputs must not matter. `served_model`: how it wakes."""
     if config.model == UNSERVABLE:
         raise ConfigError("this model cannot be served")
     engine = FakeEngine(slots=config.slots or 2, max_pending=config.max_pending, width=0)
-    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY, slots=engine.slots)
+    facts = "letters", "r1", CONTEXT_TOKENS, VOCABULARY
+    sleeper = FakeSleeper(Path(config.served_model)) if config.sleep == "host" else None
+    return Loaded(engine, FakeTokenizer(), *facts, slots=engine.slots, sleeper=sleeper)
+
+
+class FakeSleeper:
+    """Does at each wake what a file says: `hang`, or give any other reason for which it can't."""
+
+    def __init__(self, says: Path) -> None:
+        self._says = says
+
+    def sleep(self) -> str:
+        return ""
+
+    def wake(self) -> str:
+        said = self._says.read_text() if self._says.is_file() else ""
+        if said == "hang":
+            threading.Event().wait()
+        return said
 
 
 if __name__ == "__main__":

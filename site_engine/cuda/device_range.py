@@ -1,0 +1,144 @@
+"""Device memory that keeps its addresses while its physical memory comes and goes.
+
+Through the CUDA driver's virtual memory: tensors, and graphs captured on them, stay valid for as long as
+there is physical memory at their addresses when they are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from site_engine.cuda.borrowed import BorrowedMemory
+from site_engine.errors import NoMemory
+
+ALIGNMENT = 512
+_OUT_OF_MEMORY = 2
+_PINNED = _DEVICE = 1
+_READ_WRITE = 3
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("shareable_as", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_size, _address, _memory = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64
+_CALLS = {
+    "cuMemGetAllocationGranularity": (ctypes.POINTER(_size), ctypes.POINTER(_Properties), ctypes.c_int),
+    "cuMemAddressReserve": (ctypes.POINTER(_address), _size, _size, _address, ctypes.c_uint64),
+    "cuMemAddressFree": (_address, _size),
+    "cuMemCreate": (ctypes.POINTER(_memory), _size, ctypes.POINTER(_Properties), ctypes.c_uint64),
+    "cuMemRelease": (_memory,),
+    "cuMemMap": (_address, _size, _size, _memory, ctypes.c_uint64),
+    "cuMemUnmap": (_address, _size),
+    "cuMemSetAccess": (_address, _size, ctypes.POINTER(_Access), _size),
+}
+
+
+class _Part(NamedTuple):
+    """Bytes that have memory of their own; parts follow each other."""
+
+    begin: int
+    size: int
+
+
+class DeviceRange:
+    """Of a GPU: as many addresses as it has memory, of which the front is taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        for name, types in _CALLS.items():
+            getattr(self._driver, name).argtypes = types
+        self._device = device
+        torch.zeros(1, device=device)  # so that there is a context
+        location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
+        self._properties = _Properties(_PINNED, 0, location)
+        self._access = _Access(location, _READ_WRITE)
+        granularity, address = _size(), _address()
+        self._call("cuMemGetAllocationGranularity", granularity, self._properties, 0)
+        self._granularity = granularity.value
+        capacity_bytes = self._rounded(torch.cuda.get_device_properties(device).total_memory)
+        self._call("cuMemAddressReserve", address, capacity_bytes, 0, 0, 0)
+        self._address = address.value
+        self._capacity_bytes = capacity_bytes
+        self._parts: list[_Part] = []
+        self._memory: list[int] = []  # the driver's names of that of the first parts
+        self._taken_bytes = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(part.size for part in self._parts[: len(self._memory)])
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        begin = -(-self._taken_bytes // ALIGNMENT) * ALIGNMENT
+        has = self.mapped_bytes
+        if begin + size_bytes > has:
+            part = _Part(has, self._rounded(begin + size_bytes - has))
+            if part.begin + part.size > self._capacity_bytes:
+                raise NoMemory(f"{begin + size_bytes} bytes are more than {self._device} has")
+            self._map([part])
+            self._parts.append(part)
+        self._taken_bytes = begin + size_bytes
+        return self._bytes(begin, size_bytes)
+
+    def taken(self) -> Iterator[torch.Tensor]:
+        yield self._bytes(0, self._taken_bytes)
+
+    def unmap(self) -> None:
+        if self._memory:
+            self._call("cuMemUnmap", self._address, self.mapped_bytes)
+            self._release(self._memory)
+            self._memory = []
+
+    def map(self) -> None:
+        self._map(self._parts)
+
+    def _map(self, parts: Sequence[_Part]) -> None:
+        got: list[int] = []
+        try:
+            for part in parts:
+                memory = _memory()
+                self._call("cuMemCreate", memory, part.size, self._properties, 0)
+                got.append(memory.value)
+        except NoMemory:
+            self._release(got)
+            raise
+        for part, each in zip(parts, got, strict=True):
+            self._call("cuMemMap", self._address + part.begin, part.size, 0, each, 0)
+            self._call("cuMemSetAccess", self._address + part.begin, part.size, self._access, 1)
+        self._memory += got
+
+    def _release(self, memory: Sequence[int]) -> None:
+        for each in memory:
+            self._call("cuMemRelease", each)
+
+    def _bytes(self, begin: int, size_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(BorrowedMemory(self._address + begin, size_bytes), device=self._device)
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._granularity) * self._granularity
+
+    def _call(self, name: str, *given: object) -> None:
+        status = getattr(self._driver, name)(*given)
+        if status == _OUT_OF_MEMORY:
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            raise NoMemory(f"{self._device} has {free_bytes} bytes free, which is too little")
+        if status:
+            raise RuntimeError(f"{name} failed with {status}")

@@ -1,0 +1,164 @@
+"""The memory that an engine can do without while its base sleeps: weights, and pages of keys and values.
+
+It keeps its addresses meanwhile, so that tensors, and CUDA graphs captured on them, are valid again after it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from site_engine.errors import NoMemory
+
+MEMORY_OF_HOST = Path("/proc/meminfo")
+COPY_BYTES = 1 << 28
+"""Of one piece of a copy in host memory. A power of two: pinned memory is allocated in these."""
+
+
+class AddressRange(Protocol):
+    """Addresses. What is taken of them has memory at first, and again after each `map`."""
+
+    @property
+    def mapped_bytes(self) -> int: ...
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return further bytes, at an address for tensors of any type. Raises NoMemory."""
+
+    def taken(self) -> Iterator[torch.Tensor]:
+        """Yield all bytes that were taken, in the same pieces each time."""
+
+    def unmap(self) -> None:
+        """Give up the memory, which nothing may use meanwhile."""
+
+    def map(self) -> None:
+        """Get memory of any contents. Raises NoMemory, with none got."""
+
+
+class HostRange:
+    """Of host memory."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._is_mapped = True
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(map(len, self._maps)) if self._is_mapped else 0
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        self._maps.append(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return torch.frombuffer(self._maps[-1], dtype=torch.uint8)[:size_bytes]
+
+    def taken(self) -> Iterator[torch.Tensor]:
+        for each in self._maps:
+            yield torch.frombuffer(each, dtype=torch.uint8)
+
+    def unmap(self) -> None:
+        for each in self._maps:
+            each.madvise(mmap.MADV_DONTNEED)
+        self._is_mapped = False
+
+    def map(self) -> None:
+        self._is_mapped = True
+
+
+class SleepMemory:
+    """What is kept has a copy in host memory, made at the first sleep; what is in rooms is lost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept, self._rooms = _address_range(device), _address_range(device)
+        self._copies: list[torch.Tensor] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move constant tensors here, in place. Those that share memory go on sharing it.
+
+        Raises NoMemory.
+        """
+        sharing: dict[int, list[torch.Tensor]] = {}
+        for each in tensors:
+            if each.nbytes:
+                sharing.setdefault(each.untyped_storage().data_ptr(), []).append(each)
+        while sharing:
+            _, alike = sharing.popitem()
+            storage = alike[0].untyped_storage()
+            moved = self._kept.take(storage.nbytes())
+            moved.copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+            for each in alike:
+                bytes_of = moved[: len(moved) // each.dtype.itemsize * each.dtype.itemsize]
+                place = each.size(), each.stride(), each.storage_offset()
+                each.data = bytes_of.view(each.dtype).as_strided(*place)
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, which are zeros again after sleep. Raises NoMemory."""
+        return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
+
+    def sleep(self) -> int:
+        """Give up the memory, which nothing may use meanwhile, and return its bytes.
+
+        Raises NoMemory if there is no room for the copy; nothing has changed then.
+        """
+        pieces = list(self._pieces())
+        if not self._copies:
+            _check_host_memory(sum(piece.nbytes for piece in pieces))
+            self._copies = self._copied(pieces)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        freed = self._kept.mapped_bytes + self._rooms.mapped_bytes
+        self._kept.unmap()
+        self._rooms.unmap()
+        return freed
+
+    def wake(self) -> None:
+        """Have everything again as it was, and rooms of zeros. Raises NoMemory, and sleeps on."""
+        self._kept.map()
+        try:
+            self._rooms.map()
+        except NoMemory:
+            self._kept.unmap()
+            raise
+        for piece, copy in zip(self._pieces(), self._copies, strict=True):
+            piece.copy_(copy, non_blocking=True)
+        for room in self._rooms.taken():
+            room.zero_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        for each in self._kept.taken():
+            yield from each.split(COPY_BYTES)
+
+    def _copied(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        pin = self._device.type == "cuda"
+        try:
+            copies = [torch.empty(piece.shape, dtype=torch.uint8, pin_memory=pin) for piece in pieces]
+        except RuntimeError as exc:
+            raise NoMemory(f"no host memory for a copy of the weights: {exc}") from exc
+        for piece, copy in zip(pieces, copies, strict=True):
+            copy.copy_(piece, non_blocking=True)
+        return copies
+
+
+def _address_range(device: torch.device) -> AddressRange:
+    if device.type == "cpu":
+        return HostRange()
+    from site_engine.cuda.device_range import DeviceRange  # needs the driver's library
+
+    return DeviceRange(device)
+
+
+def _check_host_memory(size_bytes: int) -> None:
+    """Raise NoMemory if the host has less than that, as far as it says."""
+    try:
+        found = dict(line.split(":") for line in MEMORY_OF_HOST.read_text().splitlines())
+        free_bytes = int(found["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return
+    if free_bytes < size_bytes:
+        raise NoMemory(f"the copy of the weights has {size_bytes} bytes, and the host {free_bytes} free")
