@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from site_engine.config import SiteConfig, VariantConfig
@@ -81,13 +82,9 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
             time.sleep(REASON_WITHIN_S)
         connection.sendall(pm.frame(pm.Refused(str(exc))))
         return 1
-    server = EngineServer(
-        connection,
-        lambda post: EngineThread(loaded.engine, post, time.monotonic, config.iteration_floor_s),
-        time.monotonic,
-        compiler.compile,
-        loaded.sleeper,
-    )
+    floor_s = config.iteration_floor_s
+    make_thread = partial(EngineThread, loaded.engine, clock=time.monotonic, floor_s=floor_s)
+    server = EngineServer(connection, make_thread, time.monotonic, compiler.compile, loaded.sleeper)
     compiler.wait()
     serving.set()
     connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts)))

@@ -7,7 +7,9 @@ there is physical memory at their addresses when they are used.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from site_engine.cuda.borrowed import BorrowedMemory
 from site_engine.errors import NoMemory
 
 ALIGNMENT = 512
+TOUCHING_THREADS = 8
+TOUCHED_BYTES = 1 << 28
 _OUT_OF_MEMORY = 2
 _PINNED = _DEVICE = 1
 _READ_WRITE = 3
@@ -101,6 +105,20 @@ class DeviceRange:
     def taken(self) -> Iterator[torch.Tensor]:
         yield self._bytes(0, self._taken_bytes)
 
+    def room_for_copy(self, size_bytes: int) -> torch.Tensor:
+        """Return pinned memory. PyTorch's own takes up to twice the memory, and longer: several threads touch
+        this one first.
+        """
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        found = torch.frombuffer(memory, dtype=torch.uint8)
+        with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
+            list(threads.map(torch.Tensor.zero_, found.split(TOUCHED_BYTES)))
+        status = torch.cuda.cudart().cudaHostRegister(found.data_ptr(), size_bytes, 0)
+        if status != torch.cuda.cudart().cudaError.success:
+            raise NoMemory(f"{size_bytes} bytes of host memory cannot be pinned: {status}")
+        return found
+
     def unmap(self) -> None:
         if self._memory:
             self._call("cuMemUnmap", self._address, self.mapped_bytes)
@@ -114,9 +132,7 @@ class DeviceRange:
         got: list[int] = []
         try:
             for part in parts:
-                memory = _memory()
-                self._call("cuMemCreate", memory, part.size, self._properties, 0)
-                got.append(memory.value)
+                got.append(self._created(part.size))
         except NoMemory:
             self._release(got)
             raise
@@ -124,6 +140,15 @@ class DeviceRange:
             self._call("cuMemMap", self._address + part.begin, part.size, 0, each, 0)
             self._call("cuMemSetAccess", self._address + part.begin, part.size, self._access, 1)
         self._memory += got
+
+    def _created(self, size_bytes: int) -> int:
+        memory = _memory()
+        try:
+            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
+        except NoMemory:
+            torch.cuda.empty_cache()  # of what PyTorch keeps for later
+            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
+        return memory.value
 
     def _release(self, memory: Sequence[int]) -> None:
         for each in memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,9 +39,10 @@ def build_engine(
 ) -> SiteEngine:
     """Build the engine for the model's device, ready to serve. Raises ModelNotSupported and ValueError."""
     startup = startup or StartUp(time.monotonic)
-    memory = SleepMemory(model.device) if settings.sleeps_in_host else None
+    memory = None
     if model.device.type != "cuda":
-        if memory is not None:
+        if settings.sleeps_in_host:
+            memory = SleepMemory(model.device)
             memory.keep(_weights(model))
         return packed_engine(model, settings, clock, memory)
     with startup.part("layers joined and timed"):
@@ -48,8 +50,11 @@ def build_engine(
         from site_engine.cuda.llama_forward import LlamaForward
 
         forward = fast_forward(model)
-    if memory is not None:
+    if settings.sleeps_in_host:
+        from site_engine.cuda.device_range import DeviceRange
+
         with startup.part("weights placed"):
+            memory = SleepMemory(model.device, partial(DeviceRange, model.device))
             joined = forward.weights if isinstance(forward, LlamaForward) else []
             memory.keep([*_weights(model), *joined])
     with startup.part("logits compared with the reference"):

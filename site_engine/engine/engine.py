@@ -29,7 +29,7 @@ from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.engine.load_figures import load_figures
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
-from site_engine.engine.sleeper import Sleeper
+from site_engine.engine.sleeper import sleeper_of
 from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.errors import VariantRefused
@@ -94,8 +94,7 @@ class SiteEngine:
             write_virtual=self._kv_cache.write_virtual,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
-        memory, prefixes = self._kv_cache.memory, self._scheduler.prefixes
-        self.sleeper = Sleeper(memory, prefixes, self._publish_pending) if memory else None
+        self.sleeper = sleeper_of(runner.kv_cache.memory, self._scheduler.prefixes, self._publish_pending)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
@@ -105,8 +104,7 @@ class SiteEngine:
         self._unmeasured: tuple[SchedulePlan, float] | None = None  # the last iteration and its start
         self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
-        self._launched_s = 0.0  # when the pending step was launched
-        self._published_s = 0.0  # when the newest tokens were read
+        self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""

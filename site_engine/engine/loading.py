@@ -15,7 +15,6 @@ from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
-from site_engine.engine.process_sleep import Turns
 from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory
 from site_engine.text.detokenize import TokenNames, Vocabulary
@@ -23,6 +22,7 @@ from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
 if TYPE_CHECKING:
     from site_engine.cuda.runner import DeviceRunner
+    from site_engine.engine.process_sleep import Turns
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
     from site_engine.model.runner import PackedRunner

@@ -44,3 +44,10 @@ class Sleeper:
             return str(exc)
         log.info("the engine woke in %.2f s", time.monotonic() - began_s)
         return ""
+
+
+def sleeper_of(
+    memory: SleepMemory | None, prefixes: PrefixTree | None, settle: Callable[[], None]
+) -> Sleeper | None:
+    """Return what lets an engine sleep, if it has memory that can come and go."""
+    return None if memory is None else Sleeper(memory, prefixes, settle)

@@ -6,7 +6,7 @@ It keeps its addresses meanwhile, so that tensors, and CUDA graphs captured on t
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,6 @@ import torch
 from site_engine.errors import NoMemory
 
 MEMORY_OF_HOST = Path("/proc/meminfo")
-COPY_BYTES = 1 << 28
-"""Of one piece of a copy in host memory. A power of two: pinned memory is allocated in these."""
 
 
 class AddressRange(Protocol):
@@ -31,6 +29,9 @@ class AddressRange(Protocol):
 
     def taken(self) -> Iterator[torch.Tensor]:
         """Yield all bytes that were taken, in the same pieces each time."""
+
+    def room_for_copy(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory that is quickly copied from and to these addresses. Raises NoMemory."""
 
     def unmap(self) -> None:
         """Give up the memory, which nothing may use meanwhile."""
@@ -58,6 +59,9 @@ class HostRange:
         for each in self._maps:
             yield torch.frombuffer(each, dtype=torch.uint8)
 
+    def room_for_copy(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
     def unmap(self) -> None:
         for each in self._maps:
             each.madvise(mmap.MADV_DONTNEED)
@@ -70,9 +74,10 @@ class HostRange:
 class SleepMemory:
     """What is kept has a copy in host memory, made at the first sleep; what is in rooms is lost."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, make_range: Callable[[], AddressRange] = HostRange) -> None:
+        """`make_range` returns addresses of the device."""
         self._device = device
-        self._kept, self._rooms = _address_range(device), _address_range(device)
+        self._kept, self._rooms = make_range(), make_range()
         self._copies: list[torch.Tensor] = []
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -103,10 +108,11 @@ class SleepMemory:
 
         Raises NoMemory if there is no room for the copy; nothing has changed then.
         """
-        pieces = list(self._pieces())
         if not self._copies:
-            _check_host_memory(sum(piece.nbytes for piece in pieces))
-            self._copies = self._copied(pieces)
+            kept = list(self._kept.taken())
+            _check_host_memory(sum(piece.nbytes for piece in kept))
+            copies = [self._kept.room_for_copy(piece.nbytes) for piece in kept]
+            self._copies = [copy.copy_(piece) for copy, piece in zip(copies, kept, strict=True)]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -123,34 +129,12 @@ class SleepMemory:
         except NoMemory:
             self._kept.unmap()
             raise
-        for piece, copy in zip(self._pieces(), self._copies, strict=True):
+        for piece, copy in zip(self._kept.taken(), self._copies, strict=True):
             piece.copy_(copy, non_blocking=True)
         for room in self._rooms.taken():
             room.zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _pieces(self) -> Iterator[torch.Tensor]:
-        for each in self._kept.taken():
-            yield from each.split(COPY_BYTES)
-
-    def _copied(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        pin = self._device.type == "cuda"
-        try:
-            copies = [torch.empty(piece.shape, dtype=torch.uint8, pin_memory=pin) for piece in pieces]
-        except RuntimeError as exc:
-            raise NoMemory(f"no host memory for a copy of the weights: {exc}") from exc
-        for piece, copy in zip(pieces, copies, strict=True):
-            copy.copy_(piece, non_blocking=True)
-        return copies
-
-
-def _address_range(device: torch.device) -> AddressRange:
-    if device.type == "cpu":
-        return HostRange()
-    from site_engine.cuda.device_range import DeviceRange  # needs the driver's library
-
-    return DeviceRange(device)
 
 
 def _check_host_memory(size_bytes: int) -> None:

@@ -127,7 +127,10 @@ def test_of_two_devices_one_is_lost_and_the_site_stays(model_folder: Path) -> No
     play(model_folder, scenario, devices=("cpu", "cpu"), engine_process=None)
 
 
-def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(model_folder: Path) -> None:
+@pytest.mark.parametrize("sleep", ["disk", "host"])
+def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(
+    model_folder: Path, sleep: str
+) -> None:
     async def scenario(stage: Stage) -> None:
         session = await stage.gateway.linked(reads_models=True, reads_held=True)
         await session.served_models("letters", "one", "two")
@@ -145,7 +148,7 @@ def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(mo
         for model in ("two", "letters", "letters"):
             assert await order("sleep", model) == ""
         await session.until(lambda: states() == {pb.Model.SLEEPING})
-        assert engine not in stage.engines()
+        assert (engine in stage.engines()) == (sleep == "host")
         for kind, model in (("remove", "one"), ("sleep", "one")):
             assert await order(kind, model) == "letters sleeps here, and its variants with it; wake it first"
         for name, model in (("a", "letters"), ("b", "one"), ("c", "two")):
@@ -161,7 +164,7 @@ def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(mo
         assert not session.over.is_set()
 
     variants = (VariantConfig("one", adapter="/srv/one"), VariantConfig("two", adapter="/srv/two"))
-    play(model_folder, scenario, variants=variants, devices=("cpu",), engine_process=None)
+    play(model_folder, scenario, variants=variants, devices=("cpu",), engine_process=None, sleep=sleep)
 
 
 def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_what_they_removed(

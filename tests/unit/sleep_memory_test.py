@@ -36,16 +36,6 @@ def test_kept_tensors_lose_their_memory_and_have_it_again_at_their_addresses(mem
         assert turned.stride() == (1, 3)
 
 
-def test_a_large_tensor_is_copied_in_pieces(memory: SleepMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sleep_memory, "COPY_BYTES", 64)
-    tensor = torch.randn(50)
-    wanted = tensor.clone()
-    memory.keep([tensor])
-    memory.sleep()
-    memory.wake()
-    assert torch.equal(tensor, wanted)
-
-
 def test_rooms_are_zeros_again(memory: SleepMemory) -> None:
     room = memory.room((4, 5), torch.bfloat16)
     assert not room.any()

@@ -1,0 +1,212 @@
+"""Measure bases that sleep with their weights in host memory: wake to first token, and bursts in turn.
+
+    python -m bench.wake --device cuda:0 --shape bench/models/llama-3.1-8b --bases 4 --awake 2
+
+Engine processes as a site starts them, one for each base, with random weights. `wake`: one base sleeps and
+wakes `--turns` times; from the order to wake until the first token of a query, the memory of the device that
+sleep frees, and whether greedy answers are the same tokens as before. `bursts`: queries for one base after
+another, all of a burst at once; with all bases resident, then with `--awake` of them, where the base that was
+used longest ago sleeps before the next wakes, which counts as waiting. `disk`: the same wake with
+`sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is wrong. The last
+line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.ranks import MINIATURE, Engine, engine, requests
+from bench.support.random_folder import random_folder
+from site_engine.core.request import Request
+from site_engine.pool.pool import EnginePool
+from tests.support.engine_models import tokenizer
+
+TOKENS = 32
+"""Of each answer."""
+
+
+def pool_of(on: Engine) -> EnginePool:
+    assert isinstance(on.core, EnginePool)
+    return on.core
+
+
+async def turned(turn: Callable[[Callable[[str], None]], None]) -> float:
+    """Sleep or wake, and return the seconds that it took. Raises RuntimeError with the reason why not."""
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    began_s = time.perf_counter()
+    turn(answer.set_result)
+    if refusal := await answer:
+        raise RuntimeError(refusal)
+    return time.perf_counter() - began_s
+
+
+def free_bytes(device: str) -> int:
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def first_s(on: Engine, asked: Sequence[Request], since_s: float) -> list[float]:
+    return [on.answers.times[each.id][0][0] - since_s for each in asked]
+
+
+def p95(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.95 * (len(values) - 1))]
+
+
+async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Let one base sleep and wake, and ask it the same each time."""
+    wanted = requests("same", 8, options.prompt, TOKENS, on.facts.vocab_size)
+    await on.ask(wanted)
+    tokens = [on.answers.tokens[each.id] for each in wanted]
+    found: dict[str, Any] = {"sleep_s": [], "wake_s": [], "first_token_s": [], "freed_gb": [], "wrong": 0}
+    for turn in range(options.turns):
+        before = free_bytes(options.device)
+        found["sleep_s"].append(round(await turned(pool_of(on).sleeping.sleep), 3))
+        found["freed_gb"].append(round((free_bytes(options.device) - before) / 1e9, 2))
+        began_s = time.perf_counter()
+        found["wake_s"].append(round(await turned(pool_of(on).sleeping.wake), 3))
+        again = [Request(f"{each.id} again {turn}", each.prompt, each.sampling) for each in wanted]
+        await on.ask(again[:1])
+        found["first_token_s"].append(round(first_s(on, again[:1], began_s)[0], 3))
+        await on.ask(again[1:])
+        found["wrong"] += sum(
+            on.answers.tokens[each.id] != its for each, its in zip(again, tokens, strict=True)
+        )
+    return found
+
+
+async def bursts(
+    bases: Sequence[Engine], options: argparse.Namespace, name: str, ready: Callable[[int], Awaitable[None]]
+) -> dict[str, float]:
+    """Ask one base after another; `ready` sees to it that one is awake. Return seconds to first tokens."""
+    waits: list[float] = []
+    began_s = time.perf_counter()
+    for burst in range(options.bursts):
+        at = burst % len(bases)
+        asked = requests(
+            f"{name} {burst}", options.requests, options.prompt, TOKENS, bases[at].facts.vocab_size
+        )
+        arrived_s = time.perf_counter()
+        await ready(at)
+        await bases[at].ask(asked)
+        waits += first_s(bases[at], asked, arrived_s)
+    return {
+        "p50_s": round(statistics.median(waits), 3),
+        "p95_s": round(p95(waits), 3),
+        "most_s": round(max(waits), 3),
+        "took_s": round(time.perf_counter() - began_s, 1),
+    }
+
+
+async def alternate(bases: Sequence[Engine], options: argparse.Namespace) -> dict[str, Any]:
+    """Play bursts with all bases resident, then with some of them asleep."""
+
+    async def nothing(at: int) -> None:
+        pass
+
+    awake = list(range(len(bases)))  # the one used longest ago first
+    asleep_s: list[float] = []
+
+    async def make_room(at: int) -> None:
+        if at in awake:
+            awake.remove(at)
+        else:
+            if len(awake) >= options.awake:
+                await turned(pool_of(bases[awake.pop(0)]).sleeping.sleep)
+            asleep_s.append(await turned(pool_of(bases[at]).sleeping.wake))
+        awake.append(at)
+
+    found: dict[str, Any] = {}
+    await bursts(bases, options, "warm", nothing)
+    found["resident"] = await bursts(bases, options, "resident", nothing)
+    found["first_sleep_s"] = []
+    for each in awake[options.awake :]:
+        found["first_sleep_s"].append(round(await turned(pool_of(bases[each]).sleeping.sleep), 3))
+    del awake[options.awake :]
+    for at in list(awake):  # whose first sleep makes the copy
+        found["first_sleep_s"].append(round(await turned(pool_of(bases[at]).sleeping.sleep), 3))
+        await turned(pool_of(bases[at]).sleeping.wake)
+    found["asleep"] = await bursts(bases, options, "asleep", make_room)
+    found["wakes"] = len(asleep_s)
+    found["wake_p50_s"] = round(statistics.median(asleep_s), 3)
+    return found
+
+
+async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    config = transformers.AutoConfig.from_pretrained(options.shape)
+    for key, value in (MINIATURE if options.miniature else {}).items():
+        setattr(config, key, value)
+    on_cpu = options.device == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    size = random_folder(scratch, config, tokenizer(), dtype, layers_alike=not on_cpu)
+    print(f"{size / 1e9:.2f} GB of weights", flush=True)
+    found: dict[str, Any] = {"weights_gb": round(size / 1e9, 2)}
+    settings = {"slots": options.slots, "kv_tokens": options.kv_tokens}
+    if "disk" in options.do:
+        async with engine(scratch, [options.device], **settings) as on:
+            short = argparse.Namespace(**{**vars(options), "turns": 1})
+            found["disk"] = await wake(on, short)
+            print(f"disk: {json.dumps(found['disk'])}", flush=True)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(engine(scratch, [options.device], sleep="host", **settings))
+        found["start_s"] = round(first.start_s, 1)
+        if "wake" in options.do:
+            found["wake"] = await wake(first, options)
+            print(f"wake: {json.dumps(found['wake'])}", flush=True)
+        if "bursts" in options.do:
+            more = [
+                engine(scratch, [options.device], sleep="host", **settings) for _ in range(options.bases - 1)
+            ]
+            bases = [first, *await asyncio.gather(*map(stack.enter_async_context, more))]
+            found["bursts"] = await alternate(bases, options)
+            print(f"bursts: {json.dumps(found['bursts'])}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.wake",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--shape", default="bench/models/llama-3.1-8b", help="a folder with a config.json")
+    parser.add_argument("--do", default="disk,wake,bursts")
+    parser.add_argument("--miniature", action="store_true")
+    parser.add_argument("--turns", type=int, default=5, help="of the one base that sleeps and wakes")
+    parser.add_argument("--bases", type=int, default=4)
+    parser.add_argument("--awake", type=int, default=2, help="of the bases, at most, in the second half")
+    parser.add_argument("--bursts", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=16, help="of a burst")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--kv-tokens", type=int, default=60_000, help="of each base")
+    options = parser.parse_args()
+    print(
+        f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    with tempfile.TemporaryDirectory(prefix="mico-wake-") as scratch:
+        found = asyncio.run(measure(options, Path(scratch)))
+    print(json.dumps(found))
+    return 1 if found.get("wake", {}).get("wrong") else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
