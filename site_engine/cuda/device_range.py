@@ -63,25 +63,68 @@ class _Part(NamedTuple):
     size: int
 
 
-class DeviceRange:
-    """Of a GPU: as many addresses as it has memory, of which the front is taken."""
+class Driver:
+    """The driver's calls for one device. Raises NoMemory where it has none left."""
 
     def __init__(self, device: torch.device) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._library = ctypes.CDLL("libcuda.so.1")
         for name, types in _CALLS.items():
-            getattr(self._driver, name).argtypes = types
+            getattr(self._library, name).argtypes = types
         self._device = device
         torch.zeros(1, device=device)  # so that there is a context
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
         self._properties = _Properties(_PINNED, 0, location)
         self._access = _Access(location, _READ_WRITE)
-        granularity, address = _size(), _address()
+        granularity = _size()
         self._call("cuMemGetAllocationGranularity", granularity, self._properties, 0)
-        self._granularity = granularity.value
-        capacity_bytes = self._rounded(torch.cuda.get_device_properties(device).total_memory)
-        self._call("cuMemAddressReserve", address, capacity_bytes, 0, 0, 0)
-        self._address = address.value
-        self._capacity_bytes = capacity_bytes
+        self.granularity = granularity.value
+        self.total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+
+    def reserve(self, size_bytes: int) -> int:
+        """Return the first of so many addresses."""
+        address = _address()
+        self._call("cuMemAddressReserve", address, size_bytes, 0, 0, 0)
+        return int(address.value)
+
+    def create(self, size_bytes: int) -> int:
+        """Return the name of memory without an address."""
+        memory = _memory()
+        try:
+            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
+        except NoMemory:
+            torch.cuda.empty_cache()  # of what PyTorch keeps for later
+            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
+        return int(memory.value)
+
+    def map(self, address: int, size_bytes: int, memory: int) -> None:
+        self._call("cuMemMap", address, size_bytes, 0, memory, 0)
+        self._call("cuMemSetAccess", address, size_bytes, self._access, 1)
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemUnmap", address, size_bytes)
+
+    def release(self, memory: int) -> None:
+        self._call("cuMemRelease", memory)
+
+    def bytes_at(self, address: int, size_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(BorrowedMemory(address, size_bytes), device=self._device)
+
+    def _call(self, name: str, *given: object) -> None:
+        status = getattr(self._library, name)(*given)
+        if status == _OUT_OF_MEMORY:
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            raise NoMemory(f"{self._device} has {free_bytes} bytes free, which is too little")
+        if status:
+            raise RuntimeError(f"{name} failed with {status}")
+
+
+class DeviceRange:
+    """Of a GPU: as many addresses as it has memory, of which the front is taken."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._capacity_bytes = self._rounded(driver.total_bytes)
+        self._address = driver.reserve(self._capacity_bytes)
         self._parts: list[_Part] = []
         self._memory: list[int] = []  # the driver's names of that of the first parts
         self._taken_bytes = 0
@@ -96,14 +139,15 @@ class DeviceRange:
         if begin + size_bytes > has:
             part = _Part(has, self._rounded(begin + size_bytes - has))
             if part.begin + part.size > self._capacity_bytes:
-                raise NoMemory(f"{begin + size_bytes} bytes are more than {self._device} has")
+                raise NoMemory(f"{begin + size_bytes} bytes are more than the device has")
             self._map([part])
             self._parts.append(part)
         self._taken_bytes = begin + size_bytes
-        return self._bytes(begin, size_bytes)
+        return self._driver.bytes_at(self._address + begin, size_bytes)
 
     def taken(self) -> Iterator[torch.Tensor]:
-        yield self._bytes(0, self._taken_bytes)
+        if self._taken_bytes:
+            yield self._driver.bytes_at(self._address, self._taken_bytes)
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
         """Return pinned memory. PyTorch's own takes up to twice the memory, and longer: several threads touch
@@ -121,7 +165,7 @@ class DeviceRange:
 
     def unmap(self) -> None:
         if self._memory:
-            self._call("cuMemUnmap", self._address, self.mapped_bytes)
+            self._driver.unmap(self._address, self.mapped_bytes)
             self._release(self._memory)
             self._memory = []
 
@@ -132,38 +176,18 @@ class DeviceRange:
         got: list[int] = []
         try:
             for part in parts:
-                got.append(self._created(part.size))
+                got.append(self._driver.create(part.size))
         except NoMemory:
             self._release(got)
             raise
-        for part, each in zip(parts, got, strict=True):
-            self._call("cuMemMap", self._address + part.begin, part.size, 0, each, 0)
-            self._call("cuMemSetAccess", self._address + part.begin, part.size, self._access, 1)
+        for part, memory in zip(parts, got, strict=True):
+            self._driver.map(self._address + part.begin, part.size, memory)
         self._memory += got
-
-    def _created(self, size_bytes: int) -> int:
-        memory = _memory()
-        try:
-            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
-        except NoMemory:
-            torch.cuda.empty_cache()  # of what PyTorch keeps for later
-            self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
-        return memory.value
 
     def _release(self, memory: Sequence[int]) -> None:
         for each in memory:
-            self._call("cuMemRelease", each)
-
-    def _bytes(self, begin: int, size_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(BorrowedMemory(self._address + begin, size_bytes), device=self._device)
+            self._driver.release(each)
 
     def _rounded(self, size_bytes: int) -> int:
-        return -(-size_bytes // self._granularity) * self._granularity
-
-    def _call(self, name: str, *given: object) -> None:
-        status = getattr(self._driver, name)(*given)
-        if status == _OUT_OF_MEMORY:
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
-            raise NoMemory(f"{self._device} has {free_bytes} bytes free, which is too little")
-        if status:
-            raise RuntimeError(f"{name} failed with {status}")
+        granularity = self._driver.granularity
+        return -(-size_bytes // granularity) * granularity

@@ -51,10 +51,10 @@ def build_engine(
 
         forward = fast_forward(model)
     if settings.sleeps_in_host:
-        from site_engine.cuda.device_range import DeviceRange
+        from site_engine.cuda.device_range import DeviceRange, Driver
 
         with startup.part("weights placed"):
-            memory = SleepMemory(model.device, partial(DeviceRange, model.device))
+            memory = SleepMemory(model.device, partial(DeviceRange, Driver(model.device)))
             joined = forward.weights if isinstance(forward, LlamaForward) else []
             memory.keep([*_weights(model), *joined])
     with startup.part("logits compared with the reference"):
