@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gateway.domain import Site
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import Estimates
-from gateway.routing.fleet import Figures, Numbers
+from gateway.routing.fleet import Figures, Numbers, least
 
 
 class Candidates(NamedTuple):
@@ -29,9 +29,8 @@ class Candidates(NamedTuple):
         return self.may.nonzero()[0]
 
     def least_of(self, values: Numbers) -> float:
-        """Return the least value of a site that can serve the demand. (A reduction takes twice as long.)"""
-        kept = values[self.may]
-        return float(kept.item(int(kept.argmin())))
+        """Return the least value of a site that can serve the demand."""
+        return least(values[self.may])
 
     def least(self, cost: Numbers, turn: int) -> int:
         """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""

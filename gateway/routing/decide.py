@@ -73,8 +73,10 @@ def decide(
         estimates=_with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet),
         now_s=now_s,
     )
-    reasons = _exclusion_reasons(demand, candidates, now_s, tried, excluded)
-    if not np.count_nonzero(candidates.may):
+    count = np.count_nonzero(candidates.may)
+    everywhere = count == len(fleet.sites)
+    reasons = {} if everywhere else _exclusion_reasons(demand, candidates, now_s, tried, excluded)
+    if not count:
         listed = "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items()))
         return Placement(None, f"no site can serve it: {listed or 'no site has joined'}", (), reasons)
     preferred = fleet.place(preferred_site) if preferred_site is not None else None
@@ -179,8 +181,6 @@ def _best_estimates(
 def _exclusion_reasons(
     demand: Demand, candidates: Candidates, now_s: float, tried: Collection[str], excluded: Mapping[str, str]
 ) -> dict[str, str]:
-    if np.count_nonzero(candidates.may) == len(candidates.may):
-        return {}
     out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MAX_EXCLUSIONS]]
     return {
         site.name: excluded.get(site.name)

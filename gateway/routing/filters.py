@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gateway.domain import LoadReport, ModelState, Site, SiteState
 from gateway.prices import NANO_USD, prices_of
 from gateway.routing.demand import Demand
-from gateway.routing.fleet import Figures, Fleet
+from gateway.routing.fleet import Figures, Fleet, least
 
 STALE_AFTER_S = 3.0
 """Three missed reports: sites report at least once a second in a small fleet."""
@@ -23,8 +23,9 @@ def may(
 
     Of these, sites where the model sleeps are left out while it is awake or waking at another.
     """
-    fresh: NDArray[np.bool_] = at.heard_s >= now_s - STALE_AFTER_S
-    found = fresh & fleet.serving(demand.model, demand.needs, demand.regions)
+    serving = fleet.serving(demand.model, demand.needs, demand.regions)
+    fresh_s = now_s - STALE_AFTER_S
+    found = serving.copy() if least(at.heard_s) >= fresh_s else serving & (at.heard_s >= fresh_s)
     for name in tried:
         place = fleet.place(name)
         if place is not None:

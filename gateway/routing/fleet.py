@@ -60,6 +60,16 @@ class Figures(NamedTuple):
     context_usd_per_token: Numbers  # read by each output token
 
 
+def least(values: Numbers) -> float:
+    """Return the least of a vector, inf of an empty one. (A reduction takes four times as long.)"""
+    return float(values.item(int(values.argmin()))) if len(values) else inf
+
+
+def most(values: Numbers) -> float:
+    """Return the greatest of a vector, -inf of an empty one."""
+    return float(values.item(int(values.argmax()))) if len(values) else -inf
+
+
 def size(prompt_tokens: float, response_tokens: float) -> float:
     """Return the size by which a site orders its queue: the geometric mean of the answer's length and its
     work.
