@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -178,13 +177,12 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> tuple[Nu
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
     """Return the site of each attempt, and the part of its queue that starts before it: short ones first."""
     shares = [("", 0.0)] * len(movable)
-    by_length = sorted(range(len(movable)), key=lambda i: movable[i].demand.response_tokens)
-    counts = Counter(each.site for each in movable)
-    ranks: Counter[str] = Counter()
-    for index in by_length:
-        site = movable[index].site
-        shares[index] = (site, ranks[site] / counts[site])
-        ranks[site] += 1
+    queues: dict[str, list[int]] = {}
+    for index in sorted(range(len(movable)), key=lambda i: movable[i].demand.response_tokens):
+        queues.setdefault(movable[index].site, []).append(index)
+    for site, queue in queues.items():
+        for rank, index in enumerate(queue):
+            shares[index] = (site, rank / len(queue))
     return shares
 
 
