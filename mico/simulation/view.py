@@ -34,7 +34,7 @@ class Assigned(NamedTuple):
 class SeenFleet(Fleet):
     """A fleet with the assignments of one gateway at a time, beside the fleet that the sites told of.
 
-    It copies only what was told since, or was another gateway's.
+    It copies only what has changed since, and what is another gateway's.
     """
 
     def __init__(self, told: Fleet) -> None:
@@ -44,25 +44,35 @@ class SeenFleet(Fleet):
         self._remaining, self.sites = told._remaining, told.sites.copy()
         self._values = np.empty_like(told._values)
         self._stale = set(range(len(self.sites)))
+        self._shown: Mapping[str, Assigned] = {}
+        self._assigned: set[int] = set()  # places of `_shown`
 
     def changed(self, name: str) -> None:
-        """Note that a site told of itself."""
+        """Note that a site told of itself, or that what is assigned to it changed."""
         self._stale.add(self._places[name])
 
     def show(self, assigned: Mapping[str, Assigned]) -> None:
-        """Take over what the sites told, and what is `assigned` since."""
-        told, stale = self._told, list(self._stale)
+        """Take over what the sites told, and what a gateway has `assigned` since, in its own mapping."""
+        told, stale = self._told, self._stale
+        if assigned is not self._shown:
+            stale |= self._assigned
+            stale.update(self._places[name] for name in assigned)
+            self._shown = assigned
+        if not stale:
+            return
         told_figures = told.figures  # computes what is outdated
-        self._values[:, stale] = told._values[:, stale]
-        for place in stale:
+        added = {place: each for place in stale if (each := assigned.get(told.sites[place].name))}
+        copied = [place for place in stale if place not in added]
+        for place in copied:
             self.sites[place] = told.sites[place]
-        self._stale.clear()
-        if assigned:
-            places = [self._places[name] for name in assigned]
-            self._stale.update(places)
-            for place, each in zip(places, assigned.values(), strict=True):
-                self.sites[place] = each.site
-            self._values[:, places] = np.array([each.column for each in assigned.values()]).T
+        self._values[:, copied] = told._values[:, copied]
+        for place, each in added.items():
+            self.sites[place] = each.site
+        if added:
+            self._values[:, list(added)] = np.array([each.column for each in added.values()]).T
+        self._assigned.difference_update(copied)
+        self._assigned.update(added)
+        stale.clear()
         if self._figures is None:
             self._figures = Figures(*self._values[:, : len(told_figures.slots)])
 
@@ -84,7 +94,6 @@ class View:
         for spec in specs:
             self._join(spec)
         self._seen = SeenFleet(self.directory.fleet)
-        self._looking: Gateway | None = None  # whose assignments are in `_seen`; None: out of date
 
     def _join(self, spec: SiteSpec) -> None:
         now_s = self._clock()
@@ -96,21 +105,17 @@ class View:
     def join(self, name: str) -> None:
         """Add a site that was lost; it is idle."""
         self._join(self._specs[name])
-        self._changed(name)
+        self._seen.changed(name)
 
     def leave(self, name: str) -> None:
         """Mark a site as lost."""
         self.directory.leave(name)
-        self._changed(name)
+        self._seen.changed(name)
 
     def drain(self, name: str) -> None:
         """Give a site no more work."""
         self.directory.set_state(name, SiteState.DRAINING)
-        self._changed(name)
-
-    def _changed(self, name: str) -> None:
         self._seen.changed(name)
-        self._looking = None
 
     def watch(self, name: str, link: Link) -> None:
         """Tell a link of the reports of its site."""
@@ -121,9 +126,7 @@ class View:
 
     def fleet(self, gateway: Gateway) -> Fleet:
         """Return the fleet as one gateway knows it now."""
-        if gateway is not self._looking:
-            self._seen.show(gateway.assigned)
-            self._looking = gateway
+        self._seen.show(gateway.assigned)
         return self._seen
 
     def assigned(self, gateway: Gateway, name: str, credit: Credit) -> None:
@@ -134,8 +137,7 @@ class View:
             gateway.assigned[name] = Assigned(replace(site, credit=credit), figures(site, credit))
         else:
             gateway.assigned.pop(name, None)
-        if gateway is self._looking:
-            self._looking = None
+        self._seen.changed(name)
 
     def crowded(self, gateway: Gateway, name: str) -> Site | None:
         """Return a site where one more query of a gateway would have to wait, None if it would not."""
@@ -149,7 +151,7 @@ class View:
         A site with room bids for what waits elsewhere.
         """
         self.directory.report(name, load, NO_CREDIT)
-        self._changed(name)
+        self._seen.changed(name)
         for link in list(self._watching[name]):
             link.reported(taken_s)
         if self.contesting and load.pending == 0 and load.running < self._specs[name].slots:
