@@ -1,10 +1,11 @@
-"""Measure orders of an offline batch on one GPU with random weights, beside what `bench.blend` counts.
+"""Measure orders of offline batches on one GPU with random weights, beside what `bench.blend` counts.
 
-    python -m bench.blend_gpu --model bench/models/llama-3.1-8b --data FOLDER --workload chats
-
-Lengths are known and exact, answers greedy, ids new in every run. A short run of blend, with a part of the
-lines, warms the graphs and is not counted. Every run prints the seconds of its kinds of steps; the last line
-is JSON.
+`python -m bench.blend_gpu --model bench/models/llama-3.1-8b --workload documents --seconds 25` takes several
+workloads and loads the model once. Lengths are exact, answers greedy, ids new in every run. `--wrong-by`
+gives the engine forecasts instead, and `--reserve p90 peak` compares what a request reserves. A short run of
+blend, with a part of the lines, warms the graphs and is not counted. Prints the seconds of the kinds of steps
+and, at the end, what is counted of each run, at the costs of bench/results/gpu.md and at those fitted to all
+iterations here. With `--out` every run is at once a line there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,48 +14,180 @@ import argparse
 import gc
 import json
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 
-from bench.blend import NAMED, NO_DATA, Job, lines_of
-from bench.blend import run as count
+from bench.blend import NAMED, NO_DATA, Job, as_requests, counted, lines_of
 from bench.engine_gpu import kind_of, plain_model
 from bench.support.forced import device_runner
 from bench.support.gpu_costs import seconds
-from bench.support.offline_served import ORDERS, Serving
-from bench.support.offline_work import Line
-from gateway.batches.values import Order
+from bench.support.offline_served import ORDERS, Forecasts, Serving
+from bench.support.offline_work import H200, Line
+from site_engine.core.reserve import Reservation
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.forward import fast_forward
+from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.build import overlapped_engine, warm_graphs
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import from_model
+from tests.support.held_to_the_end import HeldToTheEnd
+
+Features = tuple[float, ...]
+RIDGE = 165  # tokens that take as long to multiply as the weights to read
+SCALES = np.array([1, 1e-2, 1e-3, 1e-5, 1e-6, 1])
+WARM_LINES, WARM_ANSWER = 200, 300
 
 
-def serve(engine: SiteEngine, lines: list[Line], how: Order, seed: int) -> dict[str, Any]:
-    """Run all lines, print the seconds of each kind of steps, and return what they took."""
-    graphs, kinds = len(device_runner(engine)._steps), dict[str, list[float]]()
-    serving = Serving(engine, lines, how, seed)
-    gc.collect()
-    torch.cuda.synchronize()
-    began = step_began = seconds()
-    pending = engine._pending
-    while serving.step():
-        now = seconds()
-        kinds.setdefault(kind_of(None if pending is None else pending.plan), []).append(now - step_began)
-        step_began, pending = now, engine._pending
-    took_s, ended = seconds() - began, serving.ended
-    for kind, each in sorted(kinds.items()):
-        print(f"   {kind}: {len(each)} x {1e3 * sum(each) / len(each):.3f} ms = {sum(each):.2f} s")
+def features(plan: SchedulePlan) -> Features:
+    """Return what the seconds of an iteration depend on, as the terms of `Cost.seconds`."""
+    decodes, prompt = len(plan.decodes), sum([chunk.length for chunk in plan.prefills])
+    tokens = decodes + prompt
+    return (
+        1,
+        tokens,
+        max(0, tokens - RIDGE),
+        sum([chunk.start for chunk in plan.decodes]),
+        sum([chunk.length * (chunk.start + chunk.length / 2) for chunk in plan.prefills]),
+        bool(plan.prefills),
+    )
+
+
+class Fit:
+    """Seconds of an iteration: no negative weights of its features, by least squares."""
+
+    def __init__(self, known: list[tuple[Features, float]]) -> None:
+        rows = np.array([each for each, _ in known]) * SCALES
+        weights, _ = nnls(rows, np.array([took for _, took in known]))
+        self.weights: list[float] = (weights * SCALES).tolist()
+
+    def seconds(self, plan: SchedulePlan) -> float:
+        return sum([weight * each for weight, each in zip(self.weights, features(plan), strict=True)])
+
+    def optimum(self, lines: list[Line]) -> float:
+        """Return the least seconds in sequence: all tokens computed, shared ones once, and all reads."""
+        _, first_s, more_s, read_s, square_s, _ = self.weights
+        token_s = first_s + more_s
+        seen: set[int] = set()
+        total = 0.0
+        for group, shared, prompt, response, _ in lines:
+            hit = shared if group in seen else 0
+            seen.add(group)
+            total += token_s * (prompt - hit + response) + square_s * (prompt**2 - hit**2) / 2
+            total += read_s * response * (prompt + response / 2)
+        return total
+
+
+class Run(NamedTuple):
+    """One run of a workload."""
+
+    job: Job
+    lines: list[Line]
+    figures: dict[str, Any]
+
+
+class Measured:
+    """An engine on the GPU, and what its iterations took."""
+
+    def __init__(self, engine: SiteEngine) -> None:
+        self._engine = engine
+        self._peak: Reservation = engine._scheduler.reservation
+        self.iterations: list[tuple[Features, float]] = []
+
+    def serve(self, job: Job, lines: list[Line], seed: int) -> dict[str, Any]:
+        """Run all lines, print the seconds of each kind of steps, and return what they took."""
+        engine, kinds = self._engine, dict[str, list[float]]()
+        graphs = len(_graphs(engine))
+        engine._scheduler.reservation = HeldToTheEnd(engine._pool) if job.reserve == "p90" else self._peak
+        serving = Serving(engine, lines, ORDERS[job.order], seed, known(job, lines))
+        gc.collect()
+        synchronize()
+        began = step_began = seconds()
+        pending = engine._pending
+        while serving.step():
+            now = seconds()
+            plan = None if pending is None else pending.plan
+            kinds.setdefault(kind_of(plan), []).append(now - step_began)
+            if plan is not None and plan.chunks:
+                self.iterations.append((features(plan), now - step_began))
+            step_began, pending = now, engine._pending
+        took_s, ended = seconds() - began, serving.ended
+        for kind, each in sorted(kinds.items()):
+            print(f"   {kind}: {len(each)} x {1e3 * sum(each) / len(each):.3f} ms = {sum(each):.2f} s")
+        return {
+            "took_s": round(took_s, 2),
+            "tokens_per_s": round(ended.tokens / took_s, 1),
+            "cached_tokens": ended.cached_tokens,
+            "shared": round(ended.cached_tokens / max(1, shareable(lines)), 3),
+            "preemptions": ended.preemptions,
+            "iterations": ended.iterations,
+            "new_graphs": len(_graphs(engine)) - graphs,
+        }
+
+
+def _graphs(engine: SiteEngine) -> dict[Any, Any]:
+    return device_runner(engine)._steps if isinstance(engine.runner, DeviceRunner) else {}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def shareable(lines: list[Line]) -> int:
+    return sum(line.shared_tokens for line in lines) - sum(
+        {line.group: line.shared_tokens for line in lines}.values()
+    )
+
+
+def known(job: Job, lines: list[Line]) -> Forecasts | None:
+    if not job.wrong_by:
+        return None
+    expected, request = as_requests(job, lines)
+    return Forecasts(expected, [request(at).remaining for at in range(len(lines))])
+
+
+def counts(run: Run, fit: Fit) -> dict[str, Any]:
+    """Return what is counted of a run, at recorded costs and at fitted ones."""
+    compute_s, memory_s = H200.least(run.lines)
+    plain, fitted = (counted(run.job, run.lines, *cost) for cost in ((), (fit.seconds,)))
     return {
-        "took_s": round(took_s, 2),
-        "tokens_per_s": round(ended.tokens / took_s, 1),
-        "cached_tokens": ended.cached_tokens,
-        "preemptions": ended.preemptions,
-        "iterations": ended.iterations,
-        "new_graphs": len(device_runner(engine)._steps) - graphs,
+        "counted_s": round(plain.seconds, 2),
+        "counted_iterations": plain.iterations,
+        "at_fitted_costs_s": round(fitted.seconds, 2),
+        "optimal_s": round(compute_s + memory_s, 2),
+        "optimal_at_fitted_costs_s": round(fit.optimum(run.lines), 2),
+        "bound_s": round(H200.bound(run.lines, run.job.kv_tokens, run.job.rows), 2),
+        "density": round(compute_s / memory_s, 3),
     }
+
+
+def build(asked: argparse.Namespace) -> SiteEngine:
+    settings = EngineSettings(slots=asked.rows, kv_tokens=asked.kv_tokens, max_pending=1 << 14)
+    model = from_model(plain_model(asked.model), eos_token_ids=())
+    engine = overlapped_engine(model, settings, seconds, fast_forward(model))
+    print(f"{torch.cuda.get_device_name()}, {warm_graphs(engine, asked.longest)} graphs", flush=True)
+    return engine
+
+
+def work(asked: argparse.Namespace) -> list[tuple[Job, list[Line]]]:
+    """Return the runs that are asked for."""
+    found = []
+    for name, order, reserve in product(asked.workload, asked.orders, asked.reserve):
+        job = Job(
+            name, order, asked.wrong_by, reserve, asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data
+        )
+        lines = lines_of(job)
+        found.append((job, [shorter(line, asked.longest_answer) for line in lines]))
+    return found
+
+
+def shorter(line: Line, most: int) -> Line:
+    return line._replace(response_tokens=min(most, line.response_tokens))
 
 
 def arguments() -> argparse.Namespace:
@@ -65,40 +198,51 @@ def arguments() -> argparse.Namespace:
         "--data", default="", help=f"folder with traces; without it only {', '.join(NO_DATA)}"
     )
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--reserve", nargs="+", default=["peak"], choices=("peak", "p90"))
+    parser.add_argument("--wrong-by", type=float, default=0.0, help="standard deviation of log forecasts")
     parser.add_argument("--seconds", type=float, default=25.0, help="of computing in the workload")
+    parser.add_argument("--longest-answer", type=int, default=16_000, help="longer ones are cut to this")
     parser.add_argument("--kv-tokens", type=int, default=75_000)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--longest", type=int, default=8192, help="context that graphs are made for at first")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines, one a run")
     return parser.parse_args()
 
 
-def job_of(asked: argparse.Namespace, workload: str, order: str) -> Job:
-    return Job(workload, order, 0.0, "peak", asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data)
+def measure(measured: Measured, todo: list[tuple[Job, list[Line]]], out: Path | None) -> list[Run]:
+    """Run all, after a few lines of each workload that are not counted."""
+    began, runs, warmed = seconds(), list[Run](), set[str]()
+    for seed, (job, lines) in enumerate(todo):
+        if job.workload not in warmed:
+            few = [shorter(line, WARM_ANSWER) for line in lines[:: max(1, len(lines) // WARM_LINES)]]
+            print(f"warm-up: {measured.serve(job._replace(order='blend'), few, 1000 + seed)}", flush=True)
+            warmed.add(job.workload)
+        try:
+            figures = measured.serve(job, lines, seed)
+        except KeyboardInterrupt:  # what has ended is counted
+            break
+        runs.append(Run(job, lines, figures))
+        print(
+            f"{job.workload}, {job.order}, {job.reserve}, at {seconds() - began:.0f} s: {figures}", flush=True
+        )
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps({**job._asdict(), "lines": len(lines), **figures}) + "\n")
+    return runs
 
 
 def main() -> None:
     asked, began = arguments(), seconds()
-    settings = EngineSettings(slots=asked.rows, kv_tokens=asked.kv_tokens, max_pending=4096)
-    model = from_model(plain_model(asked.model), eos_token_ids=())
-    engine = overlapped_engine(model, settings, seconds, fast_forward(model))
-    made = warm_graphs(engine, asked.longest)
-    print(
-        f"{torch.cuda.get_device_name()}, {made} graphs, ready after {seconds() - began:.0f} s",
-        flush=True,
-    )
-    warm = lines_of(job_of(asked, asked.workload[0], asked.orders[0]))
-    print(f"warm-up: {serve(engine, warm[:: max(1, len(warm) // 200)], Order.BLEND, 99)}", flush=True)
-    found: dict[str, Any] = {}
-    for seed, (workload, order) in enumerate(product(asked.workload, asked.orders)):
-        job = job_of(asked, workload, order)
-        lines = lines_of(job)
-        one = serve(engine, lines, ORDERS[order], seed)
-        counted = count(job)
-        one |= {"lines": len(lines), "counted_s": counted["took_s"]}
-        one |= {"counted_iterations": counted["iterations"], "optimal_s": counted["optimal_s"]}
-        found.setdefault(workload, {})[order] = one
-        print(f"{workload}, {order}, at {seconds() - began:.0f} s: {one}", flush=True)
-    print(json.dumps({"conditions": vars(asked), **found}))
+    todo = work(asked)
+    measured = Measured(build(asked))
+    print(f"ready after {seconds() - began:.0f} s", flush=True)
+    runs = measure(measured, todo, asked.out)
+    fit = Fit(measured.iterations)
+    found = []
+    for run in runs:
+        found.append({**run.job._asdict(), "lines": len(run.lines), **run.figures, **counts(run, fit)})
+        print(found[-1], flush=True)
+    print(json.dumps({"conditions": vars(asked), "fit": fit.weights, "runs": found}, default=str))
 
 
 if __name__ == "__main__":
