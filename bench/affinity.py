@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
-from math import exp, log
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -129,6 +129,30 @@ def tables(found: Mapping[Job, Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def comparison(runs: Mapping[Job, Mapping[str, Any]]) -> Iterator[str]:
+    """Compare `prefix` with each other affinity in each setting, over the seeds that both have."""
+    settings = list(dict.fromkeys(job._replace(seed=0) for job in runs if job.affinity == "prefix"))
+    others = [each for each in dict.fromkeys(job.affinity for job in runs) if each != "prefix"]
+    shown = [(measure, other) for measure in list(MEASURES)[:2] for other in others]
+    columns = [f"{MEASURES[measure]} over {other}" for measure, other in shown]
+    yield f"| trace | sites | load | gateways | {' | '.join(columns)} |"
+    yield "|---" * (4 + len(columns)) + "|"
+    for job in settings:
+        cells = " | ".join(_ratio(runs, job, other, measure) for measure, other in shown)
+        yield f"| {job.trace} | {job.sites} | {job.load:.2f} | {job.gateways} | {cells} |"
+
+
+def _ratio(runs: Mapping[Job, Mapping[str, Any]], job: Job, other: str, measure: str) -> str:
+    """Return the geometric mean of a setting's runs over another affinity, and its standard error."""
+    ours = [each for each in runs if each._replace(seed=0) == job]
+    pairs = [(runs[each], runs.get(each._replace(affinity=other))) for each in ours]
+    logs = [log(mine[measure] / theirs[measure]) for mine, theirs in pairs if theirs is not None]
+    if not logs:
+        return ""
+    error = stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
+    return f"{exp(fmean(logs)):.3f} ± {error:.3f}"
+
+
 def summary(found: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
     """Compare with no affinity, in geometric mean, and count where ours is best."""
     shared = [
@@ -194,6 +218,7 @@ def main() -> int:
             print(f"{number} of {len(wanted)}", end="\r", file=sys.stderr, flush=True)
     found = mean_of_seeds({job: done[job] for job in wanted})
     print(*tables(found), sep="\n")
+    print("", *comparison(done), sep="\n")
     print(f"\n{len(done)} runs of {options.queries} queries in {time.monotonic() - began_s:.0f} s")
     print(json.dumps(summary(found)))
     return 0
