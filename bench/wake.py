@@ -69,25 +69,38 @@ def p95(values: Sequence[float]) -> float:
     return sorted(values)[int(0.95 * (len(values) - 1))]
 
 
+async def told(on: Engine, name: str, options: argparse.Namespace) -> list[list[int]]:
+    """Ask the same queries, one after the other so that steps have the same rows, as a tenant of that name,
+    which finds no prefix of another's; return the tokens of the answers.
+    """
+    asked = [
+        Request(f"{each.id} {name}", each.prompt, each.sampling, tenant=name)
+        for each in requests("same", 8, options.prompt, TOKENS, on.facts.vocab_size)
+    ]
+    for each in asked:
+        await on.ask([each])
+    return [on.answers.tokens[each.id] for each in asked]
+
+
+def differ(some: list[list[int]], others: list[list[int]]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))
+
+
 async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Let one base sleep and wake, and ask it the same each time."""
-    wanted = requests("same", 8, options.prompt, TOKENS, on.facts.vocab_size)
-    await on.ask(wanted)
-    tokens = [on.answers.tokens[each.id] for each in wanted]
-    found: dict[str, Any] = {"sleep_s": [], "wake_s": [], "first_token_s": [], "freed_gb": [], "wrong": 0}
+    wanted = await told(on, "before", options)
+    found: dict[str, Any] = {"sleep_s": [], "wake_s": [], "first_token_s": [], "freed_gb": []}
+    found |= {"wrong_without_sleep": differ(wanted, await told(on, "control", options)), "wrong": 0}
     for turn in range(options.turns):
         before = free_bytes(options.device)
         found["sleep_s"].append(round(await turned(pool_of(on).sleeping.sleep), 3))
         found["freed_gb"].append(round((free_bytes(options.device) - before) / 1e9, 2))
         began_s = time.perf_counter()
         found["wake_s"].append(round(await turned(pool_of(on).sleeping.wake), 3))
-        again = [Request(f"{each.id} again {turn}", each.prompt, each.sampling) for each in wanted]
-        await on.ask(again[:1])
-        found["first_token_s"].append(round(first_s(on, again[:1], began_s)[0], 3))
-        await on.ask(again[1:])
-        found["wrong"] += sum(
-            on.answers.tokens[each.id] != its for each, its in zip(again, tokens, strict=True)
-        )
+        asked = requests(f"first {turn}", 1, options.prompt, TOKENS, on.facts.vocab_size)
+        await on.ask(asked)
+        found["first_token_s"].append(round(first_s(on, asked, began_s)[0], 3))
+        found["wrong"] += differ(wanted, await told(on, f"after {turn}", options))
     return found
 
 
