@@ -148,9 +148,10 @@ class SliceCosts:
     """The times that slices took lately, of which the next one's is foreseen.
 
     Kept by kind and by the power of two that the tokens reach: the launches of a small slice take as long as
-    those of a large one. A tenth of the times, the longest, are left out: those of a first call, of a
-    collection of garbage. What was observed counts half after HALVED_AFTER_S: one slow slice at the begin of
-    a job must not keep it from ever running beside answers.
+    those of a large one. The first slice of a kind, which allocates, is not counted. Of the others a tenth is
+    left out, and at least the longest of several: those of a collection of garbage. What was observed counts
+    half after HALVED_AFTER_S: one slow slice at the begin of a job must not keep it from ever running beside
+    answers.
     """
 
     def __init__(self) -> None:
@@ -159,10 +160,13 @@ class SliceCosts:
         self._observed_s: dict[str, float] = {}
 
     def observe(self, kind: str, tokens: int, seconds: float, now_s: float) -> None:
+        if kind not in self._observed_s:
+            self._observed_s[kind] = now_s
+            return
         size = tokens.bit_length()
         taken = self._taken.setdefault((kind, size), deque(maxlen=KEPT_COSTS))
         taken.append(seconds)
-        self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - len(taken) // 10]
+        self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - max(len(taken) > 1, len(taken) // 10)]
         self._observed_s[kind] = now_s
 
     def seconds(self, kind: str, tokens: int, now_s: float) -> float:

@@ -122,7 +122,9 @@ def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iterat
 def test_the_next_slice_is_foreseen_as_nearly_the_longest_of_the_last_of_its_kind_and_size() -> None:
     costs = SliceCosts()
     assert costs.seconds("forward", 10, 0.0) == 0.0
-    for taken_s in (0.5, 2.0, 1.0):
+    costs.observe("forward", 10, 9.0, 0.0)
+    assert costs.seconds("forward", 10, 0.0) == 0.0, "the first of a kind allocates"
+    for taken_s in (0.5, 2.0, 3.0):
         costs.observe("forward", 10, taken_s, 0.0)
     assert costs.seconds("forward", 15, 0.0) == 2.0
     assert costs.seconds("forward", 16, 0.0) == 4.0
@@ -145,7 +147,8 @@ def test_the_launches_of_a_small_slice_are_not_taken_for_the_time_of_its_tokens(
 def test_a_slice_that_once_took_long_is_tried_again() -> None:
     """Such as the first of a process: beside answers that never end it would not run until they do."""
     costs, slack = SliceCosts(), Slack(Bounds(between_tokens_s=0.02))
-    costs.observe("forward", 100, 0.5, 0.0)
+    for _ in range(2):
+        costs.observe("forward", 100, 0.5, 0.0)
     tried_s = next(
         now_s
         for now_s in range(3600)
@@ -153,9 +156,6 @@ def test_a_slice_that_once_took_long_is_tried_again() -> None:
     )
     assert 5 < tried_s < 60
     costs.observe("forward", 100, 0.005, tried_s)
-    assert costs.seconds("forward", 100, tried_s) == 0.5  # of two, the longer
-    for _ in range(9):
-        costs.observe("forward", 100, 0.005, tried_s)
     assert costs.seconds("forward", 100, tried_s) == 0.005
 
 
