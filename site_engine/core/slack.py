@@ -15,6 +15,8 @@ from typing import NamedTuple
 KEPT_COSTS = 100
 LEAST_CHUNK_TOKENS = 16
 """Of a prompt beside answers, for which slices leave time: slices stop, and the next iteration has more."""
+NEWCOMER_SHARE = 0.25
+"""Of what the bound leaves, at most, kept for them."""
 LATE_CHUNK_TOKENS = 128
 """Where an iteration without prompts takes longer than the bound."""
 DEBT_LIMIT_S = 1.0
@@ -106,7 +108,9 @@ class Slack:
         if 0.0 < self._debt_s >= following.seconds:
             return True
         if seen.chat_decodes:
-            left_s = bounds.between_tokens_s - seen.iteration_s - seen.newcomer_s - seen.since_tokens_s
+            whole_s = bounds.between_tokens_s - seen.iteration_s
+            kept_s = min(seen.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
+            left_s = whole_s - kept_s - seen.since_tokens_s
             return following.seconds <= left_s
         return self._batch_s > 0.0
 

@@ -43,7 +43,8 @@ def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, foll
     if seen.chat_waits:
         assert not taken
     elif seen.chat_decodes:
-        left_s = bounds.between_tokens_s - seen.iteration_s - seen.newcomer_s - seen.since_tokens_s
+        whole_s = bounds.between_tokens_s - seen.iteration_s
+        left_s = whole_s - min(seen.newcomer_s, whole_s / 4) - seen.since_tokens_s
         assert taken == (following.seconds <= left_s)
     else:
         assert taken == (not seen.batch)  # which has had no time yet
