@@ -43,6 +43,7 @@ class CountedSites:
         self._engines = {f"site-{at}": engine(AdmissionQueue(starving_after_s=inf)) for at in range(sites)}
         self._sent: dict[str, dict[int, BatchLine]] = {name: {} for name in self._engines}
         self._homes, self._answers, self._cached = Homes(), Counter[int](), 0
+        self._delivered: dict[int, list[int]] = {}  # tokens of lines whose site has died
         sizes = sizes_of(forecasts)
         lines = [
             BatchLine(
@@ -77,8 +78,10 @@ class CountedSites:
         return Ended(now_s, self._answers, self._cached)
 
     def _kill(self, name: str) -> None:
-        """Put the lines of a site back, in their order."""
-        del self._engines[name]
+        """Put the lines of a site back, in their order; others go on after the tokens that it delivered."""
+        scheduler = self._engines.pop(name).scheduler
+        for request in (*scheduler.running, *scheduler.preempted):
+            self._delivered[int(request.id)] = request.tokens[request.prompt_len :]
         for line in sorted(self._sent.pop(name).values(), key=lambda each: -each.place):
             self._waiting[_is_heavy(line)].appendleft(line)
 
@@ -108,6 +111,7 @@ class CountedSites:
             engine.counts.seconds = max(engine.counts.seconds, now_s)
         self._sent[name][line.number] = line
         request = self._request(line.number)
+        request.tokens = [*request.tokens, *self._delivered.pop(line.number, ())]
         request.any_order, request.prefill_heavy = True, _is_heavy(line)
         engine.scheduler.queue.push(request)
 
