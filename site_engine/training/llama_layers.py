@@ -102,7 +102,6 @@ class Joined:
     def __init__(self, modules: Mapping[str, Any], factors: Factors, scale: float) -> None:
         self._modules, self._scale = modules, scale
         self._factors = {name: factors[name] for name in modules if name in factors}
-        self._version = -1
         self._rounded: Rounded | None = None
 
     def forward(
@@ -152,10 +151,8 @@ class Joined:
         return given.addmm_(through, rounded.down)
 
     def rounded(self, dtype: torch.dtype) -> Rounded | None:
-        """Return the factors, rounded again if they have changed: each step of the optimizer does that."""
-        version = sum(factor._version for pair in self._factors.values() for factor in pair)
-        if self._factors and version != self._version:
-            self._version = version
+        """Return the factors, rounded once until `forget`."""
+        if self._factors and self._rounded is None:
             joined = torch.cat([down.detach() for down, _ in self._factors.values()])
             ups = {name: up.detach() for name, (_, up) in self._factors.items()}
             ends = list(accumulate((down.shape[0] for down, _ in self._factors.values()), initial=0))
@@ -167,6 +164,10 @@ class Joined:
                 {name: slice(*ends_of) for name, ends_of in zip(ups, pairwise(ends), strict=True)},
             )
         return self._rounded
+
+    def forget(self) -> None:
+        """Round the factors again: they have changed."""
+        self._rounded = None
 
 
 # ---- a layer
@@ -199,6 +200,7 @@ class TrainedLayer:
                 "mlp.down_proj",
             )
         ]
+        self._joined = joined
         self._query_key_value, self._output, self._gate_up, self._down = joined
         self._before, self._between = (
             Norm(norm.weight, norm.variance_epsilon)
@@ -248,6 +250,11 @@ class TrainedLayer:
         flat = [part.flatten(1) for part in parts]
         normed = self._query_key_value.backward(flat, self._before.forward(hidden), half.inner, factors)
         return self._before.backward(hidden, normed, between), factors
+
+    def forget_factors(self) -> None:
+        """Read the adapter's factors again: they have changed."""
+        for each in self._joined:
+            each.forget()
 
     def _gate_backward(
         self, between: torch.Tensor, normed: torch.Tensor, gradient: torch.Tensor, factors: Gradients

@@ -112,6 +112,11 @@ class SlicedModel:
             [each for each in adapter.factors if each.startswith(f"{layer}.")] for layer, _ in self.layers
         ]
 
+    def forget_factors(self) -> None:
+        """Have the layers read the adapter's factors again: they have changed."""
+        for each in self._trained:
+            each.forget_factors()
+
     def begin(
         self, ids: torch.Tensor, positions: torch.Tensor, begins: Sequence[int], *, backward: bool = False
     ) -> Begun:

@@ -238,6 +238,7 @@ class Trainer:
         if finite:
             self._optimizer.param_groups[0]["lr"] = self.recipe.learning_rate_at(self.step, self.total_steps)
             self._optimizer.step()
+            self._model.forget_factors()  # the fused optimizer does not count up their versions
         self._optimizer.zero_grad(set_to_none=True)
         self._skipped = 0 if finite else self._skipped + 1
         return finite

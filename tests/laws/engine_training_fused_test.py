@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
-from site_engine.core.training import AdapterShape
+from site_engine.core.training import AdapterShape, StepDone
 from site_engine.cuda.kernels import training_kernels
 from site_engine.training import llama_layers
 from site_engine.training.adapter import Adapter, new_adapter
@@ -17,7 +19,7 @@ from site_engine.training.packing import pack
 from site_engine.training.sliced_model import SlicedModel
 from tests.support.engine_models import FAMILIES
 from tests.support.model_families import random_model
-from tests.support.training import examples
+from tests.support.training import SMALL, examples, run, trainer
 
 pytestmark = pytest.mark.slow
 FUSED = ("llama", "qwen2", "mistral")
@@ -69,6 +71,23 @@ def test_a_validation_has_the_loss_and_no_gradients() -> None:
     found, wanted = (passed("llama", "all-linear", fused=fused, backward=False) for fused in (True, False))
     assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
     assert not found.gradients
+
+
+def losses(*, fused: bool) -> list[float]:
+    model = random_model(FAMILIES["llama"]()).float()
+    job = trainer(examples(8, seed=3), replace(SMALL, learning_rate=0.02), model, fused=fused)
+    return [each.loss for each in run(job) if isinstance(each, StepDone)]
+
+
+def test_each_step_is_computed_with_the_factors_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the fused optimizer of GPUs, which does not count up the versions of what it changes."""
+    optimizer = torch.optim.AdamW
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            torch.optim, "AdamW", lambda *given, **how: optimizer(*given, **{**how, "fused": True})
+        )
+        found = losses(fused=True)
+    assert found == pytest.approx(losses(fused=False), rel=1e-4)
 
 
 def test_only_the_llama_family_is_fused() -> None:

@@ -46,10 +46,13 @@ def chats(count: int) -> list[bytes]:
     ]
 
 
-def trainer(data: Dataset, recipe: Recipe = SMALL, model: Any = None, **settings: Any) -> Trainer:
+def trainer(
+    data: Dataset, recipe: Recipe = SMALL, model: Any = None, *, fused: bool | None = None, **settings: Any
+) -> Trainer:
     """Return a trainer of a small Llama, with a clock that stands still unless another is given."""
     chosen: dict[str, Any] = {"about": ABOUT, "clock": lambda: 0.0, "train_tokens": 64} | settings
-    return Trainer(SlicedModel(family("llama").plain if model is None else model), data, recipe, **chosen)
+    sliced = SlicedModel(family("llama").plain if model is None else model, fused=fused)
+    return Trainer(sliced, data, recipe, **chosen)
 
 
 def run(job: Trainer, between: Callable[[Trainer, int], None] = lambda job, slices: None) -> list[Event]:
