@@ -19,6 +19,10 @@ NEWCOMER_SHARE = 0.25
 """Of what the bound leaves, at most, kept for them."""
 LATE_CHUNK_TOKENS = 128
 """Where an iteration without prompts takes longer than the bound."""
+KEPT_DELAYS = 400
+"""Of times between tokens: all but the longest delay fit the bound, so that of new ones 1 in 200 does not."""
+FIRST_DELAY_SHARE, LARGEST_DELAY_SHARE = 0.2, 0.5
+"""Of the bound: the delay expected before KEPT_DELAYS were seen, and the longest that time is left for."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
 MIN_TRAIN_TOKENS, MAX_TRAIN_TOKENS = 256, 16384
@@ -84,11 +88,16 @@ class Slack:
     """Shares the time of one engine between those that are served and training.
 
     Time that training took and that serving took while both wanted the device is counted, so that the shares
-    hold over a second, not in each iteration.
+    hold over a second, not in each iteration. Beside answers slices and prompts fill `aim_s`, which is the
+    bound less what tokens were lately delayed by: slices and iterations that took longer than foreseen.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        first_s = FIRST_DELAY_SHARE * bounds.between_tokens_s
+        self._delays_s = deque([first_s], maxlen=KEPT_DELAYS)
+        self.aim_s = bounds.between_tokens_s - first_s
+        self._foreseen_s: float | None = None  # time between tokens, with the last slice beside answers
         self._batch_s = 0.0  # beyond training's, by the shares: start-time fair
         self._debt_s = 0.0  # that training was promised and did not get
 
@@ -108,18 +117,30 @@ class Slack:
         if 0.0 < self._debt_s >= following.seconds:
             return True
         if seen.chat_decodes:
-            whole_s = bounds.between_tokens_s - seen.iteration_s
+            whole_s = self.aim_s - seen.iteration_s
             kept_s = min(seen.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
             left_s = whole_s - kept_s - seen.since_tokens_s
             return following.seconds <= left_s
         return self._batch_s > 0.0
 
-    def trained(self, seconds: float, seen: Seen) -> None:
-        """Count a slice that ran."""
+    def trained(self, seconds: float, seen: Seen, following: NextSlice) -> None:
+        """Count a slice that ran, as `following` foresaw it."""
+        foreseen_s = seen.since_tokens_s + following.seconds + seen.iteration_s
+        self._foreseen_s = foreseen_s if seen.chat_decodes else None
         self._debt_s = max(0.0, self._debt_s - (1.0 - self.bounds.least_share) * seconds)
         if seen.batch and not seen.chat_decodes:
             share = self.bounds.batch_share
             self._batch_s = max(-DEBT_LIMIT_S, self._batch_s - seconds * share / (1.0 - share))
+
+    def published(self, between_s: float) -> None:
+        """Count the time between two tokens of answers."""
+        if self._foreseen_s is None:
+            return
+        bound_s, delay_s = self.bounds.between_tokens_s, between_s - max(self._foreseen_s, self.aim_s)
+        self._foreseen_s = None
+        self._delays_s.append(min(max(0.0, delay_s), LARGEST_DELAY_SHARE * bound_s))
+        left_out = len(self._delays_s) // KEPT_DELAYS
+        self.aim_s = bound_s - sorted(self._delays_s)[-1 - left_out]
 
     def served(self, seconds: float, *, batch_alone: bool) -> None:
         """Count an iteration that ran while training had work."""
@@ -130,14 +151,13 @@ class Slack:
     def chunk_tokens(self, seen: Seen, base_s: float, per_token_s: float) -> int | None:
         """Return the prompt tokens beside answers that decode; None: as many as without training.
 
-        `base_s`: of an iteration without prompts. The prompts get what the bound leaves after the slices
+        `base_s`: of an iteration without prompts. The prompts get what `aim_s` leaves after the slices
         since the last tokens.
         """
         if not seen.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
             return None
-        whole_s = self.bounds.between_tokens_s - base_s
-        least = LEAST_CHUNK_TOKENS if whole_s > 0.0 else LATE_CHUNK_TOKENS
-        return max(least, int((whole_s - seen.since_tokens_s) / per_token_s))
+        least = LEAST_CHUNK_TOKENS if base_s < self.bounds.between_tokens_s else LATE_CHUNK_TOKENS
+        return max(least, int((self.aim_s - base_s - seen.since_tokens_s) / per_token_s))
 
 
 def fitted_tokens(tokens: int, taken_s: float, wanted_s: float) -> int:

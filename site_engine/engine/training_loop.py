@@ -72,6 +72,7 @@ class TrainingLoop:
         self._events: list[JobEvent] = []
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
+        self._tokens_s = 0.0  # when answers got their last tokens
         self._cost: IterationCost | None = None  # of what is served, until the next iteration
         self._beside_s = 0.0  # of the slices since the last iteration, while something was served
         self._mean_beside_s = 0.0
@@ -120,6 +121,9 @@ class TrainingLoop:
 
         `tokens_s`: when answers got their last tokens.
         """
+        if tokens_s != self._tokens_s:
+            self._slack.published(tokens_s - self._tokens_s)
+            self._tokens_s = tokens_s
         if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
             self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
         tenant, job = self.jobs[self._current]
@@ -127,12 +131,13 @@ class TrainingLoop:
             self._cost = self._fit.cost()
         deferral = self._slack.bounds.deferral
         seen = see(self._scheduler, self._cost, self._clock(), tokens_s, deferral)
-        if not self._slack.takes(seen, job.following):
+        following = job.following
+        if not self._slack.takes(seen, following):
             per_token_s = self._cost.per_token_s
             self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, per_token_s)
             return False
         taken_s = job.run_slice(ahead=not seen.served)
-        self._slack.trained(taken_s, seen)
+        self._slack.trained(taken_s, seen, following)
         if seen.chat_decodes or seen.batch:
             self._beside_s += taken_s
         self._used_s[tenant] += taken_s

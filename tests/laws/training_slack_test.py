@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+from statistics import quantiles
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.slack import (
+    KEPT_DELAYS,
     LATE_CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
     MAX_TRAIN_TOKENS,
@@ -39,11 +42,12 @@ FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
 @given(SEEN, FOLLOWING)
 def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, following: NextSlice) -> None:
     bounds = Bounds(between_tokens_s=0.5)
-    taken = Slack(bounds).takes(seen, following)
+    slack = Slack(bounds)
+    taken = slack.takes(seen, following)
     if seen.chat_waits:
         assert not taken
     elif seen.chat_decodes:
-        whole_s = bounds.between_tokens_s - seen.iteration_s
+        whole_s = slack.aim_s - seen.iteration_s
         left_s = whole_s - min(seen.newcomer_s, whole_s / 4) - seen.since_tokens_s
         assert taken == (following.seconds <= left_s)
     else:
@@ -71,7 +75,7 @@ def shares(slack: Slack, seen: Seen, slice_s: float, iteration_s: float, steps: 
     trained = served = 0.0
     for _ in range(steps):
         if slack.takes(seen, NextSlice(slice_s)):
-            slack.trained(slice_s, seen)
+            slack.trained(slice_s, seen, NextSlice(slice_s))
             trained += slice_s
         else:
             slack.served(iteration_s, batch_alone=seen.batch and not seen.chat_decodes)
@@ -103,7 +107,7 @@ def test_time_that_was_given_up_is_not_saved_for_later(rounds: int) -> None:
         slack.served(1.0, batch_alone=False)
     seen, taken = Seen(batch=True), 0
     while slack.takes(seen, NextSlice(0.1)):
-        slack.trained(0.1, seen)
+        slack.trained(0.1, seen, NextSlice(0.1))
         taken += 1
     assert taken <= 25
 
@@ -116,8 +120,62 @@ def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iterat
     assert tokens is not None
     least = LEAST_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
     assert tokens >= least
-    assert tokens == least or since_s + iteration_s + tokens * 1e-5 <= 0.05 + 1e-9
+    assert tokens == least or since_s + iteration_s + tokens * 1e-5 <= slack.aim_s + 1e-9
     assert slack.chunk_tokens(Seen(chat_waits=True), iteration_s, 1e-5) is None
+
+
+def between_tokens(draw: Random, *, slow: float, times: float, intervals: int) -> tuple[list[float], float]:
+    """Return times between tokens beside slices of which `slow` take so many times longer, and training's
+    share of all time.
+    """
+    slack, costs, now_s, trained_s, between = Slack(Bounds(between_tokens_s=0.02)), SliceCosts(), 0.0, 0.0, []
+    while len(between) < intervals:
+        began_s = now_s
+        while True:
+            kind, size = draw.choice((("forward", 1.0), ("backward", 2.0), ("head", 4.0)))
+            following = NextSlice(costs.seconds(kind, 4000, now_s))
+            seen = Seen(chat_decodes=True, since_tokens_s=now_s - began_s, iteration_s=0.001)
+            if not slack.takes(seen, following):
+                break
+            taken_s = 0.001 * size * draw.uniform(0.8, 1.1) * (times if draw.random() < slow else 1.0)
+            now_s += taken_s
+            costs.observe(kind, 4000, taken_s, now_s)
+            slack.trained(taken_s, seen, following)
+            trained_s += taken_s
+        now_s += 0.001 * draw.uniform(0.9, 1.5)
+        between.append(now_s - began_s)
+        slack.published(now_s - began_s)
+    return between, trained_s / now_s
+
+
+@pytest.mark.parametrize(("slow", "times"), [(0.0, 1.0), (0.01, 3.0), (0.0003, 50.0), (0.1, 3.0)])
+def test_of_the_times_between_tokens_99_in_100_are_within_the_bound_whatever_slices_take(
+    slow: float, times: float
+) -> None:
+    between, share = between_tokens(Random(1), slow=slow, times=times, intervals=8000)
+    for part in (between[:2000], between[2000:4000], between[4000:]):
+        assert quantiles(part, n=100)[98] <= 0.02
+    assert share >= 0.4
+
+
+def test_slices_fill_the_bound_where_they_take_what_is_foreseen() -> None:
+    slack = Slack(Bounds(between_tokens_s=0.02))
+    seen, following = Seen(chat_decodes=True, since_tokens_s=0.01, iteration_s=0.001), NextSlice(0.002)
+    for _ in range(KEPT_DELAYS):
+        slack.trained(0.002, seen, following)
+        slack.published(0.013)
+    assert slack.aim_s == 0.02
+
+
+def test_what_was_promised_to_training_and_times_without_it_are_no_delays() -> None:
+    slack = Slack(Bounds(between_tokens_s=0.02, least_share=0.5))
+    aim_s = slack.aim_s
+    slack.published(5.0)
+    slack.trained(0.5, Seen(), NextSlice(0.5))
+    slack.published(5.0)
+    slack.trained(0.5, Seen(chat_decodes=True), NextSlice(0.5))
+    slack.published(0.5)
+    assert slack.aim_s == aim_s
 
 
 def test_the_next_slice_is_foreseen_as_nearly_the_longest_of_the_last_of_its_kind_and_size() -> None:
