@@ -41,7 +41,8 @@ def open_job(
         "data": hashlib.sha256(order.data).hexdigest(),
         "valid": hashlib.sha256(order.valid).hexdigest(),
     }
-    return Trainer(
+    on_gpu = model.device.type == "cuda"
+    trainer = Trainer(
         SlicedModel(model.model),
         data,
         order.recipe,
@@ -50,9 +51,12 @@ def open_job(
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
         train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
-        slice_s=SLICE_S if model.device.type == "cuda" else None,
+        slice_s=SLICE_S if on_gpu else None,
         snapshot_interval_s=snapshot_interval_s,
     )
+    if on_gpu:
+        trainer.warm_up()
+    return trainer
 
 
 def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:

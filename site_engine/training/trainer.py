@@ -128,6 +128,19 @@ class Trainer:
         """Free what the running micro-batch keeps; it is computed again from its beginning."""
         if self._micro is not None:
             self._micro.close()
+            self._next = Slice.BEGIN
+
+    def warm_up(self) -> None:
+        """Compute the first micro-batch up to its second backward slice, twice, and drop it: slices beside
+        answers then compile nothing, and what they take is known.
+        """
+        for _ in range(2):
+            backward = 0
+            while backward < 2 and self._next is not Slice.UPDATE and not self.ended:
+                backward += self._next is Slice.BACKWARD
+                self.run_slice()
+            self.drop()
+        self._backward_s.clear()
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []

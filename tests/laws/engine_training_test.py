@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -137,6 +138,21 @@ def test_any_slicing_and_any_drops_give_the_same_adapter() -> None:
         events = run(dropped, drop)
         assert [event.loss for event in events if isinstance(event, StepDone)] == losses
         assert equal(dropped.adapter.tensors(), expected.adapter.tensors())
+
+
+@pytest.mark.parametrize("train_tokens", [64, 8])
+def test_a_job_that_was_warmed_up_gives_the_same_adapter_and_knows_what_slices_take(
+    train_tokens: int,
+) -> None:
+    data, ticks = examples(11), count()
+    plain = trainer(data, train_tokens=train_tokens)
+    run(plain)
+    warmed = trainer(data, train_tokens=train_tokens, clock=lambda: 0.001 * next(ticks))
+    warmed.warm_up()
+    assert warmed.following.micro_batch_s > 0.0
+    assert not warmed.take_events()
+    run(warmed)
+    assert equal(warmed.adapter.tensors(), plain.adapter.tensors())
 
 
 def test_a_job_resumed_from_any_snapshot_ends_with_the_same_adapter(tmp_path: Path) -> None:
