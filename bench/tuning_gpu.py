@@ -61,7 +61,7 @@ def examples(count: int, vocabulary: int, longest: int, seed: int) -> list[Examp
 def trainer_of(model: LoadedModel, rows: int, batch: int) -> Trainer:
     on_gpu = model.device.type == "cuda"
     data = Dataset(tuple(examples(rows, model.vocab_size, model.context_tokens, seed=1)))
-    return Trainer(
+    trainer = Trainer(
         SlicedModel(model.model),
         data,
         Recipe(epochs=50, batch_size=batch, shape=SHAPE),
@@ -70,6 +70,9 @@ def trainer_of(model: LoadedModel, rows: int, batch: int) -> Trainer:
         train_tokens=TRAIN_TOKENS[model.device.type],
         slice_s=SLICE_S if on_gpu else None,
     )
+    if on_gpu:
+        trainer.warm_up()
+    return trainer
 
 
 # ---- gradients
