@@ -133,12 +133,12 @@ class Slack:
             self._batch_s = max(-DEBT_LIMIT_S, self._batch_s - seconds * share / (1.0 - share))
 
     def published(self, between_s: float) -> None:
-        """Count the time between two tokens of answers."""
-        if self._foreseen_s is None:
-            return
-        bound_s, delay_s = self.bounds.between_tokens_s, between_s - max(self._foreseen_s, self.aim_s)
+        """Count the time between two tokens of answers; without slices training delayed nothing."""
+        bound_s, delay_s = self.bounds.between_tokens_s, 0.0
+        if self._foreseen_s is not None:
+            delay_s = max(0.0, between_s - max(self._foreseen_s, self.aim_s))
         self._foreseen_s = None
-        self._delays_s.append(min(max(0.0, delay_s), LARGEST_DELAY_SHARE * bound_s))
+        self._delays_s.append(min(delay_s, LARGEST_DELAY_SHARE * bound_s))
         left_out = len(self._delays_s) // KEPT_DELAYS
         self.aim_s = bound_s - sorted(self._delays_s)[-1 - left_out]
 

@@ -161,10 +161,23 @@ def test_of_the_times_between_tokens_99_in_100_are_within_the_bound_whatever_sli
 def test_slices_fill_the_bound_where_they_take_what_is_foreseen() -> None:
     slack = Slack(Bounds(between_tokens_s=0.02))
     seen, following = Seen(chat_decodes=True, since_tokens_s=0.01, iteration_s=0.001), NextSlice(0.002)
+    assert slack.aim_s < 0.02
     for _ in range(KEPT_DELAYS):
         slack.trained(0.002, seen, following)
         slack.published(0.013)
     assert slack.aim_s == 0.02
+
+
+def test_a_long_delay_does_not_keep_slices_away_for_ever() -> None:
+    slack = Slack(Bounds(between_tokens_s=0.02))
+    seen, following = Seen(chat_decodes=True, iteration_s=0.001), NextSlice(0.012)
+    assert slack.takes(seen, following)
+    slack.trained(0.5, seen, following)
+    slack.published(0.501)
+    for _ in range(KEPT_DELAYS - 2):
+        assert not slack.takes(seen, following)
+        slack.published(0.001)
+    assert slack.takes(seen, following)
 
 
 def test_what_was_promised_to_training_and_times_without_it_are_no_delays() -> None:
