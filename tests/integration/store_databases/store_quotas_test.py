@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ CALLER = Caller("key-1", "shop")
 TOKENS = LimitId(Scope.TENANT, "shop", Kind.TOKENS)
 MONTH = LimitId(Scope.TENANT, "shop", Kind.MONTH)
 LIVE = LimitId(Scope.TENANT, "shop", Kind.QUERIES)
+BUDGET = LimitId(Scope.TENANT, "shop", Kind.BUDGET)
 
 
 @asynccontextmanager
@@ -95,6 +96,36 @@ def test_two_replicas_never_grant_more_than_the_quota_and_little_less(url: str) 
                     await each.renew()
             granted += sum(offer(each, 10) for each in both for _ in range(20))
             assert 950 <= granted <= 1_000
+
+    asyncio.run(main())
+
+
+def test_a_budget_in_dollars_over_two_replicas_is_exceeded_by_a_twentieth_at_most(url: str) -> None:
+    """Where every answer costs three times its forecast, and is cut when no more of it is covered."""
+    limit = Kind.BUDGET.counted(250.0)
+
+    def spend(replica: Leases, forecast: int) -> int:
+        cost = 0
+        with suppress(SliceFull):
+            reservation = replica.quotas.open(CALLER, 1)
+            with suppress(SliceFull):
+                replica.quotas.reserve(reservation, 1, forecast)
+                while cost < 3 * forecast:
+                    replica.quotas.cover(reservation, 1, cost + forecast // 4)
+                    cost += forecast // 4
+            replica.quotas.settle(reservation, 1, cost)
+        return cost
+
+    async def main() -> None:
+        async with database(url, {BUDGET: limit}) as engine:
+            both = [await replica(engine, name) for name in ("a", "b")]
+            spent = 0
+            for turn in range(40):  # one alone, then both in turns
+                spent += spend(both[0 if turn < 12 else turn % 2], limit // 50)
+                for each in both:
+                    await each.renew()
+            assert 0.95 * limit <= spent <= 1.05 * limit
+            assert [each.quotas.in_use(BUDGET) for each in both] == [spent, spent]
 
     asyncio.run(main())
 
