@@ -24,12 +24,12 @@ from gateway.telemetry.route_figures import RouteFigures
 from gateway.telemetry.snapshot import (
     Pool,
     Rates,
+    SiteViews,
     Snapshot,
     by_cloud,
     no_certificate,
     shown_state,
     totals,
-    views,
 )
 from gateway.wording import several
 
@@ -83,7 +83,7 @@ class SnapshotPublisher:
         self._clock = clock
         self.unix_time = unix_time
         self._history_store = history_store
-        self._rates = Rates()
+        self._rates, self._views = Rates(), SiteViews()
         self._moves: deque[Event] = deque(maxlen=MAX_SHARED_MOVES)
         self._paid_minute, self._paid = 0, set[str]()
         self.replica_summaries: Callable[[], Mapping[str, Summary]] = dict
@@ -164,7 +164,7 @@ class SnapshotPublisher:
         of_others, self.own_summary = self.replica_summaries(), self.summary()
         merged = merge_summaries([self.own_summary, *of_others.values()])
         rates = self._rates.observe(sites, now_s)
-        shown = views(sites, rates, merged.waits, now_s, self.certificate_until)
+        shown = self._views.build(sites, rates, merged.waits, now_s, self.certificate_until)
         summed = totals(shown, merged.failed_per_min, merged.ended_per_min)
         self.snapshot = Snapshot(
             seq=self.snapshot.seq + 1 if self.snapshot else 1,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from gateway.device import DeviceLoad
 from gateway.domain import ModelState, Site, SiteState
@@ -21,8 +23,7 @@ STALE_SHOWN_AFTER_S = 2.0
 """Sites report at least once a second. The page shows silence earlier than routing acts on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SiteView:
+class SiteView(msgspec.Struct, frozen=True):
     """A site in the snapshot. Prices are in USD per million tokens; `load` is outstanding / capacity.
 
     `weight` is a percentage; `share` is the site's part of all output of the last seconds. `cached_share` is
@@ -59,7 +60,7 @@ class SiteView:
     output_usd_per_mtok: float
     pool: str
     certificate_until: float | None
-    devices: list[DeviceLoad] = field(default_factory=list)  # of a site that has several
+    devices: list[DeviceLoad] = []  # of a site that has several
     training: int = 0  # jobs of fine-tuning that it trains
 
     @property
@@ -184,7 +185,15 @@ def shown_state(site: Site, now_s: float) -> SiteState:
     return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
 
 
-def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_s: float) -> SiteView:
+def view(
+    site: Site,
+    rate: Rate,
+    waits: SiteWaits,
+    all_output_per_s: float,
+    now_s: float,
+    *,
+    certificate_until: float,
+) -> SiteView:
     identity, load = site.identity, site.load
     outstanding, capacity = outstanding_tokens(site), capacity_tokens(site)
     kv, prices = identity.kv_capacity_tokens, prices_of(identity, load)
@@ -209,10 +218,10 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         tokens_per_s=round(load.tokens_per_s, 1),
         output_per_s=rate.output_per_s,
         input_per_s=rate.input_per_s,
-        share=round(rate.output_per_s / all_output_per_s, 4) if all_output_per_s else 0.0,
+        share=_share(rate, all_output_per_s),
         weight=round(site.weight * 100, 1),
         kv_used=round(1 - load.kv_free_tokens / kv, 4) if kv and not down else None,
-        report_age_s=round(max(0.0, now_s - load.received_s), 2),
+        report_age_s=_report_age_s(site, now_s),
         ttft_p95_s=waits.ttft_p95_s,
         itl_p95_s=waits.itl_p95_s,
         errors_per_min=waits.errors_per_min,
@@ -220,7 +229,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         input_usd_per_mtok=round(prices.input_usd_per_mtok, 4),
         output_usd_per_mtok=round(prices.output_usd_per_mtok, 4),
         pool=identity.pool,
-        certificate_until=None,
+        certificate_until=certificate_until if certificate_until > 0 else None,
         devices=list(load.devices),
         training=0 if down else load.training,
     )
@@ -231,19 +240,57 @@ def no_certificate(site: str) -> float:
     return float("-inf")
 
 
-def views(
-    sites: Sequence[Site],
-    rates: Mapping[str, Rate],
-    waits: Mapping[str, SiteWaits],
-    now_s: float,
-    certificate_until: Callable[[str], float] = no_certificate,
-) -> list[SiteView]:
-    output_per_s = sum(rate.output_per_s for rate in rates.values())
-    shown = [
-        view(site, rates[site.name], waits.get(site.name, NO_WAITS), output_per_s, now_s) for site in sites
-    ]
-    until = {site.name: certificate_until(site.name) for site in sites}
-    return [replace(v, certificate_until=until[v.name]) if until[v.name] > 0 else v for v in shown]
+class _Seen(NamedTuple):
+    """A view, and all that it was built from but the time and the other sites."""
+
+    site: Site
+    rate: Rate
+    waits: SiteWaits
+    view: SiteView
+
+
+class SiteViews:
+    """Builds the views of all sites. Of a site of which nothing is new, only what time changes is."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def build(
+        self,
+        sites: Sequence[Site],
+        rates: Mapping[str, Rate],
+        waits: Mapping[str, SiteWaits],
+        now_s: float,
+        certificate_until: Callable[[str], float] = no_certificate,
+    ) -> list[SiteView]:
+        output_per_s = sum(rate.output_per_s for rate in rates.values())
+        seen = {}
+        for site in sites:
+            name = site.name
+            rate, site_waits = rates[name], waits.get(name, NO_WAITS)
+            until = certificate_until(name)
+            known = self._seen.get(name)
+            if known is not None and known[:3] == (site, rate, site_waits):
+                shown = msgspec.structs.replace(
+                    known.view,
+                    state=shown_state(site, now_s),
+                    share=_share(rate, output_per_s),
+                    report_age_s=_report_age_s(site, now_s),
+                    certificate_until=until if until > 0 else None,
+                )
+            else:
+                shown = view(site, rate, site_waits, output_per_s, now_s, certificate_until=until)
+            seen[name] = _Seen(site, rate, site_waits, shown)
+        self._seen = seen
+        return [each.view for each in seen.values()]
+
+
+def _share(rate: Rate, all_output_per_s: float) -> float:
+    return round(rate.output_per_s / all_output_per_s, 4) if all_output_per_s else 0.0
+
+
+def _report_age_s(site: Site, now_s: float) -> float:
+    return round(max(0.0, now_s - site.load.received_s), 2)
 
 
 def totals(sites: Sequence[SiteView], failed_per_min: float, ended_per_min: float) -> Totals:

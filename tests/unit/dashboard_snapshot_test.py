@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from gateway.device import DeviceLoad
 from gateway.domain import IterationCost, LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
 from gateway.telemetry.banner import banner
 from gateway.telemetry.recent import SiteWaits
-from gateway.telemetry.snapshot import Rate, Rates, SiteView, headroom, totals, views
+from gateway.telemetry.snapshot import Rate, Rates, SiteView, SiteViews, headroom, totals
 
 IDENTITY = SiteIdentity("a", "boot", "aws", "us", {}, slots=4, kv_capacity_tokens=100)
 
@@ -21,7 +22,9 @@ def site(name: str = "a", state: SiteState = SiteState.READY, **load: float) -> 
 
 
 def shown(*sites: Site, now_s: float = 100.0) -> list[SiteView]:
-    return views(sites, {s.name: Rate(1.0, 1.0) for s in sites}, {"a": SiteWaits(0.5, 0.01, 0.0)}, now_s)
+    return SiteViews().build(
+        sites, {s.name: Rate(1.0, 1.0) for s in sites}, {"a": SiteWaits(0.5, 0.01, 0.0)}, now_s
+    )
 
 
 def test_a_site_shows_its_devices() -> None:
@@ -81,7 +84,7 @@ def test_headroom_counts_only_sites_that_take_work() -> None:
     assert headroom(shown(drained)) is None
 
 
-SERVING = replace(shown(site())[0], models=["m"])
+SERVING = msgspec.structs.replace(shown(site())[0], models=["m"])
 
 
 @pytest.mark.parametrize(
@@ -104,14 +107,14 @@ SERVING = replace(shown(site())[0], models=["m"])
     ],
 )
 def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], level: str, words: str) -> None:
-    sites = [replace(SERVING, **changes)]  # type: ignore[arg-type]
+    sites = [msgspec.structs.replace(SERVING, **changes)]  # type: ignore[arg-type]
     said = banner(sites, totals(sites, 0.0, 0.0))
     assert said.level == level
     assert words in said.text
 
 
 def test_the_banner_says_what_room_is_left() -> None:
-    sites = [SERVING, replace(SERVING, name="b", state=SiteState.DOWN, report_age_s=5.0)]
+    sites = [SERVING, msgspec.structs.replace(SERVING, name="b", state=SiteState.DOWN, report_age_s=5.0)]
     known = replace(totals(sites, 0.0, 0.0), headroom=0.41)
     assert (
         banner(sites, known).text
@@ -131,9 +134,9 @@ def test_no_site_at_all_is_critical() -> None:
 def test_a_site_shows_its_pool_and_until_when_its_certificate_is_good() -> None:
     pooled = replace(site(), identity=replace(IDENTITY, pool="aws-us"))
     rates = {"a": Rate(1.0, 1.0)}
-    (seen,) = views([pooled], rates, {}, 100.0, {"a": 5e9}.__getitem__)
+    (seen,) = SiteViews().build([pooled], rates, {}, 100.0, {"a": 5e9}.__getitem__)
     assert (seen.pool, seen.certificate_until) == ("aws-us", 5e9)
-    assert views([pooled], rates, {}, 100.0)[0].certificate_until is None
+    assert SiteViews().build([pooled], rates, {}, 100.0)[0].certificate_until is None
 
 
 def test_models_that_sleep_or_wake_are_counted_and_the_memory_of_the_others() -> None:
@@ -146,3 +149,23 @@ def test_models_that_sleep_or_wake_are_counted_and_the_memory_of_the_others() ->
     (found,) = shown(replace(one, identity=replace(one.identity, models=models)))
     assert (found.models, found.asleep) == (["m", "v", "w", "x"], 2)
     assert found.own_bytes == 10 + 13
+
+
+def test_a_view_kept_of_an_unchanged_site_equals_one_built_anew() -> None:
+    kept = SiteViews()
+    busy = site("b", running=2, token_load=25.0)
+    moments = [
+        ([site(), busy], 1.0, 0.0, 100.0),
+        ([site(), busy], 1.0, 0.0, 101.5),
+        ([site(), busy], 1.0, 0.0, 103.0),  # both are stale
+        ([site(), site("b", running=3, received_s=103.0)], 2.0, 0.0, 103.5),
+        ([replace(site(), weight=0.5), busy], 2.0, 0.1, 104.0),
+        ([site("b")], 2.0, 0.1, 105.0),
+        ([site("a"), site("b")], 2.0, 0.1, 106.0),
+    ]
+    for sites, output_per_s, errors_per_min, now_s in moments:
+        rates = {"a": Rate(1.0, 1.0), "b": Rate(output_per_s, 0.0)}
+        given = rates, {"a": SiteWaits(0.5, 0.01, errors_per_min)}, now_s, lambda _, s=now_s: s - 103.0
+        assert kept.build(sites, *given) == SiteViews().build(sites, *given)
+    assert set(kept._seen) == {"a", "b"}
+    assert kept.build([], {}, {}, 107.0) == [] and not kept._seen
