@@ -3,9 +3,10 @@
 `python -m bench.blend_gpu --model bench/models/llama-3.1-8b --workload documents --seconds 25` takes several
 workloads and loads the model once. Lengths are exact, answers greedy, ids new in every run. `--wrong-by`
 gives the engine forecasts instead, and `--reserve p90 peak` compares what a request reserves. A short run of
-blend, with a part of the lines, warms the graphs and is not counted. Prints the seconds of the kinds of steps
-and, at the end, what is counted of each run, at the costs of bench/results/gpu.md and at those fitted to all
-iterations here. With `--out` every run is at once a line there. The last line is JSON.
+blend, with a part of the lines, warms the graphs and is not counted. `seconds_with_new_graphs` are those of
+iterations that captured graphs all the same; costs are not fitted to them. Prints the seconds of the kinds of
+steps and, at the end, what is counted of each run, at the costs of bench/results/gpu.md and at those fitted
+to all other iterations here. With `--out` every run is at once a line there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Measured:
     def serve(self, job: Job, lines: list[Line], seed: int) -> dict[str, Any]:
         """Run all lines, print the seconds of each kind of steps, and return what they took."""
         engine, kinds = self._engine, dict[str, list[float]]()
-        graphs = len(_graphs(engine))
+        graphs = known_graphs = len(_graphs(engine))
+        graphs_s = 0.0
         engine._scheduler.reservation = HeldToTheEnd(engine._pool) if job.reserve == "p90" else self._peak
         serving = Serving(engine, lines, ORDERS[job.order], seed, known(job, lines))
         gc.collect()
@@ -112,7 +114,9 @@ class Measured:
             now = seconds()
             plan = None if pending is None else pending.plan
             kinds.setdefault(kind_of(plan), []).append(now - step_began)
-            if plan is not None and plan.chunks:
+            if (made := len(_graphs(engine))) > known_graphs:
+                graphs_s, known_graphs = graphs_s + now - step_began, made
+            elif plan is not None and plan.chunks:
                 self.iterations.append((features(plan), now - step_began))
             step_began, pending = now, engine._pending
         took_s, ended = seconds() - began, serving.ended
@@ -125,7 +129,8 @@ class Measured:
             "shared": round(ended.cached_tokens / max(1, shareable(lines)), 3),
             "preemptions": ended.preemptions,
             "iterations": ended.iterations,
-            "new_graphs": len(_graphs(engine)) - graphs,
+            "new_graphs": known_graphs - graphs,
+            "seconds_with_new_graphs": round(graphs_s, 2),
         }
 
 
