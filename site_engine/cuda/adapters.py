@@ -18,7 +18,9 @@ import torch
 
 from site_engine.core.chain import Chain, ServedVariant
 from site_engine.core.scheduler import SchedulePlan
+from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapter_kernels
+from site_engine.cuda.skinny_gemm import Shrink
 from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
@@ -49,6 +51,14 @@ class Arena(NamedTuple):
     scales: torch.Tensor  # [slots, layers, groups], float32
     biases: torch.Tensor  # [slots, layers, columns], without columns if the base has none
     spans: torch.Tensor  # [spans, 3], int32
+
+
+class Factors(NamedTuple):
+    """What all slots have for one layer of a projection: [slots, ...]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scales: torch.Tensor
 
 
 class AdapterArenas:
@@ -199,18 +209,7 @@ class AdapterArenas:
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
-        self._expand(
-            layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, alone=False
-        )
-        return out
-
-    def delta(
-        self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what adapters make of `given` [tokens, depth]: [tokens, columns] in float32, base rows 0."""
-        columns = self._arenas[projection].up.shape[2]
-        out = torch.empty(len(given), columns, dtype=torch.float32, device=given.device)
-        self._expand(layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, alone=True)
+        self.expand(layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, pdl=False)
         return out
 
     def _shrink(
@@ -228,7 +227,7 @@ class AdapterArenas:
         )  # fmt: skip
         return shrunk
 
-    def _expand(
+    def expand(
         self,
         layer: int,
         projection: Projection,
@@ -236,35 +235,78 @@ class AdapterArenas:
         shrunk: torch.Tensor,
         out: torch.Tensor,
         *,
-        alone: bool,
+        pdl: bool,
     ) -> None:
+        """Add to `out` [tokens, columns], in place, what adapters make of the shrunk rows."""
         _, up, scales, biases, spans = self._arenas[projection]
         parts, tokens, width = shrunk.shape
         adapter_kernels.expand_rows[(len(tiles), len(spans))](
             shrunk, up[:, layer], scales[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1],
             width, up.stride(0), scales.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts,
-            COLUMNS=SPAN_COLUMNS, ALONE=alone, BIASED=biases.shape[2] > 0, num_warps=4,
+            COLUMNS=SPAN_COLUMNS, BIASED=biases.shape[2] > 0, PDL=pdl, **pdl_kwargs(pdl), num_warps=4,
         )  # fmt: skip
 
+    def factors(self, layer: int, projection: Projection) -> Factors:
+        """Return the views of a layer that kernels get."""
+        arena = self._arenas[projection]
+        return Factors(arena.down[:, layer], arena.up[:, layer], arena.scales[:, layer])
 
-class StepAdapters(NamedTuple):
-    """The adapters of one step, and the tiles of its rows."""
 
-    arenas: AdapterArenas
-    tiles: torch.Tensor  # [tiles, TILE_NUMBERS]
-    side: torch.cuda.Stream | None  # for work beside the products of the base
+class StepAdapters:
+    """The adapters of one step; where rows are few, computed in the kernels of the base's products."""
+
+    def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int) -> None:
+        """`tiles` [tiles, TILE_NUMBERS]: of all rows of the step."""
+        self._arenas, self._tiles = arenas, tiles
+        self._slots = tiles.new_empty(rows)  # of each row
+        adapter_kernels.slots_of_rows[(len(tiles),)](tiles, self._slots, num_warps=1)
 
     def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self.arenas.add(layer, projection, self.tiles, given, out)
+        """Add to `out`, in place, what adapters make of `given`."""
+        return self._arenas.add(layer, projection, self._tiles, given, out)
 
-    def begin_delta(self, layer: int, projection: Projection, given: torch.Tensor) -> torch.Tensor:
-        """Start computing what adapters add to a product of `given`; it is there after `join`."""
-        if self.side is None:
-            return self.arenas.delta(layer, projection, self.tiles, given)
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            return self.arenas.delta(layer, projection, self.tiles, given)
+    def shrink(self, layer: int, projection: Projection) -> Shrink:
+        """Return what a skinny GEMM needs to shrink its rows beside."""
+        return Shrink(self._arenas.factors(layer, projection).down, self._tiles, self._arenas.rank)
 
-    def join(self) -> None:
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+    def expand(
+        self, layer: int, projection: Projection, shrunk: torch.Tensor, out: torch.Tensor, *, pdl: bool
+    ) -> torch.Tensor:
+        self._arenas.expand(layer, projection, self._tiles, shrunk, out, pdl=pdl)
+        return out
+
+    def gate(self, layer: int, both: torch.Tensor, shrunk: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+        """Return silu(gate) * up of `both` [rows, 2 * size] with what adapters add."""
+        _, up, scales = self._arenas.factors(layer, Projection.GATE_UP)
+        rows, size = both.shape[0], both.shape[1] // 2
+        out = both.new_empty(rows, size)
+        adapter_kernels.expand_gate[(len(self._tiles), -(-size // SPAN_COLUMNS))](
+            both, shrunk, up, scales, self._tiles, out, rows, size, up.stride(0), scales.stride(0),
+            RANK=self._arenas.rank, PARTS=len(shrunk), COLUMNS=SPAN_COLUMNS, PDL=pdl, **pdl_kwargs(pdl),
+            num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def add_parts_norm(  # noqa: PLR0917 - the tensors of one call
+        self,
+        layer: int,
+        projection: Projection,
+        parts: torch.Tensor,
+        shrunk: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        *,
+        pdl: bool,
+    ) -> torch.Tensor:
+        """Add a product in parts, and what adapters add to it, to `residual`; return the norm of the sum."""
+        _, up, scales = self._arenas.factors(layer, projection)
+        rows, size = residual.shape
+        out = torch.empty_like(residual)
+        pad = 1 << (size - 1).bit_length()
+        adapter_kernels.expand_parts_norm[(rows,)](
+            parts, residual, weight, out, shrunk, up, scales, self._slots, epsilon, rows, up.stride(0),
+            scales.stride(0), RANK=self._arenas.rank, RANKS=min(16, self._arenas.rank), PARTS=len(parts),
+            SIZE=size, SIZE_PAD=pad, PDL=pdl, **pdl_kwargs(pdl), num_warps=16 if pad > 2048 else 8,
+        )  # fmt: skip
+        return out

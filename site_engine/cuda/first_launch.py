@@ -14,5 +14,5 @@ def launch_first(device: torch.device, dtype: torch.dtype) -> None:
     gate = torch.zeros(1, WIDTH, dtype=dtype, device=device)
     out = torch.empty_like(gate)
     layer_kernels.silu_times[(1, 1)](
-        gate, gate, gate, out, WIDTH, gate.stride(0), gate.stride(0), MORE=False, BLOCK=WIDTH, num_warps=4
+        gate, gate, out, WIDTH, gate.stride(0), gate.stride(0), BLOCK=WIDTH, num_warps=4
     )

@@ -58,20 +58,16 @@ class Norm(NamedTuple):
             self.group.sum(added)
         return self._launch(layer_kernels.add_norm, added, residual)
 
-    def add_parts(
-        self, parts: torch.Tensor, residual: torch.Tensor, more: torch.Tensor | None = None, *, pdl: bool
-    ) -> torch.Tensor:
+    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
         """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum.
 
-        `more` [rows, size] comes from another stream: with it the kernel does not overlap the one before,
-        nor does it overlap the sum over ranks.
+        The kernel does not overlap the sum over ranks.
         """
         if self.group is not None:
             parts, pdl = self.group.sum(parts.sum(0, keepdim=True)), False
         return self._launch(
-            skinny_gemm_kernels.add_parts_norm, parts, parts if more is None else more, residual,
-            part_stride=parts.stride(0), PARTS=parts.shape[0], MORE=more is not None, PDL=pdl,
-            **pdl_kwargs(pdl and more is None),
+            skinny_gemm_kernels.add_parts_norm, parts, residual, part_stride=parts.stride(0),
+            PARTS=parts.shape[0], PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
 
     def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
@@ -174,25 +170,27 @@ class LlamaForward:
     def _adapted_skinny_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a layer for few rows; what adapters add is computed beside the products of the base."""
-        adapters, pdl, number, width = step.adapters, step.pdl, step.layer, layer.down.weight.shape[1]
+        """Compute a layer for few rows; adapters have programs in the kernels of the base's products."""
+        adapters, pdl, number = step.adapters, step.pdl, step.layer
         assert adapters is not None
-        delta = adapters.begin_delta(number, Projection.QUERY_KEY_VALUE, normed)
-        joint = skinny_gemm.whole(normed, *layer.query_key_value, pdl=pdl)
-        adapters.join()
-        attended = self._attend(step, joint.add_(delta), layer.scoring)
-        delta = adapters.begin_delta(number, Projection.OUTPUT, attended)
-        parts = skinny_gemm.parts(attended, layer.output.weight, pdl=pdl)
-        adapters.join()
-        normed = layer.between.add_parts(parts, residual, delta, pdl=pdl)
-        delta = adapters.begin_delta(number, Projection.GATE_UP, normed)
-        both = skinny_gemm.whole(normed, layer.gate_up.weight, None, pdl=pdl)
-        adapters.join()
-        opened = _opened(both[:, :width], both[:, width:], delta)
-        delta = adapters.begin_delta(number, Projection.DOWN, opened)
-        parts = skinny_gemm.parts(opened, layer.down.weight, pdl=pdl)
-        adapters.join()
-        return after.add_parts(parts, residual, delta, pdl=pdl)
+        shrink = adapters.shrink(number, Projection.QUERY_KEY_VALUE)
+        joint, shrunk = skinny_gemm.shrunk_whole(normed, *layer.query_key_value, shrink, pdl=pdl)
+        adapters.expand(number, Projection.QUERY_KEY_VALUE, shrunk, joint, pdl=pdl)
+        attended = self._attend(step, joint, layer.scoring)
+        shrink = adapters.shrink(number, Projection.OUTPUT)
+        both = skinny_gemm.shrunk_parts(attended, layer.output.weight, shrink, pdl=pdl)
+        between = layer.between
+        normed = adapters.add_parts_norm(
+            number, Projection.OUTPUT, *both, residual, between.weight, between.epsilon, pdl=pdl
+        )
+        shrink = adapters.shrink(number, Projection.GATE_UP)
+        both = skinny_gemm.shrunk_whole(normed, layer.gate_up.weight, None, shrink, pdl=pdl)
+        opened = adapters.gate(number, *both, pdl=pdl)
+        shrink = adapters.shrink(number, Projection.DOWN)
+        both = skinny_gemm.shrunk_parts(opened, layer.down.weight, shrink, pdl=pdl)
+        return adapters.add_parts_norm(
+            number, Projection.DOWN, *both, residual, after.weight, after.epsilon, pdl=pdl
+        )
 
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
         """Allocate room for adapters."""
@@ -225,19 +223,17 @@ class LlamaForward:
         return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
 
 
-def _opened(gate: torch.Tensor, up: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
-    """Return silu(gate) * up; `more` [rows, 2 * width] is added to both first."""
+def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up."""
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     layer_kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
         gate,
         up,
-        gate if more is None else more,
         out,
         width,
         gate.stride(0),
         up.stride(0),
-        MORE=more is not None,
         BLOCK=GATE_BLOCK,
         num_warps=4,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from site_engine.cuda.attention_launch import pdl_kwargs
-from site_engine.cuda.kernels import skinny_gemm_kernels
+from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
 
 MAX_ROWS = 64
 FEW_ROWS = 16
@@ -28,6 +28,14 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+
+class Shrink(NamedTuple):
+    """What adapters shrink rows by, for programs beside those of a product."""
+
+    down: torch.Tensor  # [slots, groups * rank, depth]
+    tiles: torch.Tensor  # [tiles, numbers]: as the kernels of adapters get them
+    rank: int
 
 
 def is_supported(device: torch.device) -> bool:
@@ -54,12 +62,47 @@ def parts(hidden: torch.Tensor, weight: torch.Tensor, *, pdl: bool) -> torch.Ten
     rows, depth = hidden.shape
     columns = weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
+    count, each = _split(rows, depth, columns, tile)
+    out = hidden.new_empty(count, rows, columns, dtype=torch.float32)
+    _launch(hidden, weight, None, out, tile, each * tile.depth, pdl=pdl, prefetch=0)
+    return out
+
+
+def _split(rows: int, depth: int, columns: int, tile: Tile) -> tuple[int, int]:
+    """Return in how many parts the depth is cut, and the blocks of each."""
     programs = PROGRAMS if rows < MAX_ROWS else PROGRAMS // 2
     blocks = -(-depth // tile.depth)
     each = max(2, -(-blocks // max(1, programs // -(-columns // tile.columns))))
-    out = hidden.new_empty(-(-blocks // each), rows, columns, dtype=torch.float32)
-    _launch(hidden, weight, None, out, tile, each * tile.depth, pdl=pdl, prefetch=0)
-    return out
+    return -(-blocks // each), each
+
+
+def shrunk_whole(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shrink: Shrink, *, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product as `whole` does, and the rows shrunk: [1, rows, groups * rank] in float32."""
+    rows, depth = hidden.shape
+    narrow = weight.shape[0] < NARROW_COLUMNS
+    wide = Tile(32, 128, 4, 6) if rows <= FEW_ROWS else Tile(64, 128, 4, 3)
+    out = hidden.new_empty(rows, weight.shape[0])
+    tile = Tile(16, 128, 4, 4) if narrow else wide
+    return out, _launch_shrunk(
+        hidden, weight, bias, out, shrink, tile, depth, pdl=pdl, prefetch=PREFETCH_LINES
+    )
+
+
+def shrunk_parts(
+    hidden: torch.Tensor, weight: torch.Tensor, shrink: Shrink, *, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product in parts as `parts` does, and as many parts of the rows shrunk."""
+    rows, depth = hidden.shape
+    columns = weight.shape[0]
+    # fewer stages than of `parts`: two programs fit on a multiprocessor, one of them may shrink
+    tile = Tile(32 if columns < NARROW_COLUMNS else 64, 128, 4, 3)
+    count, each = _split(rows, depth, columns, tile)
+    out = hidden.new_empty(count, rows, columns, dtype=torch.float32)
+    return out, _launch_shrunk(
+        hidden, weight, None, out, shrink, tile, each * tile.depth, pdl=pdl, prefetch=0
+    )
 
 
 def gated(hidden: torch.Tensor, gate_up: torch.Tensor, *, pdl: bool) -> torch.Tensor:
@@ -93,3 +136,30 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         EVEN=(depth | part_depth) % tile.depth == 0, PDL=pdl, PREFETCH=prefetch, **pdl_kwargs(pdl),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _launch_shrunk(  # noqa: PLR0917 - the tensors of one call
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    shrink: Shrink,
+    tile: Tile,
+    part_depth: int,
+    *,
+    pdl: bool,
+    prefetch: int,
+) -> torch.Tensor:
+    (rows, depth), columns = hidden.shape, out.shape[-1]
+    down, tiles, rank = shrink
+    width, parts, count = down.shape[1], -(-depth // part_depth), len(tiles)
+    shrunk = hidden.new_empty(parts, rows, width, dtype=torch.float32)
+    grid = (-(-columns // tile.columns) + count * (width // rank), parts)
+    adapter_kernels.skinny_gemm_shrink_rows[grid](
+        hidden, weight, weight if bias is None else bias, out, down, tiles, shrunk,
+        rows, columns, depth, part_depth, width, down.stride(0), count,
+        ROWS_PAD=max(16, 1 << (rows - 1).bit_length()), COLUMNS=tile.columns, DEPTH=tile.depth, RANK=rank,
+        BIAS=bias is not None, SPLIT=out.dim() == 3, EVEN=(depth | part_depth) % tile.depth == 0,
+        PDL=pdl, PREFETCH=prefetch, **pdl_kwargs(pdl), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return shrunk

@@ -23,7 +23,7 @@ from site_engine.cuda.kernels import (
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases",
+    "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases", "both",
     "total", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
@@ -31,7 +31,7 @@ LONGS = {"ids", "positions", "wanted_out", "targets"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "bias_stride", "count", "inner_row",
+    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -84,8 +84,16 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for rank in (16, 64)
         for kernel, more in (
             (adapter_kernels.shrink_rows, {"DEPTH": 128}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": False, "BIASED": False}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "ALONE": True, "BIASED": True}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "BIASED": False, "PDL": False}),
+            (adapter_kernels.expand_rows, {"PARTS": 1, "COLUMNS": 128, "BIASED": True, "PDL": pdl}),
+            (adapter_kernels.expand_gate, {"PARTS": 1, "COLUMNS": 128, "PDL": pdl}),
+            (
+                adapter_kernels.expand_parts_norm,
+                {"RANKS": 16, "PARTS": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PDL": pdl},
+            ),
+            (adapter_kernels.slots_of_rows, {}),
+            (adapter_kernels.skinny_gemm_shrink_rows, thin | {"SPLIT": False}),
+            (adapter_kernels.skinny_gemm_shrink_rows, thin | {"SPLIT": True, "ROWS_PAD": 64}),
         )
     ]
     large = {"SIZE": 4096, "SIZE_PAD": 4096}
@@ -114,8 +122,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
         (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
-        (layer_kernels.silu_times, {"BLOCK": 1024, "MORE": False}, {}),
-        (layer_kernels.silu_times, {"BLOCK": 1024, "MORE": True}, {}),
+        (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
         (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
         (layer_kernels.best_of_span, {"SPAN": 8192, "PDL": pdl}, {"num_warps": 8}),
@@ -128,13 +135,10 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
-        *(
-            (
-                skinny_gemm_kernels.add_parts_norm,
-                {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "MORE": more, "PDL": pdl},
-                {"num_warps": 4},
-            )
-            for more in (False, True)
+        (
+            skinny_gemm_kernels.add_parts_norm,
+            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
+            {"num_warps": 4},
         ),
     ]
 

@@ -138,17 +138,13 @@ def add_norm(
 
 
 @triton.jit
-def silu_times(gate, up, more, out, width, gate_row, up_row, MORE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out [rows, width] = silu(gate) * up; MORE: `more` [rows, 2 * width] is added to both first."""
+def silu_times(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
+    """Compute out [rows, width] = silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < width
     opened = tl.load(gate + row * gate_row + at, mask=here, other=0.0)
     value = tl.load(up + row * up_row + at, mask=here, other=0.0)
-    if MORE:
-        its = more + row * 2 * width + at
-        opened = (opened.to(tl.float32) + tl.load(its, mask=here, other=0.0)).to(opened.dtype)
-        value = (value.to(tl.float32) + tl.load(its + width, mask=here, other=0.0)).to(value.dtype)
     wide = opened.to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(opened.dtype)
     tl.store(out + row * width + at, (silu.to(tl.float32) * value.to(tl.float32)).to(value.dtype), mask=here)

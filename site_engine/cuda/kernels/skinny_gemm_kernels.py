@@ -41,9 +41,9 @@ def skinny_gemm_rows(
         if PREFETCH > 0:
             line = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, depth - 1)
             lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
-            _fetch(lines)
+            fetch_lines(lines)
             if GATED:
-                _fetch(lines + columns * depth)
+                fetch_lines(lines + columns * depth)
         tl.extra.cuda.gdc_wait()
     x_at = x + m[:, None] * depth + k[None, :]
     weight_at = weight + tl.where(exists, n, 0)[None, :] * depth + k[:, None]
@@ -78,7 +78,7 @@ def skinny_gemm_rows(
 
 
 @triton.jit
-def _fetch(lines):
+def fetch_lines(lines):
     """Prefetch lines of memory into the L2 cache without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -88,14 +88,12 @@ def _fetch(lines):
 @triton.jit
 def add_parts_norm(
     parts,  # [PARTS, rows, SIZE], float32: their sum is added
-    more,  # [rows, SIZE], float32, only if MORE: is added to the sum
     residual,  # [rows, SIZE]: becomes residual + added
     weight,  # [SIZE]
     out,  # [rows, SIZE]: the sum, normed by its root mean square
     epsilon,
     part_stride,
     PARTS: tl.constexpr,
-    MORE: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -108,14 +106,18 @@ def add_parts_norm(
     if PDL:  # the next kernel must not crowd the product that is waited for here
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    before = tl.load(residual + row + at, mask=here, other=0.0)
     added = tl.load(parts + row + at, mask=here, other=0.0)
     for part in tl.static_range(1, PARTS):
         added += tl.load(parts + part * part_stride + row + at, mask=here, other=0.0)
-    if MORE:
-        added += tl.load(more + row + at, mask=here, other=0.0)
+    norm_sum(added, residual + row, scale, out + row, at, here, epsilon, SIZE)
+
+
+@triton.jit
+def norm_sum(added, residual, scale, out, at, here, epsilon, SIZE: tl.constexpr):
+    """Add `added` to a row of `residual` and write the norm of the sum, times `scale`, to that of `out`."""
+    before = tl.load(residual + at, mask=here, other=0.0)
     total = (before.to(tl.float32) + added.to(before.dtype).to(tl.float32)).to(before.dtype)
-    tl.store(residual + row + at, total, mask=here)
+    tl.store(residual + at, total, mask=here)
     wide = total.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)).to(total.dtype)
-    tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(total.dtype), mask=here)
+    tl.store(out + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(total.dtype), mask=here)
