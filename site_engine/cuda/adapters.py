@@ -188,7 +188,8 @@ class AdapterArenas:
     def fill(self, tiles: np.ndarray, plan: SchedulePlan, padded: int) -> None:
         """Write the tiles of a plan, of `padded` tokens with padding, into [tiles, TILE_NUMBERS].
 
-        A tile has tokens of one adapter, by its slot, or of the base.
+        A tile has tokens of one adapter, by its slot, or of the base. Every token is in one: kernels read
+        slots by row.
         """
         tiles[:] = -1
         tokens: dict[int, list[int]] = {}
@@ -256,7 +257,7 @@ class StepAdapters:
     """The adapters of one step; where rows are few, computed in the kernels of the base's products."""
 
     def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int) -> None:
-        """`tiles` [tiles, TILE_NUMBERS]: of all rows of the step."""
+        """`tiles` [tiles, TILE_NUMBERS]: with every row of the step in one."""
         self._arenas, self._tiles = arenas, tiles
         self._slots = tiles.new_empty(rows)  # of each row
         adapter_kernels.slots_of_rows[(len(tiles),)](tiles, self._slots, num_warps=1)

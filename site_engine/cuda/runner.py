@@ -298,7 +298,9 @@ class DeviceRunner:
     def _padding(self, shape: Shape) -> torch.Tensor:
         block = torch.zeros(shape.size, dtype=torch.int32)
         to = views(block.numpy(), shape)
-        to.owner[:], to.patch_at[:], to.tiles[:] = self._slots, -1, -1
+        to.owner[:], to.patch_at[:] = self._slots, -1
+        if self._arenas is not None and shape.tiles:
+            self._arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), SchedulePlan(), shape.tokens)
         items = to.items.reshape(-1, 4)
         items[:] = (-1, 0, 0, self._slots)
         if not shape.blocks:

@@ -22,6 +22,7 @@ from site_engine.core.chain import Chain
 from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
+from site_engine.cuda.batch_layout import decode_shapes, views
 from site_engine.cuda.llama_forward import llama_forward
 from site_engine.engine.build import overlapped_engine
 from site_engine.engine.engine import SiteEngine
@@ -176,6 +177,17 @@ def test_products_are_added_to_the_rows_of_each_slot_and_to_no_other(biased: boo
         torch.testing.assert_close(got[row], before[row] + added, rtol=1e-4, atol=1e-3)
     for row in (0, -1):
         assert torch.equal(got[row], before[row])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+def test_all_rows_of_a_step_of_padding_are_the_base_s(rows: int) -> None:
+    runner: Any = overlapped(fused("llama")[0]).runner
+    shape = decode_shapes(rows, 1)[0]
+    shape = shape._replace(tiles=runner._arenas.tiles(shape.tokens))
+    tiles = views(runner._padding(shape).numpy(), shape).tiles.reshape(-1, TILE_NUMBERS)
+    assert (tiles[:, 0] == -1).all()
+    numbers = tiles[:, 1:].ravel()
+    assert sorted(numbers[numbers >= 0]) == list(range(shape.tokens))
 
 
 def test_kernels_that_add_something_else_are_found_before_the_site_serves(
