@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,18 +39,20 @@ class Cost(NamedTuple):
     weight_bytes_per_s: float = 4.2e12  # one H200
     kv_bytes_per_s: float = 3.6e12
     flop_per_s: float = 652e12
-    iteration_s: float = 3e-4  # the host's part
+    iteration_s: float = 1.2e-3  # the host's part, and what is read besides
+    prompts_s: float = 1.2e-3  # more where an iteration has prompts
     kv_tokens: int = 810_000
 
     def seconds(self, decodes: int, kv_read: int, prompt: int, sampled: int, squares: float) -> float:
         """Return the seconds of an iteration; `squares`: the sum of token x its position over the prompts."""
         tokens, rows = decodes + prompt, decodes + sampled
-        multiplied = sum(
-            max(2 * numbers / self.weight_bytes_per_s, 2 * numbers * count / self.flop_per_s)
+        multiplied = sum(  # reading weights hides a part of the products only
+            math.hypot(2 * numbers / self.weight_bytes_per_s, 2 * numbers * count / self.flop_per_s)
             for numbers, count in ((self.body, tokens), (self.head, rows))
         )
         read_s = kv_read * self.kv_token_bytes / self.kv_bytes_per_s
-        return self.iteration_s + multiplied + read_s + 2 * self.attention_flop * squares / self.flop_per_s
+        fixed_s = self.iteration_s + self.prompts_s * (prompt > 0)
+        return fixed_s + multiplied + read_s + 2 * self.attention_flop * squares / self.flop_per_s
 
     def least(self, lines: list[Line], shared: bool = True) -> tuple[float, float]:
         """Return the seconds of computing all tokens, shared ones once, and of reading all memory."""
