@@ -41,7 +41,7 @@ from tests.support.held_to_the_end import HeldToTheEnd
 Features = tuple[float, ...]
 RIDGE = 165  # tokens that take as long to multiply as the weights to read
 SCALES = np.array([1, 1e-2, 1e-3, 1e-5, 1e-6, 1])
-WARM_LINES, WARM_ANSWER = 200, 300
+WARM_LINES, WARM_ANSWER = 512, 300
 
 
 def features(plan: SchedulePlan) -> Features:
