@@ -243,13 +243,16 @@ def configured_variants(config: SiteConfig) -> dict[str, Wanted]:
     return {each.id: Wanted(Variant(*each)) for each in config.variants}
 
 
-def announced_training(config: SiteConfig) -> Trains | None:
-    if not config.training:
+def announced_training(config: SiteConfig, facts: Facts) -> Trains | None:
+    """Return what the site trains: on a GPU, adapters that the slots of its engine serve, if it has any."""
+    if not config.training or (config.on_gpu and not facts.slots_bytes):
         return None
     from site_engine.engine.training_loop import MAX_JOBS
     from site_engine.variants.peft_folder import MAX_RANK
+    from site_engine.variants.projections import largest_rank
 
-    return Trains(MAX_JOBS, MAX_RANK, config.training_usd_per_mtok)
+    max_rank = largest_rank(config) if config.on_gpu else MAX_RANK
+    return Trains(MAX_JOBS, max_rank, config.training_usd_per_mtok)
 
 
 def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
@@ -281,7 +284,7 @@ def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
         usd_per_hour=config.usd_per_hour,
         version=own_version(),
         takes_orders=True,
-        trains=announced_training(config),
+        trains=announced_training(config, facts),
     )
 
 

@@ -175,12 +175,18 @@ class SiteConfig:
 
     @property
     def separates_engine(self) -> bool:
-        """Whether the engine runs in a process of its own. No library is asked for a GPU: in the site's
-        process that would take hold of it.
-        """
+        """Whether the engine runs in a process of its own."""
         if self.engine_process is not None or self.devices or "+" in self.device:
             return self.engine_process is not False
-        return self.device.startswith("cuda") or (self.device == "auto" and NVIDIA.exists())
+        return self.on_gpu
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a device is a GPU. No library is asked for one: in the site's process that would take hold
+        of it.
+        """
+        devices = self.devices or self.device.split("+")
+        return any(each.startswith("cuda") or (each == "auto" and NVIDIA.exists()) for each in devices)
 
     def secret(self) -> str:
         """Return the token, from its file if there is one. Raises ConfigError if that is unreadable."""
@@ -228,11 +234,6 @@ class SiteConfig:
             _require(not self.training_usd_per_mtok, "training_usd_per_mtok", "is set, but training is off")
             return
         _require(self.engine == "native", "training", "needs the native engine: a server trains nothing here")
-        names = self.devices or (self.device,)
-        on_gpu = any(each.startswith("cuda") or (each == "auto" and NVIDIA.exists()) for each in names)
-        _require(
-            not on_gpu, "training", 'is on, but an engine on a GPU does not train yet; set device = "cpu"'
-        )
         can_share = not self.separates_engine or hasattr(os, "memfd_create")
         _require(can_share, "training", "with an engine in a process of its own needs Linux")
 

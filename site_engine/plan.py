@@ -202,7 +202,7 @@ def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
     if config.device == "cpu":
         return AdapterSlots()
     families = configuration(Path(config.model).expanduser()).get("architectures") or [""]
-    if not (config.variants or config.models_from) or families[0] not in FAMILIES:
+    if not (config.variants or config.models_from or config.training) or families[0] not in FAMILIES:
         return AdapterSlots(modules=frozenset())
     layers = 1 + max((int(each[1]) for name in base if (each := LAYER.match(name))), default=-1)
     per_layer = [

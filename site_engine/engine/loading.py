@@ -168,6 +168,7 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
     from site_engine.engine.settings import EngineSettings
 
     on_gpu = device.startswith("cuda")
+    takes_adapters = config.variants or config.models_from or config.training
     return EngineSettings(
         slots=slots_on(device, config),
         token_budget=config.token_budget,
@@ -176,7 +177,7 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         max_pending=config.max_pending,
         share_prefixes=config.share_prefixes,
         iteration_floor_s=config.iteration_floor_s,
-        adapter_slots=ADAPTER_SLOTS if on_gpu and (config.variants or config.models_from) else None,
+        adapter_slots=ADAPTER_SLOTS if on_gpu and takes_adapters else None,
         adapter_rank=largest_rank(config),
         sleeps_in_host=config.sleep == "host",
         training=Bounds(

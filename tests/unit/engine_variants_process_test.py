@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.chain import Chain
@@ -47,10 +48,8 @@ def test_slots_on_a_gpu_fit_the_largest_adapter_of_the_configuration(tmp_path: P
         variants.append(VariantConfig(name, adapter=str(tmp_path / name)))
     variants.append(VariantConfig("missing", adapter=str(tmp_path / "missing")))
 
-    def config(*chosen: VariantConfig, models_from: tuple[str, ...] = ()) -> SiteConfig:
-        return SiteConfig(
-            site="a", gateways=("127.0.0.1:1",), model="m", variants=chosen, models_from=models_from
-        )
+    def config(*chosen: VariantConfig, **more: Any) -> SiteConfig:
+        return SiteConfig(site="a", gateways=("127.0.0.1:1",), model="m", variants=chosen, **more)
 
     def slots(site: SiteConfig, device: str) -> tuple[int | None, int]:
         settings = loading._settings(site, device)
@@ -58,6 +57,7 @@ def test_slots_on_a_gpu_fit_the_largest_adapter_of_the_configuration(tmp_path: P
 
     assert slots(config(), "cuda") == (None, 16)
     assert slots(config(models_from=("/srv",)), "cuda") == (8, 16)
+    assert slots(config(training=True), "cuda") == (8, 16)
     assert slots(config(*variants), "cuda") == (8, 24)
     assert slots(config(*variants), "cpu") == (None, 24)
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from site_engine.app import announced_training
 from site_engine.config import SiteConfig, VariantConfig, load, load_groups
+from site_engine.core.training import Trains
 from site_engine.engine import process_messages as pm
 from site_engine.engine.loading import slots_on
+from site_engine.engine_client import Facts
 from site_engine.engine_process import settings_to_config
 from site_engine.errors import ConfigError
 from site_engine.native import engine_settings
@@ -304,10 +307,8 @@ def test_a_site_trains_only_where_its_engine_can_and_says_why_not() -> None:
     assert load(None, {}, **able, training_usd_per_mtok=2.0).training
     assert load(None, {}, **able, engine_process=True).training
     assert load(None, {}, **{**able, "device": "auto", "devices": "cpu,cpu"}).training
+    assert load(None, {}, **{**able, "device": "cuda:0"}).training
     for changed, words in (
-        ({"device": "cuda:0", "engine_process": False}, "an engine on a GPU does not train yet"),
-        ({"device": "cuda:0"}, "an engine on a GPU does not train yet"),
-        ({"device": "auto", "devices": "cpu,cuda:1"}, "an engine on a GPU does not train yet"),
         ({"engine": "openai", "url": "http://server:1"}, "training needs the native engine"),
         ({"training": False, "training_usd_per_mtok": 2.0}, "training is off"),
         ({"training_usd_per_mtok": 2.0, "usd_per_hour": 1.0}, "exclude each other"),
@@ -324,3 +325,12 @@ def test_a_site_trains_only_where_its_engine_can_and_says_why_not() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             load(None, {}, **{**able, **changed})
+
+
+def test_a_gpu_trains_what_its_slots_serve() -> None:
+    facts = Facts("m", "r", 4096, 1000, (), 8, 10_000)
+    on_cpu, on_gpu = (load(None, {}, **NEEDED, training=True, device=device) for device in ("cpu", "cuda:0"))
+    assert announced_training(load(None, {}, **NEEDED, device="cpu"), facts) is None
+    assert announced_training(on_cpu, facts) == Trains(8, 64, 0.0)
+    assert announced_training(on_gpu, facts) is None, "it has no slots"
+    assert announced_training(on_gpu, facts._replace(slots_bytes=1)) == Trains(8, 16, 0.0)
