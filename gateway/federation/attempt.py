@@ -131,6 +131,11 @@ class LiveAttempt:
         return sum(choice.completion_tokens for choice in self._choices)
 
     @property
+    def kv_tokens(self) -> int:
+        """Return the tokens that it holds in the KV memory of its site."""
+        return (self.accepted.prompt_tokens if self.accepted is not None else 0) + self.completion_tokens
+
+    @property
     def cached_tokens(self) -> int:
         """Return the tokens of the prompt that the site had, as the choices that ended say."""
         if len(self._choices) == 1:

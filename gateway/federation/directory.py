@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.model_index import NO_MODELS, ModelIndex
+from gateway.federation.unreported import without_ended
 from gateway.operator_orders import Standing
 from gateway.prices import Prices, prices_of
 from gateway.routing.fleet import Fleet
@@ -101,9 +102,17 @@ class Directory:
         self._put(_with_load(site, state, load, credit))
 
     def set_credit(self, name: str, credit: Credit) -> None:
-        """Replace the credit of a listed site: what it serves and its state stay as they are."""
+        self._count(name, self._sites[name].load, credit)
+
+    def request_ended(self, name: str, kv_tokens: int) -> None:
+        """Leave a request that has ended since out of the last report."""
         site = self._sites[name]
-        self._sites[name] = changed = _with_load(site, site.state, site.load, credit)
+        self._count(name, without_ended(site.load, kv_tokens), site.credit)
+
+    def _count(self, name: str, load: LoadReport, credit: Credit) -> None:
+        """Replace the load of a listed site: what it serves and its state stay as they are."""
+        site = self._sites[name]
+        self._sites[name] = changed = _with_load(site, site.state, load, credit)
         self._snapshot = None
         self.fleet.put(self._with_standing(changed))
 

@@ -370,7 +370,7 @@ class Link:
             reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
             raise codec.ProtocolError(reason) from exc
         if message.finish and attempt.ended.is_set():
-            self._forget(attempt)
+            self._forget(attempt, has_ended=True)
 
     def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
         """Drop the text in the message: the less a client has, the more sites can resume."""
@@ -439,9 +439,11 @@ class Link:
         attempt.fail(failure)
         self._forget(attempt)
 
-    def _forget(self, attempt: LiveAttempt) -> None:
-        self._live.pop(attempt.id, None)
+    def _forget(self, attempt: LiveAttempt, *, has_ended: bool = False) -> None:
+        is_known = self._live.pop(attempt.id, None) is not None
         self._progress.forget(attempt.id)
         if self._unreported.remove(attempt.id):
             self._directory.set_credit(self.name, self._unreported.credit)
+        elif is_known and has_ended and attempt.started:
+            self._directory.request_ended(self.name, attempt.kv_tokens)
         self._offloading.mark_changed(self.name)

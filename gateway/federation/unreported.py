@@ -1,10 +1,11 @@
-"""The demands that were assigned to a site and that its reports do not cover yet. Pure."""
+"""What a gateway knows of a site beyond its last report: what it assigned since, and what has ended. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from gateway.domain import Credit
+from gateway.domain import Credit, LoadReport
 from gateway.routing.demand import Demand
 
 
@@ -40,6 +41,22 @@ class UnreportedDemands:
         self._demands, self.credit = kept, Credit()
         for each in kept.values():
             self.credit = _plus(self.credit, each)
+
+
+def without_ended(load: LoadReport, kv_tokens: int) -> LoadReport:
+    """Return a report without one of its running requests, which has ended and held so many tokens of KV.
+
+    Which of the expected remaining lengths was its own is not known: the least is left out.
+    """
+    if not load.running:
+        return load
+    lengths = load.running_remaining[load.running_weight == 1 :]
+    return replace(
+        load,
+        running=load.running - 1,
+        running_remaining=lengths,
+        kv_free_tokens=load.kv_free_tokens + kv_tokens,
+    )
 
 
 def _plus(credit: Credit, demand: Demand) -> Credit:

@@ -221,7 +221,7 @@ class Gateway:
         record = self.records[attempt.query.number]
         record.finish_s, record.cached_tokens = self._clock.now_s - attempt.query.arrival_s, cached_tokens
         self._affinity.ended(attempt.query, attempt.site, attempt.demand.cached, cached_tokens)
-        self.links[attempt.site].forget(attempt)
+        self.links[attempt.site].ended(attempt)
         self._end(attempt.query)
 
     def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
@@ -243,7 +243,7 @@ class Gateway:
 class Link:
     """One gateway's account of one site, as production's link keeps it, without messages."""
 
-    __slots__ = ("_gateway", "_name", "_network", "_pending", "_uncovered", "live")
+    __slots__ = ("_ended_tokens", "_gateway", "_name", "_network", "_pending", "_uncovered", "live")
 
     def __init__(self, gateway: Gateway, name: str, network: Network) -> None:
         self.live: dict[str, Attempt] = {}
@@ -252,6 +252,7 @@ class Link:
         self._network = network
         self._uncovered: dict[str, Attempt] = {}
         self._pending: dict[str, Attempt] = {}
+        self._ended_tokens: list[int] = []  # of KV, of each that has ended since the report
 
     def assign(self, attempt: Attempt) -> None:
         self.live[attempt.id] = attempt
@@ -276,6 +277,15 @@ class Link:
         if self._uncovered.pop(attempt.id, None) is not None:
             self._publish_credit()
 
+    def ended(self, attempt: Attempt) -> None:
+        """Forget an attempt whose last token has come."""
+        if attempt.id not in self._uncovered:
+            query = attempt.query
+            self._ended_tokens.append(query.prompt_tokens + query.response_tokens)
+            self._gateway.view.watch(self._name, self)
+            self._publish_credit()
+        self.forget(attempt)
+
     def pending(self) -> list[Attempt]:
         """Return the attempts that the site has accepted and, as far as the gateway knows, not started."""
         return list(self._pending.values())
@@ -285,7 +295,8 @@ class Link:
 
     def reported(self, taken_s: float) -> None:
         """Learn that a report has come, which covers what had arrived at the site by `taken_s`."""
-        if self._uncovered:
+        if self._uncovered or self._ended_tokens:
+            self._ended_tokens.clear()
             self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
             self._publish_credit()
         else:
@@ -298,13 +309,13 @@ class Link:
             demands = [each.demand for each in self._uncovered.values()]
             prompt_tokens = sum(demand.prompt_tokens for demand in demands)
             credit = Credit(len(demands), prompt_tokens, sum(demand.response_tokens for demand in demands))
-        self._gateway.view.assigned(self._gateway, self._name, credit)
+        self._gateway.view.assigned(self._gateway, self._name, credit, self._ended_tokens)
         self._mark_changed()
 
     def _mark_changed(self) -> None:
         """Note whether attempts wait here that a bid may take."""
         gateway, name = self._gateway, self._name
-        if not (self._pending or self._uncovered):
+        if not (self._pending or self._uncovered or self._ended_tokens):
             gateway.view.unwatch(name, self)
         if not gateway.offload:
             return

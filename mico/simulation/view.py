@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
+from gateway.federation.unreported import without_ended
 from gateway.routing.fleet import Figures, Fleet, figures
 from gateway.routing.offload import Bid, has_to_wait, promising
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
@@ -129,12 +131,13 @@ class View:
         self._seen.show(gateway.assigned)
         return self._seen
 
-    def assigned(self, gateway: Gateway, name: str, credit: Credit) -> None:
-        """Note what a gateway has assigned to a site since its report."""
-        if credit.requests:
+    def assigned(self, gateway: Gateway, name: str, credit: Credit, ended_tokens: Sequence[int]) -> None:
+        """Note what a gateway has assigned to a site since its report, and the KV of what it saw end."""
+        if credit.requests or ended_tokens:
             fleet = self.directory.fleet
-            site = fleet.sites[fleet.place(name) or 0]
-            gateway.assigned[name] = Assigned(replace(site, credit=credit), figures(site, credit))
+            told = fleet.sites[fleet.place(name) or 0]
+            site = replace(told, load=reduce(without_ended, ended_tokens, told.load), credit=credit)
+            gateway.assigned[name] = Assigned(site, figures(site, credit))
         else:
             gateway.assigned.pop(name, None)
         self._seen.changed(name)

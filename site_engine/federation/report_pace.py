@@ -111,7 +111,7 @@ class ReportPace:
         self._kv_capacity_tokens = kv_capacity_tokens
         self._told: Told | None = None
         self._told_s = float("-inf")
-        self._admitted = 0
+        self._admitted = self._ended = 0
 
     @property
     def every_s(self) -> float:
@@ -129,11 +129,15 @@ class ReportPace:
         """Note a request that a gateway adds to what it was told, until the next report counts it."""
         self._admitted += 1
 
+    def ended(self) -> None:
+        """Note a request whose gateway leaves it out of what it was told, until the next report."""
+        self._ended += 1
+
     def is_due(self, figures: Figures, now: float) -> bool:
         """Return whether the figures must be reported."""
         if self._told is None or now - self._told_s >= self.every_s:
             return True
-        if self._admitted > self._times_off * SHARE * self._slots:
+        if max(self._admitted, self._ended) > self._times_off * SHARE * self._slots:
             return True
         seen = Told.by(figures, self._slots, self._kv_capacity_tokens)
         return self._told.differs(seen, self._slots, self._kv_capacity_tokens, self._times_off)
@@ -141,7 +145,7 @@ class ReportPace:
     def reported(self, figures: Figures, now: float) -> None:
         self._told = Told.by(figures, self._slots, self._kv_capacity_tokens)
         self._told_s = now
-        self._admitted = 0
+        self._admitted = self._ended = 0
 
     def forget(self) -> None:
         """Have the next figures reported, whatever they are."""

@@ -346,10 +346,11 @@ class Site:
     def outputs(self, outputs: Sequence[Output]) -> None:
         touched: set[Attempts] = set()
         for output in outputs:
-            route = self._routes.get(output.request_id)
-            if route is not None:
+            if (route := self._routes.get(output.request_id)) is not None:
                 route.attempts.output(route.attempt_id, route.choice, output)
                 touched.add(route.attempts)
+                if output.finish is not None:
+                    self._pace.ended()
         for connection in list(self._connections.values()):
             if connection.attempts in touched:
                 if connection.attempts.computed:

@@ -140,6 +140,7 @@ class Gateway:
         self.directory, self.loads, self.assigned = Directory(), 0, 0
         identity = gateway_codec.identity(next(iter(site_codec.encode(site.hello()))).hello)
         self.directory.join(identity, clock())
+        self.told = self.directory.sites[0].load
         offloading = Offloading({}, self.directory, clock)
         self.link = Link(identity, self.directory, offloading, clock, paces_reports=True)
         hello = site.hello()
@@ -169,6 +170,8 @@ class Gateway:
             for part in site_codec.encode(message):
                 self.loads += part.HasField("load")
                 self.link.receive(part)
+                if part.HasField("load"):
+                    self.told = self.view.load
 
     @property
     def view(self) -> Site:
@@ -236,7 +239,9 @@ class World:
             assert abs(seen.running - true.running) <= share * SLOTS
             assert abs(seen.kv_tokens - true.kv_tokens) <= share * KV_TOKENS
             assert abs(seen.prefill_s - true.prefill_s) <= max(seconds, share * seen.prefill_s)
-            assert abs(seen.decode_s - true.decode_s) <= max(seconds, share * seen.decode_s)
+            told = Told.by(gateway.told, SLOTS, KV_TOKENS)
+            assert abs(told.decode_s - true.decode_s) <= max(seconds, share * told.decode_s)
+            assert seen.decode_s <= told.decode_s, "without the answers that have ended since"
             assert abs(seen.iteration_s - true.iteration_s) <= share * seen.iteration_s + 1e-12
             assert site.credit.requests <= share * SLOTS, "what is added to a report is bounded, too"
             assert self.now_s - site.load.received_s < self.every_s + turn_s
@@ -369,6 +374,29 @@ def test_what_gateways_add_to_a_report_stays_bounded_while_as_many_end_as_come()
         for _ in range(19):
             await world.turn([1], tokens=40, iterations=1)
             world.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_counts_no_request_of_which_it_has_the_end() -> None:
+    """Before the next report, which comes when more have ended than the bound; others count until then."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.turn([0] * 16, tokens=1_000)
+        for tokens in range(1, 5):
+            await world.turn([0], tokens=tokens)
+        await world.turn(iterations=1, lasts_s=REPORT_EVERY_S)
+        east, west = world.gateways
+        before = east.view.load
+        assert (before.running, before.running_remaining[:4]) == (19, (1, 2, 3, 999))
+        for ended in (1, 2, 3):
+            await world.turn(iterations=1)
+            seen = east.view.load
+            assert (seen.seq, seen.running, west.view.load) == (before.seq, 19 - ended, before)
+            assert seen.running_remaining == before.running_remaining[ended:]
+            assert seen.kv_free_tokens == before.kv_free_tokens + ended * (PROMPT_TOKENS + 1)
+            assert east.view.credit.requests == 0
 
     asyncio.run(scenario())
 

@@ -109,7 +109,7 @@ def test_a_nearer_gateways_queries_see_the_smaller_round_trip() -> None:
 def test_a_report_comes_to_each_gateway_after_half_its_own_round_trip() -> None:
     queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
     _, federation = simulate(queries, tuple(sites_of("1x8~5+250+5")), gateways=3)
-    near, far, other = (each.fleet.sites[0].load for each in federation.gateways)
+    near, far, other = (each.view.directory.sites[0].load for each in federation.gateways)
     assert near.seq == far.seq
     assert far.received_s == pytest.approx(near.received_s + 0.1225)
     assert other == near
