@@ -2,8 +2,8 @@
 
 A demand waits for slots and for KV, not for sums of tokens, so the wait follows the predicted remaining
 lengths of the running requests. The figures are the sites' last reports plus this gateway's assignments since
-then. The age of a report never shortens a wait: requests that may have finished meanwhile are not counted as
-finished.
+then, less the requests of which it has the end. The age of a report never shortens a wait: others that may
+have finished meanwhile are not counted as finished.
 
 Every function takes one demand and many sites, or many demands and one site, or as many demands as sites.
 """
