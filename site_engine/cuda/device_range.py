@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -21,7 +22,7 @@ ALIGNMENT = 512
 TOUCHING_THREADS = 8
 TOUCHED_BYTES = 1 << 28
 _OUT_OF_MEMORY = 2
-_PINNED = _DEVICE = 1
+_PINNED = _DEVICE = _DESCRIPTOR = 1
 _READ_WRITE = 3
 
 
@@ -53,6 +54,8 @@ _CALLS = {
     "cuMemMap": (_address, _size, _size, _memory, ctypes.c_uint64),
     "cuMemUnmap": (_address, _size),
     "cuMemSetAccess": (_address, _size, ctypes.POINTER(_Access), _size),
+    "cuMemExportToShareableHandle": (ctypes.POINTER(ctypes.c_int), _memory, ctypes.c_int, ctypes.c_uint64),
+    "cuMemImportFromShareableHandle": (ctypes.POINTER(_memory), ctypes.c_void_p, ctypes.c_int),
 }
 
 
@@ -73,7 +76,7 @@ class Driver:
         self._device = device
         torch.zeros(1, device=device)  # so that there is a context
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
-        self._properties = _Properties(_PINNED, 0, location)
+        self._properties = _Properties(_PINNED, _DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
         granularity = _size()
         self._call("cuMemGetAllocationGranularity", granularity, self._properties, 0)
@@ -105,6 +108,24 @@ class Driver:
 
     def release(self, memory: int) -> None:
         self._call("cuMemRelease", memory)
+
+    def descriptor_of(self, memory: int) -> int:
+        """Return a file descriptor by which another process takes the memory over, too."""
+        descriptor = ctypes.c_int()
+        self._call("cuMemExportToShareableHandle", descriptor, memory, _DESCRIPTOR, 0)
+        return int(descriptor.value)
+
+    def take_over(self, descriptor: int) -> int:
+        """Return the name of memory that another process has, of any device; close the descriptor.
+
+        The memory is there until both have released it.
+        """
+        memory = _memory()
+        try:
+            self._call("cuMemImportFromShareableHandle", memory, descriptor, _DESCRIPTOR)
+        finally:
+            os.close(descriptor)
+        return int(memory.value)
 
     def bytes_at(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.as_tensor(BorrowedMemory(address, size_bytes), device=self._device)

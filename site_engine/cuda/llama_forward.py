@@ -19,11 +19,11 @@ from site_engine.cuda.adapters import AdapterArenas
 from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
-from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
+from site_engine.cuda.kernels import layer_kernels, rank_kernels, skinny_gemm_kernels
+from site_engine.cuda.rank_sums import INBOX_ROWS, RankSums
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
-from site_engine.model.tensor_group import TensorGroup
 from site_engine.variants.projections import Projection, Size
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
@@ -41,11 +41,11 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm fused with the residual sum before it, to which each rank of `group` has a part."""
+    """An RMS norm fused with the residual sum before it; of that sum each rank of a group has a part."""
 
     weight: torch.Tensor
     epsilon: float
-    group: TensorGroup | None = None
+    ranks: RankSums | None = None
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the embeddings of the ids and their norm."""
@@ -54,23 +54,26 @@ class Norm(NamedTuple):
 
     def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `added` to `residual` in place and return the norm of the sum."""
-        if self.group is not None:
-            self.group.sum(added)
+        if self.ranks is not None:
+            if self.ranks.exchanges(added.shape[0]):
+                return self.add_parts(added[None], residual, pdl=False)
+            self.ranks.group.sum(added)
         return self._launch(layer_kernels.add_norm, added, residual)
 
     def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
-        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum.
-
-        The kernel does not overlap the sum over ranks.
-        """
-        if self.group is not None:
-            parts, pdl = self.group.sum(parts.sum(0, keepdim=True)), False
+        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum."""
+        kernel, more = skinny_gemm_kernels.add_parts_norm, {}
+        if self.ranks is not None:
+            if self.ranks.exchanges(parts.shape[1]):
+                kernel, more = rank_kernels.exchange_parts_norm, self.ranks.arguments
+            else:  # a kernel does not overlap the sum
+                parts, pdl = self.ranks.group.sum(parts.sum(0, keepdim=True)), False
         return self._launch(
-            skinny_gemm_kernels.add_parts_norm, parts, residual, part_stride=parts.stride(0),
-            PARTS=parts.shape[0], PDL=pdl, **pdl_kwargs(pdl),
+            kernel, parts, residual, part_stride=parts.stride(0),
+            PARTS=parts.shape[0], PDL=pdl, **more, **pdl_kwargs(pdl),
         )  # fmt: skip
 
-    def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
+    def _launch(self, kernel: Any, *given: torch.Tensor, **more: Any) -> torch.Tensor:
         rows, size = given[-1].shape
         out = torch.empty_like(given[-1])
         pad = 1 << (size - 1).bit_length()
@@ -97,20 +100,25 @@ class LlamaForward:
     """A forward pass with the signature of `LoadedModel.forward`, in the current DeviceContext."""
 
     def __init__(
-        self, model: LoadedModel, layers: list[Layer], rotary: RotaryTable, split_gate: Callable[[int], bool]
+        self,
+        model: LoadedModel,
+        layers: list[Layer],
+        last: Norm,
+        rotary: RotaryTable,
+        split_gate: Callable[[int], bool],
     ) -> None:
         config, body = model.model.config, model.model.model
         self._heads = config.num_attention_heads
         self._kv_heads = model.layers[0].kv_heads
         self._dim = model.layers[0].key_dim
         self._layers = layers
+        self._last = last
         self._rotary = rotary
         self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
         others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
         skinny = skinny_gemm.is_supported(model.device) and not any(bias is not None for bias in others)
         self._skinny_rows = skinny_gemm.MAX_ROWS if skinny else 0
         self._embedding = body.embed_tokens.weight
-        self._last = _norm(body.norm, model.group)
         self._head = Linear(model.model.lm_head.weight, model.model.lm_head.bias)
 
     @property
@@ -251,31 +259,34 @@ def llama_forward(model: LoadedModel) -> LlamaForward | None:
         return None
     body = model.model.model
     window = config.sliding_window if type(model.model).__name__ == "MistralForCausalLM" else None
-    layers = [_layer(one, window, model.group) for one in body.layers]
+    ranks = None
+    if model.group is not None:
+        rows = INBOX_ROWS if model.device.type == "cuda" else 0  # interpreted, a kernel would wait for itself
+        ranks = RankSums(model.group, rows, config.hidden_size, model.dtype, model.device)
+
+    def norm(its: Any) -> Norm:
+        return Norm(its.weight.detach(), its.variance_epsilon, ranks)
+
+    layers = [_layer(one, window, norm) for one in body.layers]
     split_gate = faster_split([one.gate_up.weight for one in layers[:TIMED_LAYERS]])
     positions = torch.arange(model.context_tokens, device=model.device)[None]
     with torch.no_grad():
         cosines, sines = body.rotary_emb(body.embed_tokens.weight[:1, None], positions)
-    return LlamaForward(
-        model, layers, RotaryTable(cosines[0].contiguous(), sines[0].contiguous()), split_gate
-    )
+    rotary = RotaryTable(cosines[0].contiguous(), sines[0].contiguous())
+    return LlamaForward(model, layers, norm(body.norm), rotary, split_gate)
 
 
-def _layer(layer: Any, window: int | None, group: TensorGroup | None) -> Layer:
+def _layer(layer: Any, window: int | None, norm: Callable[[Any], Norm]) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
-        before=_norm(layer.input_layernorm, group),
+        before=norm(layer.input_layernorm),
         query_key_value=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
         scoring=Scoring(attention.scaling, getattr(attention, "sliding_window", window)),
         output=_linear(attention.o_proj),
-        between=_norm(layer.post_attention_layernorm, group),
+        between=norm(layer.post_attention_layernorm),
         gate_up=_joint(mlp.gate_proj, mlp.up_proj),
         down=_linear(mlp.down_proj),
     )
-
-
-def _norm(norm: Any, group: TensorGroup | None) -> Norm:
-    return Norm(norm.weight.detach(), norm.variance_epsilon, group)
 
 
 def _linear(linear: Any) -> Linear:

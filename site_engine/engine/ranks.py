@@ -84,18 +84,21 @@ def join(rank: Rank, device: torch.device) -> TensorGroup:
     """Wait for the other ranks. Sums are NCCL's between GPUs, which CUDA graphs can have, and Gloo's else."""
     from torch import distributed
 
+    from site_engine.model.descriptors import DescriptorExchange
     from site_engine.model.tensor_group import TensorGroup
 
     on_gpu = device.type == "cuda"
     os.environ.setdefault("NCCL_SOCKET_IFNAME" if on_gpu else "GLOO_SOCKET_IFNAME", LOOPBACK)
+    store = distributed.FileStore(f"/dev/fd/{rank.store}", rank.size)
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=distributed.FileStore(f"/dev/fd/{rank.store}", rank.size),
+        store=store,
         rank=rank.number,
         world_size=rank.size,
         device_id=device if on_gpu else None,
     )
-    return TensorGroup(distributed.group.WORLD, device, rank.followers, rank.on_failure)
+    exchange = DescriptorExchange(store, rank.number, rank.size)
+    return TensorGroup(distributed.group.WORLD, device, rank.followers, rank.on_failure, exchange)
 
 
 def follow(announced: Callable[[], Any], reference: PackedRunner, runner: DeviceRunner | None = None) -> None:

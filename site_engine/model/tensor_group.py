@@ -34,7 +34,10 @@ class TensorGroup:
         device: torch.device,
         followers: Sequence[Follower] = (),
         on_failure: Callable[[BaseException], None] = lambda failure: None,
+        exchange: Callable[[int], list[int]] = lambda descriptor: [descriptor],
     ) -> None:
+        """`exchange` gives a file descriptor to the other ranks and returns those of all."""
+        self.exchange = exchange
         self.rank, self.size = ranks.rank(), ranks.size()
         self._ranks = ranks
         self._device = device

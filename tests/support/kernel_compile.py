@@ -16,6 +16,7 @@ from site_engine.cuda.kernels import (
     adapter_kernels,
     attention_kernels,
     layer_kernels,
+    rank_kernels,
     sampling_kernels,
     skinny_gemm_kernels,
     training_kernels,
@@ -24,14 +25,14 @@ from site_engine.cuda.kernels import (
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
     "added", "residual", "weight", "embedding", "gate", "up", "down", "heads", "x", "bias", "biases", "both",
-    "total", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
+    "total", "inbox", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
-LONGS = {"ids", "positions", "wanted_out", "targets"}
+LONGS = {"ids", "positions", "wanted_out", "targets", "distances"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row",
+    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row", "capacity",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -139,6 +140,11 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             skinny_gemm_kernels.add_parts_norm,
             {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
             {"num_warps": 4},
+        ),
+        (
+            rank_kernels.exchange_parts_norm,
+            {**large, "RANK": 1, "RANKS": 2, "PARTS": 4, "PDL": pdl},
+            {"num_warps": 8},
         ),
     ]
 

@@ -1,0 +1,78 @@
+"""Sum products over the ranks of a tensor group in the kernel of the norm that follows.
+
+A collective of its own takes longer than the rows of a decode step take on the way: each rank stores its part
+into the memory of the others, and a flag after it. Does not sum steps of more rows than an inbox has.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from site_engine.cuda.device_range import Driver
+from site_engine.model.tensor_group import TensorGroup
+
+INBOX_ROWS = 512
+"""Steps with more are summed by NCCL."""
+
+
+class RankSums:
+    """Sums rows of `size` numbers over the ranks of a group: in a norm's kernel, or by a collective."""
+
+    def __init__(
+        self, group: TensorGroup, rows: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make inboxes for so many rows, if any: all ranks have to at the same time."""
+        self.group = group
+        self._rows = rows
+        inbox_bytes = 2 * group.size * rows * size * dtype.itemsize
+        self.arguments: dict[str, Any] = {}  # of `exchange_parts_norm`, besides those of a norm
+        if not rows:
+            return
+        self._memory = shared_memory(group, inbox_bytes + group.size * rows * 4, device)
+        own, addresses = self._memory[group.rank], [each.data_ptr() for each in self._memory]
+        distances = [address - own.data_ptr() for address in addresses]
+        self.arguments = {
+            "inbox": own[:inbox_bytes].view(dtype),
+            "arrivals": own[inbox_bytes:].view(torch.int32),
+            "distances": torch.tensor(distances, dtype=torch.int64, device=device),
+            "turns": torch.zeros(rows, dtype=torch.int32, device=device),
+            "capacity": rows,
+            "RANK": group.rank,
+            "RANKS": group.size,
+        }
+
+    def exchanges(self, rows: int) -> bool:
+        """Return whether the kernel of a norm sums so many rows."""
+        return rows <= self._rows
+
+
+def shared_memory(group: TensorGroup, size_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Return zeros of every rank's device that all ranks can read and write, in their order.
+
+    It stays for as long as a process of a rank that has it.
+    """
+    if device.type == "cuda":
+        driver = Driver(device)
+        size_bytes = -(-size_bytes // driver.granularity) * driver.granularity
+        own = driver.create(size_bytes)
+        _mapped(driver, own, size_bytes).zero_()
+        torch.cuda.synchronize(device)
+        names = [
+            own if rank == group.rank else driver.take_over(descriptor)
+            for rank, descriptor in enumerate(group.exchange(driver.descriptor_of(own)))
+        ]
+        return [_mapped(driver, name, size_bytes) for name in names]
+    descriptor = os.memfd_create("mico-ranks")
+    os.ftruncate(descriptor, size_bytes)
+    maps = [mmap.mmap(each, size_bytes) for each in group.exchange(descriptor)]
+    return [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
+
+
+def _mapped(driver: Driver, memory: int, size_bytes: int) -> torch.Tensor:
+    address = driver.reserve(size_bytes)
+    driver.map(address, size_bytes, memory)
+    return driver.bytes_at(address, size_bytes)
