@@ -50,9 +50,10 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
     for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
-    config = read_start(connection)
-    if config is None:
+    start = read_start(connection)
+    if start is None:
         return 1
+    config = settings_to_config(start)
     logs.set_up(config.log_level, config.site)
     startup, compiler, serving = StartUp(time.monotonic), GrammarCompiler(), threading.Event()
 
@@ -87,19 +88,20 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
     server = EngineServer(connection, make_thread, time.monotonic, compiler.compile, loaded.sleeper)
     compiler.wait()
     serving.set()
-    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts)))
+    inbox = loaded.open_inbox() if start.with_others else None
+    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts, inbox)))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
     return 0 if server.run() else 1
 
 
-def read_start(connection: socket.socket) -> SiteConfig | None:
-    """Wait for the settings; return None if the site is gone."""
+def read_start(connection: socket.socket) -> pm.Start | None:
+    """Wait for the first message; return None if the site is gone."""
     frames = pm.Frames()
     while data := connection.recv(1 << 16):
         for body in frames.feed(data):
             message = pm.decode_to_engine(body)
             assert isinstance(message, pm.Start), "the first message is Start"
-            return settings_to_config(message)
+            return message
     return None
 
 

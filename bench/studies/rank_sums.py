@@ -16,13 +16,15 @@ import json
 import multiprocessing
 import os
 import tempfile
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from site_engine.cuda.llama_forward import Norm
-from site_engine.cuda.rank_sums import RankSums, shared_memory
+from site_engine.cuda.rank_sums import RankSums
+from site_engine.cuda.shared_memory import memory_of_ranks
 from site_engine.engine.child import see_one_device
 from site_engine.engine.ranks import Rank, join
 from site_engine.model.tensor_group import TensorGroup
@@ -61,22 +63,24 @@ def measured(group: TensorGroup, size: int, rows: int, repeat: int) -> dict[str,
     device, dtype = torch.device("cuda"), torch.bfloat16
     random = torch.Generator(device).manual_seed(group.rank)
     weight = torch.ones(size, dtype=dtype, device=device)
-    part = torch.randn(rows, size, dtype=dtype, device=device, generator=random)
-    residual = torch.zeros_like(part)
+    drawn = torch.randn(rows, size, dtype=dtype, device=device, generator=random)
+    residual = torch.zeros_like(drawn)
     found: dict[str, Any] = {}
     for name, inbox in (("nccl", 0), ("exchange", rows)):
         norm = Norm(weight, 1e-6, RankSums(group, inbox, size, dtype, device))
         residual.zero_()
-        norm.add(part.clone(), residual)
+        part = drawn.clone()  # which NCCL sums in place
+        norm.add(part, residual)
         torch.cuda.synchronize()
         found[f"{name}_sum"] = residual.cpu().view(torch.int16).numpy()
-        found[f"{name}_us"] = microseconds(lambda norm=norm: norm.add(part, residual), repeat)
+        part.zero_()
+        found[f"{name}_us"] = microseconds(partial(norm.add, part, residual), repeat)
     return found
 
 
 def copies(group: TensorGroup) -> dict[str, float]:
     """Return GB/s of a copy from a neighbour's memory and to it."""
-    memory = shared_memory(group, COPIED_BYTES, torch.device("cuda"))
+    memory = memory_of_ranks(group, COPIED_BYTES, torch.device("cuda"))
     own, other = memory[group.rank], memory[(group.rank + 1) % group.size]
     found = {}
     for name, to, source in (("from", own, other), ("to", other, own)):

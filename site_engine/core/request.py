@@ -15,6 +15,7 @@ from math import exp, expm1, inf, log
 from typing import Any, NamedTuple, Protocol
 
 from site_engine.core.chain import ServedVariant
+from site_engine.core.inbox import InboxPlace
 
 
 class Guide(Protocol):
@@ -102,8 +103,8 @@ class Admission(NamedTuple):
 class Moved(NamedTuple):
     """What another engine of this host knows of a request that it has begun, beside its tokens.
 
-    Times are on the host's monotonic clock. `kv` has the keys and values of the first `computed` tokens, by
-    layer; without them these tokens are computed again.
+    Times are on the host's monotonic clock. Keys and values of the first `computed` tokens are at `place`;
+    without them these tokens are computed again.
     """
 
     arrived_s: float
@@ -113,7 +114,7 @@ class Moved(NamedTuple):
     cached_tokens: int = 0
     fingerprint: str = ""  # of the variant that answers
     computed: int = 0
-    kv: tuple[bytes, ...] = ()
+    place: InboxPlace | None = None
 
 
 class RemainingPoint(NamedTuple):

@@ -48,6 +48,15 @@ class SchedulePlan:
     def tokens(self) -> int:
         return len(self.decodes) + sum(entry.length for entry in self.prefills)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens whose keys and values are read, new ones included."""
+        return sum([entry.start + entry.length for entry in self.chunks])
+
+    @property
+    def samples(self) -> int:
+        return len(self.decodes) + sum([entry.samples for entry in self.prefills])
+
     def of(self, wanted: Callable[[Request], bool]) -> SchedulePlan:
         """Return the chunks of some requests."""
         decodes = [chunk for chunk in self.decodes if wanted(chunk.request)]

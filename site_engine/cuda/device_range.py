@@ -106,6 +106,10 @@ class Driver:
     def unmap(self, address: int, size_bytes: int) -> None:
         self._call("cuMemUnmap", address, size_bytes)
 
+    def free(self, address: int, size_bytes: int) -> None:
+        """Give up addresses without memory."""
+        self._call("cuMemAddressFree", address, size_bytes)
+
     def release(self, memory: int) -> None:
         self._call("cuMemRelease", memory)
 

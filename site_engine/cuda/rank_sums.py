@@ -6,13 +6,11 @@ into the memory of the others, and a flag after it. Does not sum steps of more r
 
 from __future__ import annotations
 
-import mmap
-import os
 from typing import Any
 
 import torch
 
-from site_engine.cuda.device_range import Driver
+from site_engine.cuda.shared_memory import memory_of_ranks
 from site_engine.model.tensor_group import TensorGroup
 
 INBOX_ROWS = 512
@@ -32,7 +30,7 @@ class RankSums:
         self.arguments: dict[str, Any] = {}  # of `exchange_parts_norm`, besides those of a norm
         if not rows:
             return
-        self._memory = shared_memory(group, inbox_bytes + group.size * rows * 4, device)
+        self._memory = memory_of_ranks(group, inbox_bytes + group.size * rows * 4, device)
         own, addresses = self._memory[group.rank], [each.data_ptr() for each in self._memory]
         distances = [address - own.data_ptr() for address in addresses]
         self.arguments = {
@@ -48,31 +46,3 @@ class RankSums:
     def exchanges(self, rows: int) -> bool:
         """Return whether the kernel of a norm sums so many rows."""
         return rows <= self._rows
-
-
-def shared_memory(group: TensorGroup, size_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return zeros of every rank's device that all ranks can read and write, in their order.
-
-    It stays for as long as a process of a rank that has it.
-    """
-    if device.type == "cuda":
-        driver = Driver(device)
-        size_bytes = -(-size_bytes // driver.granularity) * driver.granularity
-        own = driver.create(size_bytes)
-        _mapped(driver, own, size_bytes).zero_()
-        torch.cuda.synchronize(device)
-        names = [
-            own if rank == group.rank else driver.take_over(descriptor)
-            for rank, descriptor in enumerate(group.exchange(driver.descriptor_of(own)))
-        ]
-        return [_mapped(driver, name, size_bytes) for name in names]
-    descriptor = os.memfd_create("mico-ranks")
-    os.ftruncate(descriptor, size_bytes)
-    maps = [mmap.mmap(each, size_bytes) for each in group.exchange(descriptor)]
-    return [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
-
-
-def _mapped(driver: Driver, memory: int, size_bytes: int) -> torch.Tensor:
-    address = driver.reserve(size_bytes)
-    driver.map(address, size_bytes, memory)
-    return driver.bytes_at(address, size_bytes)

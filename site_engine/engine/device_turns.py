@@ -84,7 +84,7 @@ class SharedEngine:
         self._member = member
         self._longest_s = longest_s
         self.submit: Callable[..., Admission] = engine.submit
-        self.export: Callable[[str], tuple[Sequence[Output], Moved | None]] = engine.export
+        self.export: Callable[..., tuple[Sequence[Output], Moved | None]] = engine.export
         self.cancel: Callable[[str], object] = engine.cancel
         self.release: Callable[[Sequence[str]], Sequence[str]] = engine.release
         self.load_variant: Callable[[Variant], Callable[[], Chain]] = engine.load_variant

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.deadlines import Deadlines
+from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import LoadFigures, Meter
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
@@ -26,6 +27,7 @@ from site_engine.core.request import (
 )
 from site_engine.core.request_queue import AdmissionQueue, has_place
 from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.cuda.shared_memory import shared_memory
 from site_engine.engine.load_figures import load_figures
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
@@ -34,6 +36,7 @@ from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import Poison
+from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.kv_swap import host_swap
 from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
@@ -95,6 +98,7 @@ class SiteEngine:
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
         self.sleeper = sleeper_of(runner.kv_cache.memory, self._scheduler.prefixes, self._publish_pending)
+        self.inbox = KVInbox(self._kv_cache, shared_memory)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
@@ -216,17 +220,17 @@ class SiteEngine:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
         if moved is not None:
             request.take_up(moved)
-        if moved and moved.kv and moved.computed < len(request.tokens) and self._kv_cache.is_whole:
-            self._swap.put(request.id, self._kv_cache.from_bytes(moved.kv))
-            request.swapped = moved.computed
-            self._scheduler.adopt(request)
-        else:
-            self._scheduler.queue.push(request)
+            if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)):
+                self._swap.put(request.id, kept)
+                request.swapped = moved.computed
+                return self._scheduler.adopt(request)
+        return self._scheduler.queue.push(request)
 
-    def export(self, request_id: str) -> tuple[list[Output], Moved | None]:
+    def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
         """Take a request out, for another engine; return the outputs that were under way, which may end it.
 
-        What the engine has charged its tenant becomes what the request took here.
+        Its keys and values are copied to the place `to`, if it has any. What the engine has charged its
+        tenant becomes what the request took here.
         """
         self._publish_pending()
         outputs = self._take_outputs()
@@ -235,10 +239,10 @@ class SiteEngine:
             return outputs, None
         request = processor.request
         moved, computed = request.to_move(), request.computed
+        pages = request.pages[: self._pool.pages_for(computed)] if request.row >= 0 else []
         unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
-        if request.row >= 0 and computed and self._kv_cache.is_whole and not unread_prompt:
-            pages = request.pages[: self._pool.pages_for(computed)]
-            moved = moved._replace(computed=computed, kv=self._kv_cache.to_bytes(pages))
+        if pages and not unread_prompt and self.inbox.send(pages, to):
+            moved = moved._replace(computed=computed, place=to)
         self._forget(request)
         return outputs, moved
 
@@ -437,12 +441,10 @@ class SiteEngine:
 
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
         self.training.served(plan, seconds)
-        decodes, prefills = plan.decodes, plan.prefills
-        read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
-            rows=len(decodes) + len(prefills),
+            rows=len(plan.chunks),
             tokens=plan.tokens,
-            kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
-            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - discarded,
+            kv_tokens=plan.kv_tokens,
+            sampled=plan.samples - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )

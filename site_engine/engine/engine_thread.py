@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from site_engine.core.chain import Chain, Variant
+from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
@@ -50,8 +51,10 @@ class Engine(Protocol):
     def submit(self, request: Request, moved: Moved | None = None) -> Admission: ...
     def cancel(self, request_id: str) -> object: ...
 
-    def export(self, request_id: str) -> tuple[Sequence[Output], Moved | None]:
-        """Take a request out, for another engine; return also what was under way, which may end it."""
+    def export(self, request_id: str, to: InboxPlace | None) -> tuple[Sequence[Output], Moved | None]:
+        """Take a request out, for another engine, and copy its keys and values to the place `to`, if any;
+        return also what was under way, which may end it.
+        """
 
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
@@ -158,13 +161,16 @@ class EngineThread:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
         self.between(lambda: [self._release_group(each) for each in groups], reply)
 
-    def export(self, request_id: str, reply: Callable[[Moved | None], None]) -> None:
-        """Take a request out of the engine, for another; reply with nothing if it is not here."""
+    def export(self, request_id: str, to: InboxPlace | None, reply: Callable[[Moved | None], None]) -> None:
+        """Take a request out of the engine, for another, where its keys and values have a place, or not.
+
+        Replies with nothing if it is not here.
+        """
 
         def run() -> None:
             moved = None
             if request_id in self._live and not self._broken:
-                outputs, moved = self._engine.export(request_id)
+                outputs, moved = self._engine.export(request_id, to)
                 self._publish(outputs)
             if moved is not None:
                 self._live.pop(request_id)

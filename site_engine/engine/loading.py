@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from site_engine.config import SLOTS, SiteConfig
+from site_engine.core.inbox import InboxAddress
 from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
@@ -49,6 +50,7 @@ class Loaded(NamedTuple):
     weights_bytes: int = 0
     slots_bytes: int = 0  # of the slots for adapters
     sleeper: Turns | None = None
+    open_inbox: Callable[[], InboxAddress | None] = lambda: None
 
 
 def load_engine(
@@ -84,7 +86,7 @@ def load_engine(
     weights_bytes = sum(each.nbytes for each in model.model.parameters())
     adapters_bytes = slots_bytes(engine) if on_gpu else 0
     sizes = settings.slots, weights_bytes, adapters_bytes
-    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper)
+    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, engine.inbox.open)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:

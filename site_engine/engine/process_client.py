@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from site_engine.core.chain import Chain, Variant
+from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Admission, Finish, Moved, Output, Timings
 from site_engine.core.send_pace import SendPace
 from site_engine.core.stall_watch import StallWatch
@@ -42,6 +43,7 @@ AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
 
 
 AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]
+ExportReply: TypeAlias = Callable[[Answer, Moved | None], None]
 
 
 class Orphans(NamedTuple):
@@ -80,7 +82,8 @@ class EngineProcess(asyncio.Protocol):
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self.start_parts: list[Part] = []  # of the engine, once it is ready
+        self.start_parts: list[Part] = []  # of the engine, once it is ready, as is its inbox
+        self.inbox: InboxAddress | None = None
         self._described: asyncio.Future[pm.Described] = self._loop.create_future()
         self._ready: asyncio.Future[Facts] = self._loop.create_future()
         self._listener: Listener | None = None
@@ -91,7 +94,7 @@ class EngineProcess(asyncio.Protocol):
         self._pace = SendPace(stream_interval_s)
         self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
-        self._exports: dict[int, Callable[[Answer, Moved | None], None]] = {}
+        self._exports: dict[int, ExportReply] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
         self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
         self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
@@ -106,11 +109,17 @@ class EngineProcess(asyncio.Protocol):
 
     @classmethod
     async def launch(
-        cls, settings: Mapping[str, Any], clock: Callable[[], float], command: Sequence[str] = COMMAND
+        cls,
+        settings: Mapping[str, Any],
+        clock: Callable[[], float],
+        command: Sequence[str] = COMMAND,
+        *,
+        with_others: bool = False,
     ) -> EngineProcess:
         """Start the process, which then loads its model: await `ready`.
 
-        The process ends with this one, however this one ends.
+        The process ends with this one, however this one ends. `with_others`: requests move to and from
+        engines of other processes.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -124,7 +133,7 @@ class EngineProcess(asyncio.Protocol):
             process.kill()
             process.wait()
             raise
-        engine._send(pm.Start(dict(settings)))
+        engine._send(pm.Start(dict(settings), with_others))
         return engine
 
     @property
@@ -207,14 +216,14 @@ class EngineProcess(asyncio.Protocol):
         self._admissions[call] = numbers, reply
         self._send(pm.to_submit(call, numbers, group, answers[0].token_ids, moved))
 
-    def export(self, request_id: str, reply: Callable[[Answer, Moved | None], None]) -> None:
-        """Take a request that is here out of the engine; reply with its answer and with what another engine
-        needs. Without that it stays, or has ended. A process that is lost before does not reply.
+    def export(self, request_id: str, to: InboxPlace | None, reply: ExportReply) -> None:
+        """Take a request out of the engine; reply with its answer and what another engine needs, or nothing
+        where it stays or has ended. Its keys and values go to `to`. A process that is lost does not reply.
         """
         number = self.answers.number_of(request_id)
         assert number is not None, "the request is here"
         self._exports[number] = reply
-        self._send(pm.Export(number))
+        self._send(pm.Export(number, to))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
@@ -322,7 +331,7 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_exception(ConfigError(message.message))
         else:
             self._eos_token_ids = message.facts.eos_token_ids
-            self.start_parts = message.parts
+            self.start_parts, self.inbox = message.parts, message.inbox
             self._ready.set_result(message.facts)
 
     def _load(self, message: pm.Load | pm.Alive) -> None:

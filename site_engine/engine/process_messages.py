@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from site_engine.core.chain import Chain, Variant
+from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import (
     Admission,
@@ -48,6 +49,7 @@ class Start(Message, frozen=True):
     """The settings of SiteConfig, without secrets and paths, by name."""
 
     settings: dict[str, Any]
+    with_others: bool = False  # on other devices, to and from which requests move
 
 
 class Submit(Message, frozen=True):
@@ -85,9 +87,10 @@ class Release(Message, frozen=True):
 
 
 class Export(Message, frozen=True):
-    """A request is to go on in another engine."""
+    """A request is to go on in another engine, which has a place for its keys and values, or not."""
 
     number: int
+    to: InboxPlace | None = None
 
 
 class WantLoad(Message, frozen=True):
@@ -148,10 +151,11 @@ class Described(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine can serve. `parts`: of its start."""
+    """The engine can serve. `parts`: of its start. `inbox`: for requests that others have begun."""
 
     facts: Facts
     parts: list[Part] = []
+    inbox: InboxAddress | None = None
 
 
 class Refused(Message, frozen=True):

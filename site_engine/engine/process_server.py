@@ -139,7 +139,7 @@ class EngineServer:
             case pm.Release():
                 self._release(message)
             case pm.Export():
-                self._export(message.number)
+                self._export(message)
             case pm.WantLoad():
                 self._thread.request_load()
             case pm.AddVariant():
@@ -201,15 +201,15 @@ class EngineServer:
 
         self._thread.release(groups, reply)
 
-    def _export(self, number: int) -> None:
-        request_id = self._ids.get(number, "")
+    def _export(self, message: pm.Export) -> None:
+        request_id = self._ids.get(message.number, "")
 
         def reply(moved: Moved | None) -> None:
             if moved is not None:
                 self._forget([request_id])
-            self._put(pm.Exported(number, moved))
+            self._put(pm.Exported(message.number, moved))
 
-        self._thread.export(request_id, reply)
+        self._thread.export(request_id, message.to, reply)
 
     # ---- on the engine thread
 

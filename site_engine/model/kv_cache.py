@@ -13,11 +13,6 @@ from site_engine.core.request import Request
 from site_engine.model.sleep_memory import SleepMemory
 from site_engine.model.tensor_group import TensorGroup
 
-MAX_SENT_BYTES = 1 << 28
-"""Of one request. While they go through two pipes, all that the processes do waits; more is sooner computed
-again. A message has less than 4 GiB.
-"""
-
 
 class LayerShape(NamedTuple):
     """The KV shape of one attention call of the model."""
@@ -116,27 +111,6 @@ class KVCache:
         index = self._index(places)
         for room, one in zip((*self.key_slots, *self.value_slots), kept, strict=True):
             room.index_copy_(0, index, one[first:])
-
-    def to_bytes(self, pages: list[int]) -> tuple[bytes, ...]:
-        """Return the contents of pages for another process, which `from_bytes` reads.
-
-        Return nothing if they are more than MAX_SENT_BYTES.
-        """
-        page_bytes = sum(room[0].nbytes for room in (*self.keys, *self.values))
-        if len(pages) * page_bytes > MAX_SENT_BYTES:
-            return ()
-        return tuple(one.view(torch.uint8).numpy().tobytes() for one in self.copy_out(pages))
-
-    def from_bytes(self, contents: Sequence[bytes]) -> list[torch.Tensor]:
-        """Return what `copy_in` takes. Raises ValueError for the contents of a cache of another shape."""
-        rooms = (*self.keys, *self.values)
-        kept = [
-            torch.frombuffer(bytearray(one), dtype=room.dtype).view(-1, *room.shape[1:])
-            for room, one in zip(rooms, contents, strict=True)
-        ]
-        if len({one.shape[0] for one in kept}) != 1:
-            raise ValueError("keys and values of different lengths")
-        return kept
 
     def _index(self, pages: list[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.long, device=self.device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
@@ -26,6 +26,7 @@ from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import ownership
 from site_engine.pool.figures import idle_figures, join_facts, mean_cost
 from site_engine.pool.ownership import Act, Owned, Phase
+from site_engine.pool.places import Places
 from site_engine.pool.rebalancing import Rebalancer
 from site_engine.pool.replica import Replica, served, site_figures
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
@@ -35,6 +36,8 @@ from site_engine.pool.variants import PoolVariants
 from site_engine.text.detokenize import NoText, Vocabulary
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HUNG_AFTER_S = 20.0
 """An engine without progress for so long is given up, where another moves."""
@@ -68,9 +71,10 @@ class EnginePool:
         ]
         self._owned: dict[str, Owned] = {}  # requests that have not ended
         self._limit_tokens = 0  # of a request, the same in every engine
-        self._variants = PoolVariants()
+        self._variants = PoolVariants(lambda: [each.process for each in self._serving()])
         self.trainer = PoolTraining(lambda: {each.place: each.process.trainer for each in self._serving()})
         self._rebalancer = Rebalancer()
+        self._places = Places()
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -95,7 +99,7 @@ class EnginePool:
         """Start a process for each of the `settings`; all load at the same time: await `ready`."""
 
         def launch(place: int) -> Coroutine[Any, Any, EngineProcess]:
-            return EngineProcess.launch(settings[place], clock, command)
+            return EngineProcess.launch(settings[place], clock, command, with_others=len(settings) > 1)
 
         named = [str(each["device"]) for each in settings]
         devices = named if len({*named}) == len(named) else [f"{name}.{at}" for at, name in enumerate(named)]
@@ -114,7 +118,7 @@ class EnginePool:
         return {each.place: each.process.pid for each in self._serving()}
 
     async def described(self) -> Described:
-        """Wait until a model is loaded. Raises ConfigError with the reason if it can't be."""
+        """Wait until a model is loaded. Raises ConfigError with the reason why not."""
         return await self._replicas[0].process.described()
 
     async def ready(self) -> Facts:
@@ -239,7 +243,8 @@ class EnginePool:
             return False
         self._owned[request_id], act = ownership.move(one, to)
         if act is Act.EXPORT:
-            self._replicas[one.engine].process.export(request_id, self._exported)
+            place = self._places.give(request_id, self._replicas[to].process.inbox)
+            self._replicas[one.engine].process.export(request_id, place, self._exported)
         return act is Act.EXPORT
 
     def _rebalance(self, serving: Sequence[Replica]) -> None:
@@ -266,22 +271,11 @@ class EnginePool:
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
         """Load a variant in every engine and publish it; reply with its chain or the refusal of any."""
-
-        async def add() -> None:
-            reply(await self._variants.add(variant, self._processes))
-
-        self._begin(add())
+        self._begin(_replied(self._variants.add(variant), reply))
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
         """Remove a variant: requests that are here end with it, new ones are refused."""
-
-        async def remove() -> None:
-            reply(await self._variants.remove(variant_id, self._processes))
-
-        self._begin(remove())
-
-    def _processes(self) -> list[EngineProcess]:
-        return [each.process for each in self._serving()]
+        self._begin(_replied(self._variants.remove(variant_id), reply))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -337,6 +331,7 @@ class EnginePool:
         for request_id in request_ids:
             one = self._owned[request_id]
             self._replicas[one.engine].admitted.append(request_id)
+            self._places.free(request_id)
             self._rebalancer.came_over(request_id, self._clock())
             self._owned[request_id] = ownership.accepted(one)
         reply(answer)
@@ -348,6 +343,7 @@ class EnginePool:
     def _exported(self, answer: Answer, moved: Moved | None) -> None:
         one = self._owned[answer.request.id]
         if moved is None:
+            self._places.free(answer.request.id)
             self._owned[answer.request.id] = ownership.stayed(one)
             self._rebalancer.stayed(answer.request.id)
             return
@@ -399,6 +395,7 @@ class EnginePool:
         if not self._stopping:
             log.warning("engine %d is lost; the others go on with its %d requests", replica.place, len(left))
         for answers, reply in left:
+            self._places.free(*(each.request.id for each in answers))
             to = None if self._stopping else self._other(answers[0])
             self._go_on(answers, reply, answers[0].to_move(), partial(ownership.lost, to=to))
 
@@ -446,3 +443,7 @@ class EnginePool:
             if not isinstance(exc, ConfigError | VariantRefused):
                 process.stop()  # which waits for its end: the event loop may end before that
             raise
+
+
+async def _replied(answer: Coroutine[Any, Any, T], reply: Callable[[T], None]) -> None:
+    reply(await answer)

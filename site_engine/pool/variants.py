@@ -19,18 +19,18 @@ T = TypeVar("T")
 class PoolVariants:
     """The variants of a pool. An engine that joins holds `changing` until it has loaded them and serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, serving: Callable[[], Sequence[EngineProcess]]) -> None:
+        """`serving` returns the processes of the engines that serve."""
+        self._serving = serving
         self.changing = asyncio.Lock()
         self._wanted: dict[str, Variant] = {}
 
-    async def add(
-        self, variant: Variant, serving: Callable[[], Sequence[EngineProcess]]
-    ) -> Chain | VariantRefused:
+    async def add(self, variant: Variant) -> Chain | VariantRefused:
         """Load a variant in every engine; a refusal of one that goes on serving takes it from the others."""
         async with self.changing:
-            asked = serving()
+            asked = self._serving()
             answers = await asyncio.gather(*(_added(each, variant) for each in asked))
-            left = serving()
+            left = self._serving()
             found = [(each, answer) for each, answer in zip(asked, answers, strict=True) if each in left]
             refusals = [answer for _, answer in found if isinstance(answer, VariantRefused)]
             chains = [answer for _, answer in found if isinstance(answer, Chain)]
@@ -42,11 +42,9 @@ class PoolVariants:
             )
             return refusals[0] if refusals else VariantRefused("all engines of this site are lost")
 
-    async def remove(
-        self, variant_id: str, serving: Callable[[], Sequence[EngineProcess]]
-    ) -> VariantRefused | None:
+    async def remove(self, variant_id: str) -> VariantRefused | None:
         async with self.changing:
-            answers = await asyncio.gather(*(_removed(each, variant_id) for each in serving()))
+            answers = await asyncio.gather(*(_removed(each, variant_id) for each in self._serving()))
             self._wanted.pop(variant_id, None)
             return None if None in answers else next(iter(answers), VariantRefused("all engines are lost"))
 

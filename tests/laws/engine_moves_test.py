@@ -6,10 +6,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
+from site_engine.core.inbox import PLACES, InboxPlace
 from site_engine.core.request import Finish, Lane, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.engine.engine import SiteEngine
-from site_engine.model import kv_cache
+from site_engine.model import kv_inbox
 from site_engine.text.grammar import Grammars
 from tests.support.engine_models import (
     SHAPES,
@@ -86,6 +88,7 @@ class Pair:
     def __init__(self, seed: int, **settings: Any) -> None:
         self.draw = Random(seed)
         self.engines = [engine_for(family("llama").served, **settings) for _ in range(2)]
+        self.inboxes = [each.inbox.open() for each in self.engines]
         self.known: dict[str, Request] = {}
         self.got: dict[str, Collected] = {}
         self.moves = self.with_memory = 0
@@ -114,25 +117,37 @@ class Pair:
         if not self.known:
             return
         request = self.known[self.draw.choice(list(self.known))]
-        outputs, moved = engine.export(request.id)
+        to = 1 - self.engines.index(engine)
+        place = InboxPlace(self.inboxes[to], self.draw.randrange(PLACES))
+        outputs, moved = engine.export(request.id, place)
         self.heard(outputs)
         if moved is None:
             return
         if self.draw.random() < 0.3:
-            moved = moved._replace(computed=0, kv=())
+            moved = moved._replace(computed=0, place=None)
         generated = self.got[request.id].token_ids if request.id in self.got else []
-        other = self.engines[1 - self.engines.index(engine)]
+        other = self.engines[to]
         other.submit(again(request, generated), moved)
         self.moves += 1
         self.with_memory += moved.computed > 0
 
+    def close(self) -> None:
+        for engine in self.engines:
+            assert_idle(engine)
+            assert engine._scheduler.swap.used_tokens == 0
+            engine._scheduler.prefixes.clear()
+            assert engine._pool.used == 0
+            engine.inbox.close()
 
-def begun(engine: SiteEngine, request: Request, got: dict[str, Collected]) -> Moved:
+
+def begun(
+    engine: SiteEngine, request: Request, got: dict[str, Collected], to: InboxPlace | None = None
+) -> Moved:
     """Take a request out of an engine after ten iterations."""
     engine.submit(request)
     for _ in range(10):
         gather(engine.step(), got)
-    outputs, moved = engine.export(request.id)
+    outputs, moved = engine.export(request.id, to)
     gather(outputs, got)
     assert moved is not None
     return moved
@@ -172,11 +187,7 @@ def test_moved_requests_have_the_tokens_and_log_probabilities_of_requests_left_a
         assert prompts[0] == prompts[1], name
     assert pair.moves > 60
     assert pair.with_memory > 20
-    for engine in pair.engines:
-        assert_idle(engine)
-        assert engine._scheduler.swap.used_tokens == 0
-        engine._scheduler.prefixes.clear()
-        assert engine._pool.used == 0
+    pair.close()
 
 
 def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> None:
@@ -184,7 +195,8 @@ def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> No
     request = greedy("r", [1, 2, 3, 4, 5], 30)
     request.tenant = "acme"
     got: dict[str, Collected] = {}
-    moved = begun(engines[0], request, got)
+    _, inbox = (each.inbox.open() for each in engines)
+    moved = begun(engines[0], request, got, InboxPlace(inbox, 0))
     first = engines[0]._scheduler.queue._clock("acme")
     other = again(request, got["r"].token_ids)
     other.sampling, other.tenant = request.sampling, "acme"
@@ -194,26 +206,52 @@ def test_each_tenant_is_charged_once_for_each_token_wherever_it_was_made() -> No
     second = engines[1]._scheduler.queue._clock("acme")
     assert len(got["r"].token_ids) == 30
     assert first + second == pytest.approx(30 + 5 * 0.02)
+    for engine in engines:
+        engine.inbox.close()
 
 
-def test_memory_that_is_too_much_to_send_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = [engine_for(family("llama").served) for _ in range(2)]
+@pytest.mark.parametrize("why", ["too much", "to an engine that was here before", "no place"])
+def test_keys_and_values_that_do_not_come_are_computed_again(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "too much":
+        monkeypatch.setattr(kv_inbox, "MAX_BYTES", 1)
+    engines = [engine_for(family("llama").served) for _ in range(3)]
+    addresses = [each.inbox.open() for each in engines]
     request = greedy("r", [1, 2, 3, 4, 5], 20)
     expected = alone([greedy("r", [1, 2, 3, 4, 5], 20)])["r"].token_ids
-    page_bytes = sum(len(one) for one in engines[0]._kv_cache.to_bytes([1]))
-    assert engines[0]._kv_cache.to_bytes([1, 2]) != ()
-    monkeypatch.setattr(kv_cache, "MAX_SENT_BYTES", 2 * page_bytes - 1)
-    assert engines[0]._kv_cache.to_bytes([1]) != ()
     got: dict[str, Collected] = {}
-    moved = begun(engines[0], request, got)
-    assert moved.kv == ()
-    other = again(request, got["r"].token_ids)
-    engines[1].submit(other, moved)
+    moved = begun(engines[0], request, got, None if why == "no place" else InboxPlace(addresses[2], 0))
+    assert (moved.place is not None) == (why == "to an engine that was here before")
+    engines[1].submit(again(request, got["r"].token_ids), moved)
+    assert engines[1]._scheduler.swap.used_tokens == 0
     while engines[1].has_work:
         gather(engines[1].step(), got)
     assert got["r"].token_ids == expected
     for engine in engines:
         assert_idle(engine)
+        engine.inbox.close()
+
+
+def test_pages_arrive_as_they_were_also_where_an_engine_has_come_in_the_place_of_another() -> None:
+    first, second, third = (engine_for(family("llama").served) for _ in range(3))
+    got: dict[str, Collected] = {}
+    first.inbox.open()
+    for other in (second, third):
+        request = greedy("r", [1, 2, 3, 4, 5], 20)
+        first.submit(request)
+        for _ in range(10):
+            gather(first.step(), got)
+        kept = first._kv_cache.copy_out(request.pages[: first._pool.pages_for(request.computed)])
+        place = InboxPlace(other.inbox.open(), 3)
+        _, moved = first.export("r", place)
+        assert moved is not None and moved.place == place
+        received = other.inbox.receive(moved)
+        assert received is not None
+        assert all(torch.equal(one, its) for one, its in zip(kept, received, strict=True))
+        other.inbox.close()
+    assert len(first.inbox._others) == 1
+    first.inbox.close()
 
 
 def test_a_deadline_and_the_times_of_the_begin_go_with_a_request() -> None:

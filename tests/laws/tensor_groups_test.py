@@ -157,7 +157,8 @@ def test_a_request_leaves_a_group_without_the_keys_and_values_of_one_rank(llama:
         more, moved = group.engine.export("one")
         begun = [token for output in (*outputs, *more) for token in output.token_ids]
         assert moved is not None and begun
-        assert (moved.computed, moved.kv) == (0, ())
+        assert group.engine.inbox.open() is None
+        assert (moved.computed, moved.place) == (0, None)
         request = Request("one", [5, 6, 7], Sampling(max_tokens=8, temperature=0.0), resumed=tuple(begun))
         group.engine.submit(request, moved)
         rest = drain(group.engine)["one"].token_ids

@@ -31,8 +31,9 @@ def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
         kv_tokens=config.kv_tokens,
         max_pending=config.max_pending,
     )
+    engine = packed_engine(model, settings, time.monotonic)
     return Loaded(
-        packed_engine(model, settings, time.monotonic),
+        engine,
         model.tokenizer,
         model.name,
         model.revision,
@@ -40,6 +41,7 @@ def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
         model.vocab_size,
         model.eos_token_ids,
         settings.slots,
+        open_inbox=engine.inbox.open,
     )
 
 

@@ -39,6 +39,7 @@ async def pool_of(name: str, count: int, **settings: Any) -> AsyncIterator[tuple
     config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model=name, **chosen)
     pool = await EnginePool.launch([engine_settings(config)] * count, time.monotonic, FAMILY_COMMAND)
     facts, pool.vocabulary = await pool.ready(), family(name).served.vocabulary
+    assert all(each.process.inbox for each in pool._replicas)  # requests move with their keys and values
     post = asyncio.get_running_loop().call_soon_threadsafe
     client = NativeEngine(prompt_tokenizer(tokenizer(), facts, post, allow_special_tokens=False), pool)
     try:

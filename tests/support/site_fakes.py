@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
+from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import (
     Admission,
@@ -94,7 +95,7 @@ class FakeEngine:
             tokens = run.tokens if run else 0
             self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
 
-    def export(self, request_id: str) -> tuple[list[Output], Moved | None]:
+    def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
         known = self.running.pop(request_id, None) or self.pending.pop(request_id, None)
         return [], None if known is None else Moved(0.0)
 

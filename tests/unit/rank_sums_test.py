@@ -16,7 +16,8 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.cuda.llama_forward import Norm
-from site_engine.cuda.rank_sums import RankSums, shared_memory
+from site_engine.cuda.rank_sums import RankSums
+from site_engine.cuda.shared_memory import memory_of_ranks
 from site_engine.model.descriptors import DescriptorExchange
 
 WITHIN_S = 60.0
@@ -65,7 +66,7 @@ def exchange(folder: Path, rank: int, size: int, answer: Any) -> None:
 
 
 def remember(folder: Path, rank: int, size: int, answer: Any) -> None:
-    memory = shared_memory(Member(folder, rank, size), 64, torch.device("cpu"))  # type: ignore[arg-type]
+    memory = memory_of_ranks(Member(folder, rank, size), 64, torch.device("cpu"))  # type: ignore[arg-type]
     for each in memory:
         each[rank] = rank + 1
     answer.send("written")
