@@ -75,11 +75,8 @@ class SiteEngine:
         self._model = model
         self._variants = variants
         self._clock = clock
-        self._pool = PagePool(
-            self._kv_cache.pages,
-            self._kv_cache.page_size,
-            Poison(self._kv_cache) if settings.debug_poison else None,
-        )
+        poison = Poison(self._kv_cache) if settings.debug_poison else None
+        self._pool = PagePool(self._kv_cache.pages, self._kv_cache.page_size, poison)
         self._token_budget = settings.token_budget_on(model.device.type)
         self._meter = Meter()
         cost = self._meter.fit.cost

@@ -1,8 +1,7 @@
 """The messages between a site's process and the process of its engine: all that crosses is defined here.
 
 A frame is the length of a message, four bytes, and the message in MessagePack. Tokens cross as ids in
-columns, one row for each; text stays with the site. Requests are named by numbers, so that a row is two small
-integers.
+columns, one row for each; text stays with the site. Requests have numbers, so a row is two small integers.
 """
 
 from __future__ import annotations
@@ -181,9 +180,7 @@ class Released(Message, frozen=True):
 
 
 class Exported(Message, frozen=True):
-    """The answer to an Export, after the last row of the request. Without `moved` the request is still here,
-    or has ended.
-    """
+    """The answer to an Export, after the request's last row. No `moved`: it is still here, or has ended."""
 
     number: int
     moved: Moved | None
@@ -449,6 +446,5 @@ def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> Step:
 
 
 def _ranked(value: TokenLogprob) -> RankedToken:
-    return RankedToken(
-        int(value.token), value.logprob, [(int(each.token), each.logprob) for each in value.top]
-    )
+    top = [(int(each.token), each.logprob) for each in value.top]
+    return RankedToken(int(value.token), value.logprob, top)
