@@ -61,10 +61,11 @@ MINIATURE = {
 
 @dataclass
 class Answers:
-    """What an engine has said, and when: its tokens, their log probabilities, the time of each output."""
+    """What an engine has said, and when: its tokens, their and the prompt's log probabilities, the times."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     times: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     error: str = ""
@@ -76,6 +77,7 @@ class Answers:
             tokens = self.tokens.setdefault(each.request_id, [])
             tokens += each.token_ids
             self.logprobs.setdefault(each.request_id, []).extend(each.logprobs)
+            self.prompt_logprobs.setdefault(each.request_id, []).extend(each.prompt_logprobs)
             self.times.setdefault(each.request_id, []).append((now, len(tokens)))
             if each.finish is not None:
                 self.open.discard(each.request_id)

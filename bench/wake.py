@@ -1,13 +1,13 @@
-"""Measure bases that sleep with their weights in host memory: wake to first token, and bursts in turn.
+"""Measure bases that sleep with their weights in memory: wake to first token, and bursts in turn.
 
-    python -m bench.wake --device cuda:0 --shape bench/models/llama-3.1-8b --bases 4 --awake 2
+    python -m bench.wake --devices cuda:0 --shape bench/models/llama-3.1-8b --bases 4 --awake 2
 
-Engine processes as a site starts them, one for each base, with random weights. `wake`: one base sleeps and
-wakes `--turns` times; from the order to wake until the first token of a query, the memory of the device that
-sleep frees, and whether greedy answers are the same tokens as before. `bursts`: queries for one base after
-another, all of a burst at once; with all bases resident, then with `--awake` of them, where the base that was
-used longest ago sleeps before the next wakes, which counts as waiting. `disk`: the same wake with
-`sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is wrong. The last
+Engine processes as a site starts them, one for each base, on the devices in turn, with random weights.
+`wake`: one base sleeps and wakes `--turns` times; from the order to wake until the first token of a query, the
+memory of the device that sleep frees, and whether greedy answers are the same tokens as before. `bursts`:
+queries for one base after another, all of a burst at once; with all bases resident, then with `--awake` of
+them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `disk`:
+the same wake with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is wrong. The last
 line is JSON.
 """
 
@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ async def turned(turn: Callable[[Callable[[str], None]], None]) -> float:
     return time.perf_counter() - began_s
 
 
-def free_bytes(device: str) -> int:
+def free_bytes(devices: str) -> int:
+    """Return the free memory of the first device."""
+    device = devices.split(",", maxsplit=1)[0]
     if device == "cpu":
         return 0
     torch.cuda.synchronize(device)
@@ -92,9 +94,9 @@ async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"sleep_s": [], "wake_s": [], "first_token_s": [], "freed_gb": []}
     found |= {"wrong_without_sleep": differ(wanted, await told(on, "control", options)), "wrong": 0}
     for turn in range(options.turns):
-        before = free_bytes(options.device)
+        before = free_bytes(options.devices)
         found["sleep_s"].append(round(await turned(pool_of(on).sleeping.sleep), 3))
-        found["freed_gb"].append(round((free_bytes(options.device) - before) / 1e9, 2))
+        found["freed_gb"].append(round((free_bytes(options.devices) - before) / 1e9, 2))
         began_s = time.perf_counter()
         found["wake_s"].append(round(await turned(pool_of(on).sleeping.wake), 3))
         asked = requests(f"first {turn}", 1, options.prompt, TOKENS, on.facts.vocab_size)
@@ -165,28 +167,33 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(options.shape)
     for key, value in (MINIATURE if options.miniature else {}).items():
         setattr(config, key, value)
-    on_cpu = options.device == "cpu"
+    on_cpu = options.devices.startswith("cpu")
     dtype = torch.float32 if on_cpu else torch.bfloat16
     size = random_folder(scratch, config, tokenizer(), dtype, layers_alike=not on_cpu)
     print(f"{size / 1e9:.2f} GB of weights", flush=True)
     found: dict[str, Any] = {"weights_gb": round(size / 1e9, 2)}
     settings = {"slots": options.slots, "kv_tokens": options.kv_tokens}
     if "disk" in options.do:
-        async with engine(scratch, [options.device], **settings) as on:
+        async with engine(scratch, [options.devices.split(",")[0]], **settings) as on:
             short = argparse.Namespace(**{**vars(options), "turns": 1})
             found["disk"] = await wake(on, short)
             print(f"disk: {json.dumps(found['disk'])}", flush=True)
+    devices = options.devices.split(",")
+
+    def base(number: int) -> AbstractAsyncContextManager[Engine]:
+        own, other = (devices[at % len(devices)] for at in (number, number + 1))
+        sleep = other if options.sleep == "neighbour" else options.sleep
+        return engine(scratch, [own], sleep=sleep, **settings)
+
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(engine(scratch, [options.device], sleep="host", **settings))
+        first = await stack.enter_async_context(base(0))
         found["start_s"] = round(first.start_s, 1)
         if "wake" in options.do:
             found["wake"] = await wake(first, options)
             print(f"wake: {json.dumps(found['wake'])}", flush=True)
         if "bursts" in options.do:
-            more = [
-                engine(scratch, [options.device], sleep="host", **settings) for _ in range(options.bases - 1)
-            ]
-            bases = [first, *await asyncio.gather(*map(stack.enter_async_context, more))]
+            more = [stack.enter_async_context(base(number)) for number in range(1, options.bases)]
+            bases = [first, *await asyncio.gather(*more)]
             found["bursts"] = await alternate(bases, options)
             print(f"bursts: {json.dumps(found['bursts'])}", flush=True)
     return found
@@ -198,9 +205,12 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--shape", default="bench/models/llama-3.1-8b", help="a folder with a config.json")
     parser.add_argument("--do", default="disk,wake,bursts")
+    parser.add_argument(
+        "--sleep", default="host", help="or neighbour: the next of the devices keeps the weights"
+    )
     parser.add_argument("--miniature", action="store_true")
     parser.add_argument("--turns", type=int, default=5, help="of the one base that sleeps and wakes")
     parser.add_argument("--bases", type=int, default=4)

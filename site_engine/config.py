@@ -26,7 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
 SAMPLING_DEFAULTS = ("model", "openai")
-SLEEPS = ("disk", "host")
+SLEEPS = re.compile(r"disk|host|cuda:\d+")
 DEFERRALS = ("slice", "iteration")
 FEATURES = ("chat", "vision", "embed", "rerank")
 NVIDIA = Path("/dev/nvidiactl")
@@ -112,7 +112,7 @@ class SiteConfig:
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
-    sleep: str = "disk"  # whence the weights come when the base wakes; or host: they stay in host memory
+    sleep: str = "disk"  # whence the weights come when the base wakes; host memory; or another GPU, as cuda:1
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
@@ -206,20 +206,23 @@ class SiteConfig:
         return environ.get(self.key_env, "") if self.key_env else ""
 
     def _check_devices(self) -> None:
-        _require(self.sleep in SLEEPS, "sleep", f"must be one of {', '.join(SLEEPS)}")
+        _require(bool(SLEEPS.fullmatch(self.sleep)), "sleep", "must be disk, host or a GPU, as cuda:1")
         groups = [each.split("+") for each in self.devices or (self.device,)]
         joined = any(len(each) > 1 for each in groups)
         setting = "devices" if self.devices else "device"
         if joined:
             _require(not (self.variants or self.models_from), setting, "joined by + serve no variants")
             _require(not self.training, setting, "joined by + train nothing")
-            _require(self.sleep == "disk", "sleep", "in host memory is not for devices joined by +")
+            _require(self.sleep == "disk", "sleep", "must be disk for devices joined by +")
         elif not self.devices:
             return
         _require(self.engine == "native", setting, "need the native engine")
         _require(not self.devices or self.device == "auto", "device", "and devices exclude each other")
         _require(self.engine_process is not False, setting, "need engine_process, which is off")
         names = [name for each in groups for name in each]
+        if self.sleep.startswith("cuda"):
+            elsewhere = self.sleep not in names and "cpu" not in names
+            _require(elsewhere, "sleep", f"on {self.sleep} is for a base on other GPUs")
         for each in names:
             known = each == "cpu" or re.fullmatch(r"cuda:\d+", each) is not None
             _require(known, setting, f"has {each!r}; name them as cuda:0, cuda:1, cuda:0+cuda:1, or cpu")

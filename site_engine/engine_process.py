@@ -23,7 +23,7 @@ from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.request import Grammar
 from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
-from site_engine.engine.child import end_with_parent, see_one_device
+from site_engine.engine.child import end_with_parent, see_devices
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_server import EngineServer
@@ -72,7 +72,8 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
 
     rank = lead(config, lost)
     try:
-        config = replace(config, device=see_one_device(config.device.split("+")[0]))
+        device, sleep = see_devices([config.device.split("+")[0], config.sleep])
+        config = replace(config, device=device, sleep=sleep)
         if load is None:
             loaded = load_engine(config, TokenNames(), startup, describe, rank)
         else:

@@ -6,30 +6,40 @@ A process for each device, joined as an engine's are; each sees its own device a
 `--repeat` sums, each with the norm after it: NCCL and the norm's kernel, and the kernel that exchanges rows
 through the ranks' memory. Microseconds of one, the slowest rank's; the sums of all ranks have to be equal bit
 by bit, and those of NCCL up to the rounding of one addition. Exit status 1 if they are not. Then the rates of
-copies to and from a neighbour's memory. The last line is JSON.
+copies to and from a neighbour's memory, and the time of handing it keys and values of 2,000 tokens. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
+import random
 import tempfile
+import time
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch import distributed
 
+from site_engine.core.inbox import InboxPlace
+from site_engine.core.request import Moved
 from site_engine.cuda.llama_forward import Norm
 from site_engine.cuda.rank_sums import RankSums
-from site_engine.cuda.shared_memory import memory_of_ranks
+from site_engine.cuda.shared_memory import memory_of_ranks, shared_memory
 from site_engine.engine.child import see_one_device
 from site_engine.engine.ranks import Rank, join
+from site_engine.model.kv_cache import KVCache, LayerShape
+from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.tensor_group import TensorGroup
 
 COPIED_BYTES = 1 << 30
+MOVED_TOKENS = 2000
 WITHIN_S = 120.0
 ROUNDING = 2**-5
 """Of a sum of a few normal numbers in bfloat16."""
@@ -97,6 +107,43 @@ def copies(group: TensorGroup) -> dict[str, float]:
     return found
 
 
+def handed_over(group: TensorGroup) -> dict[str, float]:
+    """Hand pages of an 8B model's keys and values to the next rank, as a request that moves does.
+
+    Return the milliseconds of both ends, and whether the pages came bit by bit.
+    """
+    shapes, device = [LayerShape(8, 128, 128)] * 32, torch.device("cuda")
+    kv_cache = KVCache(shapes, MOVED_TOKENS // 16 + 5, 16, torch.bfloat16, device)
+    for room in (*kv_cache.keys, *kv_cache.values):
+        room.normal_()
+    inbox = KVInbox(kv_cache, shared_memory)
+    addresses: list[Any] = [None] * group.size
+    distributed.all_gather_object(addresses, inbox.open())
+    pages = random.Random(group.rank).sample(range(1, kv_cache.pages), MOVED_TOKENS // 16)
+    sent_ms = received_ms = 0.0
+    for _ in range(3):
+        group.least(0)
+        began_s = time.perf_counter()
+        sent = inbox.send(pages, InboxPlace(addresses[(group.rank + 1) % group.size], 1))
+        sent_ms = 1e3 * (time.perf_counter() - began_s)
+        group.least(0)
+        place = InboxPlace(addresses[group.rank], 1)
+        began_s = time.perf_counter()
+        kept = inbox.receive(Moved(0.0, computed=MOVED_TOKENS, place=place))
+        received_ms = 1e3 * (time.perf_counter() - began_s)
+    digests: list[Any] = [None] * group.size
+    distributed.all_gather_object(digests, digest(kv_cache.copy_out(pages)))
+    right = sent and kept is not None and digest(kept) == digests[group.rank - 1]
+    return {"send_ms": sent_ms, "receive_ms": received_ms, "pages_right": float(right)}
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for each in tensors:
+        found.update(each.cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def compared(size: int, rows: int, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return the times of the slowest rank, and whether all have the same sums, which are those of NCCL."""
     sums = [torch.from_numpy(its["exchange_sum"]) for its in told.values()]
@@ -117,7 +164,7 @@ def rank(number: int, devices: list[str], store: str, options: argparse.Namespac
         for size in options.sizes:
             for rows in options.rows:
                 answers.put((number, size, rows, measured(group, size, rows, options.repeat)))
-        answers.put((number, 0, 0, copies(group)))
+        answers.put((number, 0, 0, copies(group) | handed_over(group)))
     group.least(0)
 
 
@@ -150,7 +197,7 @@ def main() -> int:
                 number, size, rows, its = answers.get(timeout=WITHIN_S)
                 told.setdefault((size, rows), {})[number] = its
             if name == (0, 0):
-                found["copies"] = {each: round(rate) for each, rate in told[name][0].items()}
+                found["copies"] = {each: round(rate, 2) for each, rate in told[name][0].items()}
             else:
                 found["sums"].append(compared(*name, told[name]))
                 print(json.dumps(found["sums"][-1]), flush=True)

@@ -67,9 +67,10 @@ class _Part(NamedTuple):
 
 
 class Driver:
-    """The driver's calls for one device. Raises NoMemory where it has none left."""
+    """The driver's calls for memory of one device. Raises NoMemory where it has none left."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, neighbour: torch.device | None = None) -> None:
+        """`neighbour`: another device that copies from and to the memory."""
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, types in _CALLS.items():
             getattr(self._library, name).argtypes = types
@@ -77,7 +78,8 @@ class Driver:
         torch.zeros(1, device=device)  # so that there is a context
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
         self._properties = _Properties(_PINNED, _DESCRIPTOR, location)
-        self._access = _Access(location, _READ_WRITE)
+        where = [location, *([] if neighbour is None else [_Location(_DEVICE, neighbour.index)])]
+        self._access = (_Access * len(where))(*(_Access(each, _READ_WRITE) for each in where))
         granularity = _size()
         self._call("cuMemGetAllocationGranularity", granularity, self._properties, 0)
         self.granularity = granularity.value
@@ -101,7 +103,7 @@ class Driver:
 
     def map(self, address: int, size_bytes: int, memory: int) -> None:
         self._call("cuMemMap", address, size_bytes, 0, memory, 0)
-        self._call("cuMemSetAccess", address, size_bytes, self._access, 1)
+        self._call("cuMemSetAccess", address, size_bytes, self._access, len(self._access))
 
     def unmap(self, address: int, size_bytes: int) -> None:
         self._call("cuMemUnmap", address, size_bytes)
@@ -146,8 +148,11 @@ class Driver:
 class DeviceRange:
     """Of a GPU: as many addresses as it has memory, of which the front is taken."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, neighbour: torch.device | None = None) -> None:
+        """`neighbour`: the GPU that has copies, in place of the host."""
         self._driver = driver
+        self._neighbour = neighbour
+        self.copies_in_host = neighbour is None
         self._capacity_bytes = self._rounded(driver.total_bytes)
         self._address = driver.reserve(self._capacity_bytes)
         self._parts: list[_Part] = []
@@ -175,9 +180,14 @@ class DeviceRange:
             yield self._driver.bytes_at(self._address, self._taken_bytes)
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return pinned memory. PyTorch's own takes up to twice the memory, and longer: several threads touch
-        this one first.
+        """Return memory of the neighbour, or pinned memory of the host. PyTorch's own takes up to twice the
+        memory, and longer: several threads touch this one first.
         """
+        if self._neighbour is not None:
+            try:
+                return torch.empty(size_bytes, dtype=torch.uint8, device=self._neighbour)
+            except torch.OutOfMemoryError as exc:
+                raise NoMemory(f"the neighbour has no {size_bytes} bytes free for the weights") from exc
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         found = torch.frombuffer(memory, dtype=torch.uint8)

@@ -41,7 +41,7 @@ def build_engine(
     startup = startup or StartUp(time.monotonic)
     memory = None
     if model.device.type != "cuda":
-        if settings.sleeps_in_host:
+        if settings.sleep != "disk":
             memory = SleepMemory(model.device)
             memory.keep(_weights(model))
         return packed_engine(model, settings, clock, memory)
@@ -50,11 +50,13 @@ def build_engine(
         from site_engine.cuda.llama_forward import LlamaForward
 
         forward = fast_forward(model)
-    if settings.sleeps_in_host:
+    if settings.sleep != "disk":
         from site_engine.cuda.device_range import DeviceRange, Driver
 
         with startup.part("weights placed"):
-            memory = SleepMemory(model.device, partial(DeviceRange, Driver(model.device)))
+            neighbour = None if settings.sleep == "host" else torch.device(settings.sleep)
+            driver = Driver(model.device, neighbour)
+            memory = SleepMemory(model.device, partial(DeviceRange, driver, neighbour))
             joined = forward.weights if isinstance(forward, LlamaForward) else []
             memory.keep([*_weights(model), *joined])
     with startup.part("logits compared with the reference"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import count
 
 from site_engine.errors import ConfigError
 
@@ -27,11 +29,20 @@ def see_one_device(name: str, environ: MutableMapping[str, str] = os.environ) ->
     CUDA's current device is each thread's own: what a thread launches that did not choose goes to the first.
     Has to come before the first use of CUDA. Raises ConfigError for a GPU that is hidden already.
     """
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not number:
-        return name
-    environ[VISIBLE] = nth_visible(int(number), environ)
-    return "cuda:0"
+    return see_devices([name], environ)[0]
+
+
+def see_devices(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Hide all GPUs but the named ones, of which the first becomes cuda:0; return all names as they are now.
+
+    As `see_one_device`: a name that is no GPU's by number stays, and with it what this process sees.
+    """
+    numbered = [re.fullmatch(r"cuda:(\d+)", name) for name in names]
+    if not numbered[0]:
+        return [*names]
+    environ[VISIBLE] = ",".join(nth_visible(int(each[1]), environ) for each in numbered if each)
+    now = map("cuda:{}".format, count())
+    return [next(now) if each else name for name, each in zip(names, numbered, strict=True)]
 
 
 def nth_visible(number: int, environ: Mapping[str, str]) -> str:

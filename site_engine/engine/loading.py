@@ -181,7 +181,7 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         iteration_floor_s=config.iteration_floor_s,
         adapter_slots=ADAPTER_SLOTS if on_gpu and takes_adapters else None,
         adapter_rank=largest_rank(config),
-        sleeps_in_host=config.sleep == "host",
+        sleep=config.sleep,
         training=Bounds(
             between_tokens_s=config.training_between_tokens_s,
             least_share=config.training_least_share,

@@ -21,6 +21,9 @@ MEMORY_OF_HOST = Path("/proc/meminfo")
 class AddressRange(Protocol):
     """Addresses. What is taken of them has memory at first, and again after each `map`."""
 
+    copies_in_host: bool
+    """Else they are in another device's memory, which is not for those that are awake."""
+
     @property
     def mapped_bytes(self) -> int: ...
 
@@ -31,7 +34,7 @@ class AddressRange(Protocol):
         """Yield all bytes that were taken, in the same pieces each time."""
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory that is quickly copied from and to these addresses. Raises NoMemory."""
+        """Return memory that is quickly copied from and to these addresses. Raises NoMemory."""
 
     def unmap(self) -> None:
         """Give up the memory, which nothing may use meanwhile."""
@@ -42,6 +45,8 @@ class AddressRange(Protocol):
 
 class HostRange:
     """Of host memory."""
+
+    copies_in_host = True
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
@@ -72,7 +77,7 @@ class HostRange:
 
 
 class SleepMemory:
-    """What is kept has a copy in host memory, made at the first sleep; what is in rooms is lost."""
+    """What is kept has a copy elsewhere, in the host's memory from the first sleep on; rooms are lost."""
 
     def __init__(self, device: torch.device, make_range: Callable[[], AddressRange] = HostRange) -> None:
         """`make_range` returns addresses of the device."""
@@ -110,7 +115,8 @@ class SleepMemory:
         """
         if not self._copies:
             kept = list(self._kept.taken())
-            _check_host_memory(sum(piece.nbytes for piece in kept))
+            if self._kept.copies_in_host:
+                _check_host_memory(sum(piece.nbytes for piece in kept))
             copies = [self._kept.room_for_copy(piece.nbytes) for piece in kept]
             self._copies = [copy.copy_(piece) for copy, piece in zip(copies, kept, strict=True)]
         if self._device.type == "cuda":
@@ -135,6 +141,9 @@ class SleepMemory:
             room.zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if not self._kept.copies_in_host:
+            self._copies = []
+            torch.cuda.empty_cache()
 
 
 def _check_host_memory(size_bytes: int) -> None:

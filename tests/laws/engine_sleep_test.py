@@ -20,7 +20,7 @@ PROMPT = tuple(range(10, 60))
 
 def make(family: str) -> SiteEngine:
     model = from_model(random_model(FAMILIES[family]()), eos_token_ids=())
-    settings = EngineSettings(slots=4, page_size=4, kv_tokens=400, sleeps_in_host=True, debug_poison=True)
+    settings = EngineSettings(slots=4, page_size=4, kv_tokens=400, sleep="host", debug_poison=True)
     return build_engine(model, settings, lambda: 0.0)
 
 

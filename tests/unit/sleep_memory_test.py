@@ -9,7 +9,7 @@ import torch
 
 from site_engine.errors import NoMemory
 from site_engine.model import sleep_memory
-from site_engine.model.sleep_memory import SleepMemory
+from site_engine.model.sleep_memory import HostRange, SleepMemory
 
 
 @pytest.fixture
@@ -34,6 +34,26 @@ def test_kept_tensors_lose_their_memory_and_have_it_again_at_their_addresses(mem
         assert [each.data_ptr() for each in kept] == places
         assert all(torch.equal(each, one) for each, one in zip(kept, wanted, strict=True))
         assert turned.stride() == (1, 3)
+
+
+def test_copies_on_another_device_are_given_up_when_the_base_is_awake() -> None:
+    class Neighbour(HostRange):
+        copies_in_host = False
+        copies = 0
+
+        def room_for_copy(self, size_bytes: int) -> torch.Tensor:
+            Neighbour.copies += 1
+            return super().room_for_copy(size_bytes)
+
+    memory = SleepMemory(torch.device("cpu"), Neighbour)
+    tensor = torch.randn(100)
+    memory.keep([tensor])
+    for times in (1, 2):
+        wanted = tensor.add_(times).clone()  # a copy from before would show
+        memory.sleep()
+        memory.wake()
+        assert torch.equal(tensor, wanted)
+        assert Neighbour.copies == times
 
 
 def test_rooms_are_zeros_again(memory: SleepMemory) -> None:

@@ -1,0 +1,211 @@
+"""Move requests between the GPUs of a site, and lose one of them under load.
+
+    python -m bench.pool --devices cuda:0,cuda:1 --shape bench/models/llama-3.1-8b --do moves,loss
+
+Engine processes as a site starts them, one for each device, with random weights. `moves`: greedy answers to
+prompts of `--prompt` tokens, of which one after another moves to the other device until there were `--moves`;
+how long a stream pauses, in steps of its own. `loss`: the process of one device is killed while `--streams`
+answers run; the longest silence of those that it had. Each answer must have all of its tokens, and each token
+must be the best or nearly so where the engine is given all before it: the largest gap to the best logit is
+compared with that of answers that nobody disturbed. `--miniature` takes tiny models, for a CPU: `--devices
+cpu,cpu`. Exit status 1 if an answer is wrong. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.ranks import MINIATURE, Engine, engine, requests
+from bench.support.random_folder import random_folder
+from site_engine.core.request import Request, Sampling
+from site_engine.pool.pool import EnginePool
+from tests.support.engine_models import tokenizer
+
+SETTLED_TOKENS = 16
+"""Of every request before anything happens to it."""
+GAP = 2.0
+"""Times the largest gap of undisturbed answers that one of the others may have."""
+SMALLEST_GAP = 1e-3
+
+
+def pool_of(on: Engine) -> EnginePool:
+    assert isinstance(on.core, EnginePool)
+    return on.core
+
+
+async def begun(on: Engine, asked: Sequence[Request]) -> asyncio.Task[float]:
+    """Ask, and return once all requests run."""
+    asking = asyncio.create_task(on.ask(asked))
+    while any(len(on.answers.tokens.get(each.id, ())) < SETTLED_TOKENS for each in asked):
+        if asking.done():
+            asking.result()
+        await asyncio.sleep(0.001)
+    return asking
+
+
+def whole(on: Engine, asked: Sequence[Request]) -> bool:
+    return all(len(on.answers.tokens[each.id]) == each.sampling.max_tokens for each in asked)
+
+
+async def gaps(on: Engine, asked: Sequence[Request]) -> list[float]:
+    """Give the engine answers as prompts; return by how much a better token than each was preferred."""
+    rules = Sampling(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=True, ignore_eos=True)
+    found = []
+    for each in asked:
+        tokens = on.answers.tokens[each.id]
+        forced = Request(f"forced {each.id}", (*each.prompt, *tokens), rules, tenant=f"forced {each.id}")
+        await on.ask([forced])
+        told = on.answers.prompt_logprobs[forced.id][-len(tokens) :]
+        found += [max(one.logprob for one in (*of.top, of)) - of.logprob for of in told]
+    return found
+
+
+async def moves(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Move one request after another; a pause is the time without a token less a usual one, in usual ones."""
+    pool, draw = pool_of(on), random.Random(0)
+    vocabulary = on.facts.vocab_size
+    alone = requests("alone", options.rows, options.prompt, options.tokens, vocabulary)
+    await on.ask(alone)
+    pauses: list[float] = []
+    asked_moves = rounds = 0
+    others: list[Request] = []
+    while len(pauses) < options.moves:
+        asked = requests(f"moved {rounds}", options.rows, options.prompt, options.tokens, vocabulary)
+        others, rounds = asked, rounds + 1
+        asking = await begun(on, asked)
+        moved: dict[str, list[float]] = {each.id: [] for each in asked}
+        while not asking.done():
+            running = [each.id for each in asked if pool.where(each.id) is not None]
+            if running and len(pauses) < options.moves:
+                name = draw.choice(running)
+                source = pool.where(name)
+                target = draw.choice([place for place in pool.pids if place != source])
+                if pool.move(name, target):
+                    asked_moves += 1
+                    moved[name].append(time.perf_counter())
+                    while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
+                        await asyncio.sleep(0.0005)
+            await asyncio.sleep(options.every_s)
+        await asking
+        for name, moments in moved.items():
+            times = [at_s for at_s, _ in on.answers.times[name]]
+            between = [later - sooner for sooner, later in pairwise(times)]
+            usual = statistics.median(between)
+            for at_s in moments:
+                after = next((at for at, one in enumerate(times) if one > at_s), 0)
+                window = between[max(0, after - 1) : after + 2]
+                if window:
+                    pauses.append((max(window) - usual) / usual)
+    if not whole(on, others):
+        raise RuntimeError("an answer has too few or too many tokens")
+    undisturbed, disturbed = await gaps(on, alone), await gaps(on, others)
+    pauses.sort()
+    return {
+        "asked": asked_moves,
+        "pause_steps_p50": round(statistics.median(pauses), 2),
+        "pause_steps_p90": round(pauses[int(0.9 * len(pauses))], 2),
+        "pause_steps_most": round(pauses[-1], 2),
+        "gap_undisturbed": round(max(undisturbed), 4),
+        "gap_moved": round(max(disturbed), 4),
+        "wrong": max(disturbed) > max(GAP * max(undisturbed), SMALLEST_GAP),
+    }
+
+
+async def loss(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Kill the process of the last device while streams run."""
+    pool = pool_of(on)
+    for name in ("warm", "lost"):
+        asked = requests(name, options.streams, options.short_prompt, options.tokens, on.facts.vocab_size)
+        asking = await begun(on, asked)
+        if name == "warm":
+            await asking
+    place, pid = max(pool.pids.items())
+    orphans = [each for each in asked if pool.where(each.id) == place]
+    killed_s = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    await asking
+    silences = []
+    for each in orphans:
+        times = [at_s for at_s, _ in on.answers.times[each.id]]
+        silences += [later - sooner for sooner, later in pairwise(times) if later > killed_s]
+    kept = [each for each in asked if each not in orphans]
+    undisturbed = await gaps(on, kept[: options.forced])
+    disturbed = await gaps(on, orphans[: options.forced])
+    return {
+        "streams": len(asked),
+        "of_the_killed": len(orphans),
+        "longest_silence_s": round(max(silences), 3),
+        "whole": whole(on, asked),
+        "gap_undisturbed": round(max(undisturbed), 4),
+        "gap_gone_on": round(max(disturbed), 4),
+        "wrong": not whole(on, asked) or max(disturbed) > max(GAP * max(undisturbed), SMALLEST_GAP),
+    }
+
+
+WORK = {"moves": moves, "loss": loss}
+
+
+async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    devices = options.devices.split(",")
+    config = transformers.AutoConfig.from_pretrained(options.shape)
+    for key, value in (MINIATURE if options.miniature else {}).items():
+        setattr(config, key, value)
+    dtype = torch.float32 if devices[0] == "cpu" else torch.bfloat16
+    size = random_folder(scratch, config, tokenizer(), dtype, layers_alike=devices[0] != "cpu")
+    print(f"{size / 1e9:.2f} GB of weights", flush=True)
+    found: dict[str, Any] = {}
+    async with engine(scratch, devices) as on:
+        print(f"ready after {on.start_s:.1f} s", flush=True)
+        for name in options.do.split(","):
+            found[name] = await WORK[name](on, options)
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.pool",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--devices", default="cuda:0,cuda:1")
+    parser.add_argument("--shape", default="bench/models/llama-3.1-8b", help="a folder with a config.json")
+    parser.add_argument("--do", default=",".join(WORK))
+    parser.add_argument("--miniature", action="store_true")
+    parser.add_argument("--moves", type=int, default=200)
+    parser.add_argument("--every-s", type=float, default=0.05, help="between two moves")
+    parser.add_argument("--rows", type=int, default=8, help="requests that move")
+    parser.add_argument("--prompt", type=int, default=1800, help="tokens of theirs")
+    parser.add_argument("--tokens", type=int, default=400, help="of each answer")
+    parser.add_argument("--streams", type=int, default=256, help="while a process is killed")
+    parser.add_argument("--short-prompt", type=int, default=200, help="tokens of theirs")
+    parser.add_argument("--forced", type=int, default=16, help="answers whose tokens are compared")
+    options = parser.parse_args()
+    print(
+        f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    with tempfile.TemporaryDirectory(prefix="mico-pool-") as scratch:
+        found = asyncio.run(measure(options, Path(scratch)))
+    print(json.dumps(found))
+    return 1 if any(each["wrong"] for each in found.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
