@@ -8,7 +8,8 @@ length, all at once, by one engine and by one for each device. `steps`: millisec
 and of 256 requests, of one device and of all of them as one. `margins`: greedy answers of one device, token
 by token, by the split model: where it takes another token, the log probabilities of both have to be closer
 than twice the 99.9th percentile of what rounding changes. `large`: steps of the model at `--large` on all
-devices as one. `--miniature` takes tiny models, for a CPU: `--devices cpu,cpu`. Exit status 1 if an answer is
+devices as one. `peer`: those of `generate` by transformers, with the layers of that model on one device after
+the other. `--miniature` takes tiny models, for a CPU: `--devices cpu,cpu`. Exit status 1 if an answer is
 wrong. The last line is JSON.
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.support import device_map_peer
 from bench.support.random_folder import random_folder
 from site_engine.config import SiteConfig
 from site_engine.core.request import Admission, Output, Request, Sampling
@@ -43,6 +45,7 @@ from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
 WITHIN_S = 600.0
+LARGE = ("large", "peer")
 SETTLED_TOKENS = 16
 """Of every request before its steps are timed: all run then, and their graphs are captured."""
 MINIATURE = {
@@ -235,7 +238,16 @@ async def large(folder: Path, devices: Sequence[str], options: argparse.Namespac
         return {"8_ms": took, "kv_tokens": on.facts.kv_tokens, "start_s": round(on.start_s, 1)}
 
 
-WORK = {"replicas": replicas, "steps": steps, "margins": margins, "large": large}
+async def peer(folder: Path, devices: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    dtype = torch.float32 if devices[0] == "cpu" else torch.bfloat16
+    took_ms = await asyncio.to_thread(
+        device_map_peer.step_ms, config, devices, dtype, (8, options.prompt), options.peer_steps
+    )
+    return {"8_ms": round(took_ms, 2)}
+
+
+WORK = {"replicas": replicas, "steps": steps, "margins": margins, "large": large, "peer": peer}
 
 
 async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -243,10 +255,10 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     dtype = torch.float32 if devices[0] == "cpu" else torch.bfloat16
     found: dict[str, Any] = {}
     for name in options.do.split(","):
-        config = transformers.AutoConfig.from_pretrained(options.large if name == "large" else options.shape)
+        config = transformers.AutoConfig.from_pretrained(options.large if name in LARGE else options.shape)
         for key, value in (MINIATURE if options.miniature else {}).items():
             setattr(config, key, value)
-        folder = scratch / ("large" if name == "large" else "shape")
+        folder = scratch / ("large" if name in LARGE else "shape")
         if not folder.exists():
             size = random_folder(folder, config, tokenizer(), dtype, layers_alike=devices[0] != "cpu")
             print(f"{folder.name}: {size / 1e9:.2f} GB of weights", flush=True)
@@ -273,6 +285,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--requests", type=int, default=512, help="of an engine, for the replicas")
     parser.add_argument("--tokens", type=int, default=128, help="of their answers")
+    parser.add_argument("--peer-steps", type=int, default=16)
     parser.add_argument("--forced", type=int, default=32, help="tokens of each of 24 answers")
     options = parser.parse_args()
     print(

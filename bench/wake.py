@@ -3,12 +3,12 @@
     python -m bench.wake --devices cuda:0 --shape bench/models/llama-3.1-8b --bases 4 --awake 2
 
 Engine processes as a site starts them, one for each base, on the devices in turn, with random weights.
-`wake`: one base sleeps and wakes `--turns` times; from the order to wake until the first token of a query, the
-memory of the device that sleep frees, and whether greedy answers are the same tokens as before. `bursts`:
+`wake`: one base sleeps and wakes `--turns` times; from the order to wake until the first token of a query,
+the memory of the device that sleep frees, and whether greedy answers are the same tokens as before. `bursts`:
 queries for one base after another, all of a burst at once; with all bases resident, then with `--awake` of
 them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `disk`:
-the same wake with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is wrong. The last
-line is JSON.
+the same wake with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is
+wrong. The last line is JSON.
 """
 
 from __future__ import annotations
