@@ -31,7 +31,7 @@ class KVInbox:
         """Make a closed inbox, without memory; `share` makes what a device shares."""
         self._kv_cache = kv_cache
         self._share = share
-        self._rooms = (*kv_cache.keys, *kv_cache.values)
+        self._rooms = [in_words(room) for room in (*kv_cache.keys, *kv_cache.values)]
         self._page_bytes = max(1, sum(room[0].nbytes for room in self._rooms))
         self._place_pages = max(1, min(kv_cache.pages, MAX_BYTES // self._page_bytes))
         self._address: InboxAddress | None = None
@@ -66,8 +66,11 @@ class KVInbox:
         if memory is None:
             return False
         index = torch.tensor(pages, dtype=torch.long, device=self._kv_cache.device)
-        for room, part in zip(self._rooms, self._parts(memory, to, len(pages)), strict=True):
-            torch.index_select(room, 0, index, out=part)
+        at = to.number * to.inbox.place_bytes
+        for room in self._rooms:
+            end = at + len(pages) * room[0].nbytes
+            torch.index_select(room, 0, index, out=memory[at:end].view(room.dtype).view(len(pages), -1))
+            at = end
         if self._side is not None:
             torch.cuda.current_stream().synchronize()
         return True
@@ -80,15 +83,24 @@ class KVInbox:
         if moved.place is None or moved.place.inbox != self._address:
             return None
         pages = -(-moved.computed // self._kv_cache.page_size)
-        parts = self._parts(self._memory, moved.place, pages)
+        begin = moved.place.number * moved.place.inbox.place_bytes
+        used = self._memory[begin : begin + pages * self._page_bytes]
         if self._side is None:
-            return [part.clone() for part in parts]
+            return self._tensors(used.clone())
         with torch.cuda.stream(self._side):
-            kept = [part.clone() for part in parts]
+            kept = used.clone()
         self._side.synchronize()  # not the step that runs meanwhile
-        for each in kept:
-            each.record_stream(torch.cuda.current_stream())
-        return kept
+        kept.record_stream(torch.cuda.current_stream())
+        return self._tensors(kept)
+
+    def _tensors(self, contents: torch.Tensor) -> list[torch.Tensor]:
+        """Return the contents of a place as tensors, one for each room: `[pages, page, kv_heads, dim]`."""
+        pages, found, at = len(contents) // self._page_bytes, [], 0
+        for room in (*self._kv_cache.keys, *self._kv_cache.values):
+            end = at + pages * room[0].nbytes
+            found.append(contents[at:end].view(room.dtype).view(pages, *room.shape[1:]))
+            at = end
+        return found
 
     def _other(self, inbox: InboxAddress) -> torch.Tensor | None:
         """Return the bytes of an inbox; when a new one is opened, give up those of engines that are gone."""
@@ -104,11 +116,11 @@ class KVInbox:
                 self._others[inbox] = None
         return self._others[inbox]
 
-    def _parts(self, memory: torch.Tensor, place: InboxPlace, pages: int) -> list[torch.Tensor]:
-        """Return the tensors of a place, one for each room of the cache: `[pages, page, kv_heads, dim]`."""
-        parts, at = [], place.number * place.inbox.place_bytes
-        for room in self._rooms:
-            end = at + pages * room[0].nbytes
-            parts.append(memory[at:end].view(room.dtype).view(pages, *room.shape[1:]))
-            at = end
-        return parts
+
+def in_words(room: torch.Tensor) -> torch.Tensor:
+    """Return pages as rows of the widest numbers that they are whole ones of: fewer are copied faster."""
+    rows = room.view(torch.uint8).flatten(1)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if rows.shape[1] % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows
