@@ -118,7 +118,9 @@ def overlapped_engine(
     reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
-    checked: list[tuple[LoadedVariant | None, float]] = [(None, certify.TOLERANCE.get(model.dtype, 0.0))]
+    checked: list[tuple[LoadedVariant | None, float]] = [
+        (None, certify.limit(model.dtype, len(model.layers)))
+    ]
     if arenas is not None and variants is not None:
         trial = arenas.trial(model)
         checked.append((trial, variants.certifier.reference(trial).limit))

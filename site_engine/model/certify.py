@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, isnan
+from math import inf, isnan, sqrt
 from typing import Any
 
 import torch
@@ -19,6 +19,16 @@ DECODED_TOKENS = 3  # at the end of each prompt, one by one, as if they had been
 CHUNK_TOKENS = 16
 PAGE_TOKENS = 4
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
+TOLERANT_LAYERS = 32
+"""What a model of so many layers may be off; in a deeper one more roundings add up."""
+
+
+def limit(dtype: torch.dtype, layers: int) -> float:
+    """Return by how much two ways to compute the logits may differ, relative to the largest.
+
+    Each layer rounds anew, and independent errors grow as the root of their number.
+    """
+    return TOLERANCE.get(dtype, 0.0) * max(1.0, sqrt(layers / TOLERANT_LAYERS))
 
 
 def sample_prompts(vocab_size: int) -> list[list[int]]:

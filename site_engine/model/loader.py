@@ -147,11 +147,11 @@ def from_model(
         install_hook(model)
         layers = probe_layers(model)
         off = certify.largest_difference(partial(_forward, model), layers, prompts, expected)
-    tolerance = certify.TOLERANCE.get(parameter.dtype, 0.0)
+    tolerance = certify.limit(parameter.dtype, len(layers))
     if off > tolerance:
         raise ModelNotSupported(
             f"{type(model).__name__} computes other logits on packed tokens than alone: they differ by "
-            f"{off:.1e} of the largest (limit {tolerance:.0e})"
+            f"{off:.1e} of the largest (limit {tolerance:.1e})"
         )
     eos = model.generation_config.eos_token_id if eos_token_ids is None else tuple(eos_token_ids)
     return LoadedModel(

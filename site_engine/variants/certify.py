@@ -69,7 +69,7 @@ class Certifier:
             rounded = self._logits_alone(variant)
         if not all(bool(torch.isfinite(logits).all()) for logits in changed):
             raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
-        tolerance = certify.TOLERANCE.get(self._model.dtype, 0.0)
+        tolerance = certify.limit(self._model.dtype, len(self._model.layers))
         return Reference(changed, max(tolerance, TIMES_ROUNDING * relative(rounded, changed)))
 
     def certify(self, variant: LoadedVariant) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from site_engine.errors import VariantRefused
+from site_engine.model import certify
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.variants.certify import Certifier
 from site_engine.variants.store import VariantStore
@@ -69,3 +70,9 @@ def test_the_base_is_copied_once_however_many_variants_come(tmp_path: Path) -> N
         sys.setprofile(None)
     assert "certify" in called or "certify_variant" in called
     assert "deepcopy" not in called
+
+
+def test_deep_models_may_be_off_by_the_roundings_of_more_layers() -> None:
+    assert certify.limit(torch.bfloat16, 2) == certify.limit(torch.bfloat16, 32) == 0.1
+    assert certify.limit(torch.bfloat16, 128) == pytest.approx(0.2)
+    assert certify.limit(torch.int8, 128) == 0.0
