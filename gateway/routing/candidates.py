@@ -15,18 +15,20 @@ from gateway.routing.fleet import Figures, Numbers, least
 
 
 class Candidates(NamedTuple):
-    """The sites that can serve a demand: vectors over the whole fleet; `may[i]` is whether site `i` can."""
+    """The sites that can serve a demand: vectors over the whole fleet. `may[i]` is whether site `i` can, and
+    `places` are the indices of those that can, never empty for a policy.
+    """
 
     sites: list[Site]
     may: NDArray[np.bool_]
+    places: NDArray[np.intp]
     at: Figures
     estimates: Estimates
     now_s: float
 
-    @property
-    def places(self) -> NDArray[np.intp]:
-        """Return the indices of the sites that can serve the demand; never empty."""
-        return self.may.nonzero()[0]
+    def narrowed(self, may: NDArray[np.bool_]) -> Candidates:
+        """Return fewer of the candidates."""
+        return self._replace(may=may, places=may.nonzero()[0])
 
     def least_of(self, values: Numbers) -> float:
         """Return the least value of a site that can serve the demand."""
@@ -35,10 +37,8 @@ class Candidates(NamedTuple):
     def least(self, cost: Numbers, turn: int) -> int:
         """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""
         costs = cost[self.may]
-        first = int(costs.argmin())
-        equals = costs == costs.item(first)
-        count = np.count_nonzero(equals)
-        return int(self.places[first if count == 1 else equals.nonzero()[0][turn % count]])
+        equals = (costs == np.asarray(least(costs))).nonzero()[0]
+        return int(self.places[equals[turn % len(equals)]])
 
 
 class Choice(NamedTuple):

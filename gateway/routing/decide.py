@@ -66,14 +66,11 @@ def decide(
     """
     at = fleet.figures
     allowed = may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
-    candidates = Candidates(
-        sites=fleet.sites,
-        may=_heard_lately(allowed, at, now_s) if tried else allowed,
-        at=at,
-        estimates=_with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet),
-        now_s=now_s,
-    )
-    count = np.count_nonzero(candidates.may)
+    if tried:
+        allowed = _heard_lately(allowed, at, now_s)
+    found = _with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet)
+    candidates = Candidates(fleet.sites, allowed, allowed.nonzero()[0], at, found, now_s)
+    count = len(candidates.places)
     everywhere = count == len(fleet.sites)
     reasons = {} if everywhere else _exclusion_reasons(demand, candidates, now_s, tried, excluded)
     if not count:
@@ -98,7 +95,7 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
     Gateways that decide by the same reports would all choose the same few sites until the next ones.
     """
     allowed = candidates.may
-    count = np.count_nonzero(allowed)
+    count = len(candidates.places)
     keep = max(FEWEST_DRAWN, ceil(DRAWN_TIMES * count / gateways))
     if keep >= count:
         return candidates
@@ -110,7 +107,7 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
     for site in demand.cached.by_site:
         if (place := fleet.place(site)) is not None:
             drawn[place] = allowed[place]
-    return candidates._replace(may=drawn) if np.count_nonzero(drawn) else candidates
+    return candidates.narrowed(drawn) if np.count_nonzero(drawn) else candidates
 
 
 def _with_more_cached(
@@ -130,7 +127,7 @@ def _with_more_cached(
     if not np.count_nonzero(may):
         return None
     may[preferred] = True
-    return candidates._replace(may=may)
+    return candidates.narrowed(may)
 
 
 def _heard_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
@@ -169,7 +166,7 @@ def _best_estimates(
     demand: Demand, candidates: Candidates, choice: Choice, now_s: float
 ) -> tuple[Estimate, ...]:
     found, cost, sites = candidates.estimates, choice.cost, candidates.sites
-    if np.count_nonzero(candidates.may) > MAX_ESTIMATES:
+    if len(candidates.places) > MAX_ESTIMATES:
         by = np.where(candidates.may, found.finish_s if cost is None else cost, np.inf)
         best = np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]
         places = np.array(sorted({*best.tolist(), choice.place}))

@@ -33,7 +33,7 @@ from gateway.routing.prefixes import Cached
 
 class Sizes(NamedTuple):
     """The tokens of one demand, or of one demand for each site. `cached_tokens` of the prompt need no
-    prefill.
+    prefill: one number, 0.0, for a prompt that is new everywhere.
     """
 
     prompt_tokens: Numbers | float
@@ -43,10 +43,7 @@ class Sizes(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Expected seconds from now as the client sees them. `[sites]` each.
-
-    `cached_tokens` is 0.0 for a prompt that is new everywhere.
-    """
+    """Expected seconds from now as the client sees them. `[sites]` each."""
 
     wait_s: Numbers
     prefill_s: Numbers  # of what is not cached
@@ -54,23 +51,25 @@ class Estimates(NamedTuple):
     iteration_s: Numbers
     finish_s: Numbers
     price_usd: Numbers
-    cached_tokens: Numbers | float
+    new_tokens: Numbers  # of the prompt, which are not cached; one number if that is new everywhere
 
 
 def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
     """Return one estimate for each site. `remaining` is `[sites, REMAINING_VALUES]`."""
     prompt, response = np.asarray(size.prompt_tokens), np.asarray(size.response_tokens)  # faster than floats
+    cached = size.cached_tokens
+    new_tokens = prompt if isinstance(cached, float) else prompt - cached
     more_s = at.per_kv_token_s * prompt
     iteration_s = at.iteration_s + more_s
     if _fits_everywhere(size, at):
         wait_s = np.zeros(len(at.slots))
     else:
         wait_s = _iterations_until_free(size, at, remaining) * iteration_s
-    prefill_s = at.per_token_s * (prompt - size.cached_tokens)
+    prefill_s = at.per_token_s * new_tokens
     first_token_s = at.prefill_s + more_s + wait_s + prefill_s
     finish_s = first_token_s + response * iteration_s
     price = price_usd(size, at)
-    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price, size.cached_tokens)
+    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price, new_tokens)
 
 
 def _fits_everywhere(size: Sizes, at: Figures) -> bool:
@@ -82,11 +81,12 @@ def _fits_everywhere(size: Sizes, at: Figures) -> bool:
 def price_usd(size: Sizes, at: Figures) -> Numbers:
     """Compute `Prices.nano_usd` for vectors, in dollars and not rounded."""
     prompt, response, cached = size.prompt_tokens, size.response_tokens, size.cached_tokens
-    usd: Numbers = prompt * at.input_usd_per_token
-    if not isinstance(cached, float):  # most prompts are new everywhere
+    read_tokens = response * (prompt + 0.5 * response)
+    usd: Numbers = np.asarray(prompt) * at.input_usd_per_token
+    if not isinstance(cached, float):
         usd -= cached * at.cached_discount_usd_per_token
-    usd += response * at.output_usd_per_token
-    usd += (response * (prompt + 0.5 * response)) * at.context_usd_per_token
+    usd += np.asarray(response) * at.output_usd_per_token
+    usd += np.asarray(read_tokens) * at.context_usd_per_token
     return usd
 
 

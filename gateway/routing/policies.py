@@ -32,7 +32,7 @@ CROWDING_WEIGHT, FIRST_TOKEN_WEIGHT, EVICTION_WEIGHT = map(
     np.array, (CROWDING, FIRST_TOKEN, 1.0 + FIRST_TOKEN)
 )
 """As arrays, by which a short vector is multiplied in two thirds of the time that floats take."""
-USD_PER_SECOND = {Lane.INTERACTIVE: 0.001, Lane.BATCH: 0.0001}
+USD_PER_SECOND = {Lane.INTERACTIVE: np.array(0.001), Lane.BATCH: np.array(0.0001)}
 """The worth of one second of waiting, which converts prices to seconds. Nobody waits for a line of a batch:
 it goes where it is cheap, and its first token counts no more than another.
 """
@@ -112,17 +112,17 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     candidate has it delays them beyond that; and it takes the room of other prefixes, so that as much is
     computed again for a later first token.
     """
-    at, found, prompt_tokens = candidates.at, candidates.estimates, np.array(float(demand.prompt_tokens))
-    decode_s = np.array(demand.response_tokens * candidates.least_of(found.iteration_s))
+    at, found = candidates.at, candidates.estimates
+    decode_s = np.asarray(demand.response_tokens * candidates.least_of(found.iteration_s))
     crowding = CROWDING_WEIGHT * at.crowding
     if not demand.cached.by_site:
         own: Numbers = decode_s * crowding
         return own
-    new_tokens: Numbers = prompt_tokens - found.cached_tokens
-    again_tokens = new_tokens - np.array(candidates.least_of(new_tokens))
+    new_tokens, all_slots_s = found.new_tokens, at.all_slots_per_token_s
+    again_tokens = new_tokens - np.asarray(candidates.least_of(new_tokens))
     # More than 0, so that nothing is divided by 0 where a query takes no time.
-    alone_s = np.array(float(decode_s) / (1.0 + FIRST_TOKEN) + 1e-9)
-    all_slots_s = at.all_slots_per_token_s
+    alone_s = np.asarray(float(decode_s) / (1.0 + FIRST_TOKEN) + 1e-9)
+    prompt_tokens = np.asarray(float(demand.prompt_tokens))
     work_left = (alone_s + all_slots_s * new_tokens) / (alone_s + all_slots_s * prompt_tokens)
     evicted_s = EVICTION_WEIGHT * (at.per_token_s * again_tokens)
     whole: Numbers = crowding * (decode_s * work_left + all_slots_s * again_tokens) + evicted_s
