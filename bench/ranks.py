@@ -37,7 +37,8 @@ from bench.support import device_map_peer
 from bench.support.random_folder import random_folder
 from site_engine.config import SiteConfig
 from site_engine.core.request import Admission, Output, Request, Sampling
-from site_engine.engine.process_client import COMMAND, EngineProcess
+from site_engine.engine.process_client import EngineProcess
+from site_engine.engine.process_spawn import spawn
 from site_engine.engine_client import Facts, Listener
 from site_engine.errors import NotServed
 from site_engine.native import launch_core
@@ -126,7 +127,7 @@ async def engine(folder: Path, devices: Sequence[str], **settings: Any) -> Async
         log_level="warning", sampling_defaults="openai", **settings,
     )  # fmt: skip
     began_s = time.perf_counter()
-    core = await launch_core(config, COMMAND)
+    core = await launch_core(config, spawn)
     try:
         facts = await core.ready()
         made = Engine(core, facts, time.perf_counter() - began_s, Answers())

@@ -19,7 +19,7 @@ from site_engine.core.chain import Block, BlockKind, Variant
 from site_engine.core.training import Trains
 from site_engine.engine.device_turns import SharedDevice
 from site_engine.engine.loading import Loaded, load_engine
-from site_engine.engine.process_client import COMMAND
+from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
@@ -28,6 +28,7 @@ from site_engine.federation.training import TrainingRuns
 from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
+from site_engine.optional_packages import hide_torch
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
@@ -42,17 +43,22 @@ SETTLED_AFTER_S = 300.0
 """An engine that has served so long was not lost soon."""
 
 
-def run(configs: Sequence[SiteConfig]) -> int:
-    """Serve until a signal; return the exit status of the process. Several are groups of one process."""
+def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
+    """Serve until a signal; return the exit status of the process. Several are groups of one process.
+
+    `spawn` starts the process of an engine.
+    """
     config, *others = configs
     switch_soon()
     logs.set_up(config.log_level, config.site.rpartition("/")[0] if others else config.site)
+    if all(each.separates_engine and not each.training for each in configs):
+        hide_torch()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if others:
-                return runner.run(serve_groups(configs))
+                return runner.run(serve_groups(configs, spawn=spawn))
             if config.engine == "native":
-                return runner.run(serve(config))
+                return runner.run(serve(config, spawn=spawn))
             from site_engine.remote_site import serve as serve_remote  # needs no torch
 
             return runner.run(serve_remote(config))
@@ -64,19 +70,19 @@ def run(configs: Sequence[SiteConfig]) -> int:
 async def serve(
     config: SiteConfig,
     load: Callable[[SiteConfig], Loaded] | None = None,
-    command: Sequence[str] = COMMAND,
+    spawn: Spawn = spawn,
     shutdown: Shutdown | None = None,
 ) -> int:
     """Load the model, link to the gateways, serve, drain. Raises ConfigError if that cannot begin.
 
     The first SIGTERM or SIGINT drains; the second ends without waiting. `load` makes the engine in this
-    process; without it `config` says whether it runs in one of its own, which `command` starts.
+    process; without it `config` says whether it runs in one of its own, which `spawn` starts.
     """
     shutdown = shutdown or Shutdown()
     dialer = Dialer.from_config(config)
     if load is None and config.separates_engine:
         async with attempt_log(config.site, config.otlp_url) as on_finish:
-            return await _serve_process(config, dialer, on_finish, shutdown, command)
+            return await _serve_process(config, dialer, on_finish, shutdown, spawn)
     loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
     engine = await asyncio.to_thread(
@@ -93,7 +99,9 @@ async def serve(
 
 
 async def serve_groups(
-    configs: Sequence[SiteConfig], load: Callable[[SiteConfig], Loaded] = load_engine
+    configs: Sequence[SiteConfig],
+    load: Callable[[SiteConfig], Loaded] = load_engine,
+    spawn: Spawn = spawn,
 ) -> int:
     """Serve several groups, each a site of its own, until a signal or until one of them fails.
 
@@ -108,7 +116,8 @@ async def serve_groups(
         return loaded._replace(engine=device.engine(loaded.engine))
 
     async def serve_one(config: SiteConfig) -> None:
-        status = await serve(config, None if config.separates_engine else load_shared, shutdown=shutdown)
+        load = None if config.separates_engine else load_shared
+        status = await serve(config, load, spawn, shutdown)
         if not shutdown.requested.is_set():
             shutdown.engine_broken(f"that of {config.site} ended with status {status}")
 
@@ -131,7 +140,7 @@ class Served(NamedTuple):
 
 
 async def _serve_process(
-    config: SiteConfig, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown, command: Sequence[str]
+    config: SiteConfig, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown, spawn: Spawn
 ) -> int:
     """Serve with an engine in a process of its own; start it again when it is lost.
 
@@ -142,7 +151,7 @@ async def _serve_process(
     lost_in_a_row, wanted = 0, configured_variants(config)
     with shutdown.handle_signals(loop):
         while lost_in_a_row < MAX_LOST_IN_A_ROW:
-            launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, command))
+            launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, spawn))
             if not await _first(launching, shutdown.requested.wait()):
                 return shutdown.status
             engine, facts = launching.result()

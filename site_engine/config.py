@@ -176,6 +176,8 @@ class SiteConfig:
     @property
     def separates_engine(self) -> bool:
         """Whether the engine runs in a process of its own."""
+        if self.engine != "native":
+            return False
         if self.engine_process is not None or self.devices or "+" in self.device:
             return self.engine_process is not False
         return self.on_gpu

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.request import Grammar
@@ -30,6 +30,7 @@ from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.native import facts_of, grammars_of
+from site_engine.optional_packages import hide
 from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
+Load: TypeAlias = Callable[[SiteConfig], Loaded]
+
 REASON_WITHIN_S = 1.0
 """A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
 
 
-def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
-    """Serve over an inherited socket; return the exit status."""
+def main(descriptor: int, load: Load | None = None, startup: StartUp | None = None) -> int:
+    """Serve over an inherited socket; return the exit status. `startup` has what came before."""
+    startup = startup or StartUp(time.monotonic)
     end_with_parent()
     switch_soon()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
@@ -55,7 +59,7 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
         return 1
     config = settings_to_config(start)
     logs.set_up(config.log_level, config.site)
-    startup, compiler, serving = StartUp(time.monotonic), GrammarCompiler(), threading.Event()
+    compiler, serving = GrammarCompiler(), threading.Event()
 
     def lost(reason: str) -> None:
         """End with a rank that has ended; while the model loads the site is told why."""
@@ -84,8 +88,7 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
             time.sleep(REASON_WITHIN_S)
         connection.sendall(pm.frame(pm.Refused(str(exc))))
         return 1
-    floor_s = config.iteration_floor_s
-    make_thread = partial(EngineThread, loaded.engine, clock=time.monotonic, floor_s=floor_s)
+    make_thread = partial(EngineThread, loaded.engine, clock=time.monotonic, floor_s=config.iteration_floor_s)
     server = EngineServer(connection, make_thread, time.monotonic, compiler.compile, loaded.sleeper)
     compiler.wait()
     serving.set()
@@ -169,4 +172,8 @@ def end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end(main(int(sys.argv[1])))
+    hide("scipy", "sklearn")  # for methods and losses of transformers that no engine has
+    began = StartUp(time.monotonic)
+    with began.part("torch"):
+        import torch  # noqa: F401 - while the site gets as far as to say what is to be loaded
+    end(main(int(sys.argv[1]), startup=began))

@@ -21,9 +21,11 @@ from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.loading import Loaded, take_logs_of_transformers
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_messages import Described
+from site_engine.engine.process_spawn import Spawn
 from site_engine.engine_client import Facts, Group, Listener, Prepared, TrainingEngine
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
+from site_engine.model import gguf
 from site_engine.pool.pool import EnginePool
 from site_engine.pool.sleeping import PoolSleep
 from site_engine.text.detokenize import Vocabulary
@@ -238,7 +240,7 @@ class NativeEngine:
 
 
 async def launch_engine(
-    config: SiteConfig, post: Callable[[Callable[[], None]], object], command: Sequence[str]
+    config: SiteConfig, post: Callable[[Callable[[], None]], object], spawn: Spawn
 ) -> tuple[NativeEngine, Facts]:
     """Load the engine in a process of its own, and its tokenizer here meanwhile. Raises ConfigError with the
     reason.
@@ -246,8 +248,8 @@ async def launch_engine(
     The process is ended if this is cancelled or fails.
     """
     startup, began_s = StartUp(time.monotonic), time.monotonic()
-    process = await launch_core(config, command)
-    reading = asyncio.create_task(_read_text(config.model, startup))
+    process = await launch_core(config, spawn)
+    reading = asyncio.create_task(_read_text(config.model, process, startup))
     try:
         described = await process.described()
         tokenizer, process.vocabulary = await reading
@@ -269,24 +271,32 @@ async def launch_engine(
 
     gc.collect()
     gc.freeze()  # the collector never scans what is loaded, so no stream waits for it
-    ended_s = time.monotonic()
-    parts = describe([*startup.parts, *process.start_parts], began_s)
-    log.info("the engine started in %.1f s, in seconds from its begin: %s", ended_s - began_s, parts)
+    ended_s, parts = time.monotonic(), [*startup.parts, *process.start_parts]
+    began_s = min(began_s, *(part.began_s for part in parts))  # a process may have been begun before
+    log.info(
+        "the engine started in %.1f s, in seconds from its begin: %s",
+        ended_s - began_s,
+        describe(parts, began_s),
+    )
     return NativeEngine(prompts, process, tokenizer_of), facts
 
 
-async def launch_core(config: SiteConfig, command: Sequence[str]) -> EngineProcess | EnginePool:
+async def launch_core(config: SiteConfig, spawn: Spawn) -> EngineProcess | EnginePool:
     """Start the process of the engine, or one for each of several devices; those joined by + are one."""
     settings = engine_settings(config)
     if not config.devices:
-        return await EngineProcess.launch(settings, time.monotonic, command)
+        return await EngineProcess.launch(settings, time.monotonic, spawn)
     on_cpu = "+".join(config.devices).split("+").count("cpu")
     threads = config.threads or (max(1, (os.cpu_count() or 1) // on_cpu) if on_cpu else None)
     each = [settings | {"device": device, "devices": (), "threads": threads} for device in config.devices]
-    return await EnginePool.launch(each, time.monotonic, command, share_prefixes=config.share_prefixes)
+    return await EnginePool.launch(each, time.monotonic, spawn, share_prefixes=config.share_prefixes)
 
 
-async def _read_text(source: str, startup: StartUp) -> tuple[Any, Vocabulary]:
+async def _read_text(
+    source: str, process: EngineProcess | EnginePool, startup: StartUp
+) -> tuple[Any, Vocabulary]:
+    if source.endswith(gguf.SUFFIX):
+        await process.described()  # the engine's process converts the file
     with startup.part("site's tokenizer"):
         return await asyncio.to_thread(load_tokenizer, source)
 
@@ -301,7 +311,6 @@ def load_tokenizer(source: str) -> tuple[Any, Vocabulary]:
     """Load the tokenizer of a model that was loaded before. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    from site_engine.model import gguf
     from site_engine.text.vocabulary import vocabulary_of
 
     take_logs_of_transformers()

@@ -135,7 +135,6 @@ def served(name: str, model: Path, work: Path, *, slots: int, extra: Mapping[str
     more lines of the site's configuration, as text by server. Raises NotReady.
     """
     work.mkdir(parents=True, exist_ok=True)
-    began_s = time.perf_counter()
     if name in WORKERS:
         server = _mico(model, work, slots, extra.get("mico", ""), WORKERS[name])
         path = "/ready"
@@ -143,6 +142,7 @@ def served(name: str, model: Path, work: Path, *, slots: int, extra: Mapping[str
         more = shlex.split(extra.get("vllm", "")) + (["--api-server-count", "4"] if name == "vllm4" else [])
         server = _vllm(model, work, slots, more)
         path = "/health"
+    began_s = time.perf_counter()
     try:
         _wait_ready(server, path, work, began_s)
         yield server

@@ -4,6 +4,9 @@
 #
 #   docker build --file infra/images/engine.Dockerfile --build-arg PYTHON=docker.io/library/python:3.11-slim-bookworm@sha256:… .
 #
+# KERNELS names folders with the config.json of models whose kernels the image has compiled, for A100, H100 and H200; those of
+# others are compiled at a site's first start.
+#
 # PYTHON has no default on purpose: whoever builds names the base by a digest that they have checked.
 ARG PYTHON
 
@@ -20,6 +23,10 @@ RUN /opt/mico/bin/pip install --constraint constraints.txt ".[engine]" \
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN TRITON_CACHE_DIR=/opt/triton /opt/mico/bin/python infra/images/triton_glue.py
+ARG KERNELS="bench/models/llama-3.1-8b bench/models/qwen2.5-0.5b"
+# hadolint ignore=SC2086
+RUN for architecture in 80 90; do TRITON_CACHE_DIR=/opt/triton TRITON_STORE_BINARY_ONLY=1 \
+  /opt/mico/bin/python -I -m site_engine.engine.precompile "$architecture" $KERNELS || exit 1; done
 
 FROM ${PYTHON}
 LABEL org.opencontainers.image.title="mico engine" org.opencontainers.image.licenses="Apache-2.0"

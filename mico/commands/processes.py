@@ -63,8 +63,8 @@ def site(
     """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""
     if context.invoked_subcommand:
         return
-    from site_engine.app import run
     from site_engine.config import load_groups
+    from site_engine.engine.process_spawn import begun, spawn
     from site_engine.errors import ConfigError
 
     try:
@@ -75,7 +75,11 @@ def site(
         raise CommandFailed(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
-    exit_at_once(run(loaded))
+    separates = any(each.separates_engine for each in loaded)
+    start = begun() if separates else spawn  # it imports torch while this process imports what a site needs
+    from site_engine.app import run
+
+    exit_at_once(run(loaded, start))
 
 
 @sites.command("plan")

@@ -11,10 +11,13 @@ import torch
 
 from site_engine.cuda import attention_launch
 from site_engine.cuda.adapters import StepAdapters
+from site_engine.cuda.architecture import architecture
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, RotaryTable
 from site_engine.model.attention_context import Scoring
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.torch_attention import varlen_attention
+
+FIRST_WITH_PDL = 90
 
 
 class FreshPrefill(NamedTuple):
@@ -46,7 +49,7 @@ class DeviceContext:
         self._prefill = prefill
         self._fresh = fresh
         self._side = side if decode is not None and prefill is not None else None
-        self.pdl = prefill is None and table.is_cuda and _supports_pdl()
+        self.pdl = prefill is None and table.device.type != "cpu" and _supports_pdl()
 
     @property
     def decodes_only(self) -> bool:
@@ -123,4 +126,4 @@ class DeviceContext:
 @cache
 def _supports_pdl() -> bool:
     """Return whether the device has programmatic dependent launch: kernels that overlap the one before."""
-    return bool(torch.cuda.get_device_capability() >= (9, 0))
+    return architecture() >= FIRST_WITH_PDL

@@ -203,6 +203,11 @@ class DeviceRunner:
         self._warm_rules()
         return len(self._steps)
 
+    def rehearse(self) -> None:
+        """Run every step of a graph once, with padding instead of requests."""
+        for shape in list(self._steps):
+            self.play(shape, self._padding(shape))
+
     def warm_shape(self, shape: Shape) -> None:
         """Capture the graphs of a shape: every rank of a group in the same order."""
         with self._together(shape):

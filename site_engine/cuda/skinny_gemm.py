@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from site_engine.cuda.architecture import architecture
 from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
 
@@ -40,7 +41,7 @@ class Shrink(NamedTuple):
 
 def is_supported(device: torch.device) -> bool:
     """Return whether the device has the 160 KB of shared memory that tiles take: Hopper, B100, B200."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in LARGE_SHARED_MEMORY
+    return device.type == "cpu" or architecture() // 10 in LARGE_SHARED_MEMORY
 
 
 def whole(

@@ -102,7 +102,7 @@ def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRu
 
 def _device(config: SiteConfig, startup: StartUp) -> tuple[str, str]:
     """Import torch and return the device and data type of a model. Raises ConfigError without the GPU."""
-    with startup.part("torch"):
+    with startup.part("device"):
         import torch
 
         has_gpu = torch.cuda.is_available()

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
@@ -28,6 +25,7 @@ from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_answers import Answers
 from site_engine.engine.process_sleep import RemoteSleep
+from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine.process_training import RemoteTraining
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
@@ -35,8 +33,6 @@ from site_engine.text.detokenize import NoText, Vocabulary
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "site_engine.engine_process")
-"""Starts the engine's process; the number of its socket follows."""
 STOP_WITHIN_S = 10.0
 AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
 """Of an answer that had ended before it came here."""
@@ -51,17 +47,6 @@ class Orphans(NamedTuple):
 
     answers: list[Answer]
     unadmitted: list[tuple[list[Answer], AdmissionReply]]
-
-
-def spawn(command: Sequence[str], connection: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process that has this end of the connection, and finds the packages where this one does."""
-    descriptor = connection.fileno()
-    return subprocess.Popen(
-        (*command, str(descriptor)),
-        pass_fds=(descriptor,),
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
 
 
 class EngineProcess(asyncio.Protocol):
@@ -112,7 +97,7 @@ class EngineProcess(asyncio.Protocol):
         cls,
         settings: Mapping[str, Any],
         clock: Callable[[], float],
-        command: Sequence[str] = COMMAND,
+        spawn: Spawn = spawn,
         *,
         with_others: bool = False,
     ) -> EngineProcess:
@@ -121,9 +106,7 @@ class EngineProcess(asyncio.Protocol):
         The process ends with this one, however this one ends. `with_others`: requests move to and from
         engines of other processes.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = spawn(command, theirs)
+        process, ours = spawn()
         ours.setblocking(False)
         engine = cls(process, clock, settings["stream_interval_s"])
         try:

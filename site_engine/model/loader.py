@@ -159,7 +159,7 @@ def from_model(
         tokenizer=tokenizer,
         name=name,
         revision=revision,
-        context_tokens=_context_tokens(config),
+        context_tokens=context_tokens_of(config),
         vocab_size=config.vocab_size,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         vocabulary=vocabulary or vocabulary_of(tokenizer),
@@ -206,7 +206,7 @@ def _as_not_supported(model: Any) -> Iterator[None]:
         ) from error
 
 
-def _context_tokens(config: Any) -> int:
+def context_tokens_of(config: Any) -> int:
     """Return the context length, prompt and response together.
 
     Rotary scalings that change with the longest row of a batch, and chunked attention, are exact only within

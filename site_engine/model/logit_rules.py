@@ -133,8 +133,8 @@ def to_device(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> 
 
     The copy to pinned memory is numpy's: torch would wake a thread on every core for it.
     """
-    if device.type == "cpu":
-        return torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return torch.from_numpy(numbers).to(device)
     pinned = torch.from_numpy(numbers[:0]).new_empty(numbers.shape, pin_memory=True)
     np.copyto(pinned.numpy(), numbers)
     return pinned.to(device, non_blocking=True)

@@ -205,6 +205,6 @@ class Ranking:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Queue a copy of a tensor to pinned memory of the host; a tensor that is there is returned as it is."""
-    if tensor.device.type == "cpu":
+    if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -19,8 +19,9 @@ from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Moved, Output
 from site_engine.core.startup import Part
 from site_engine.engine.process_answer import Answer
-from site_engine.engine.process_client import COMMAND, AdmissionReply, EngineProcess, Orphans
+from site_engine.engine.process_client import AdmissionReply, EngineProcess, Orphans
 from site_engine.engine.process_messages import Described
+from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import ownership
@@ -92,14 +93,14 @@ class EnginePool:
         cls,
         settings: Sequence[Mapping[str, Any]],
         clock: Callable[[], float],
-        command: Sequence[str] = COMMAND,
+        spawn: Spawn = spawn,
         *,
         share_prefixes: bool = False,
     ) -> EnginePool:
         """Start a process for each of the `settings`; all load at the same time: await `ready`."""
 
         def launch(place: int) -> Coroutine[Any, Any, EngineProcess]:
-            return EngineProcess.launch(settings[place], clock, command, with_others=len(settings) > 1)
+            return EngineProcess.launch(settings[place], clock, spawn, with_others=len(settings) > 1)
 
         named = [str(each["device"]) for each in settings]
         devices = named if len({*named}) == len(named) else [f"{name}.{at}" for at, name in enumerate(named)]

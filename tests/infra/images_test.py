@@ -100,7 +100,7 @@ def test_the_build_context_holds_what_is_packaged_and_no_more(path: Path) -> Non
     lines = path.with_name(path.name + ".dockerignore").read_text().splitlines()
     assert lines[0] == "*"
     let_in = {line[1:] for line in lines if line.startswith("!")}
-    glue = {"infra/images/triton_glue.py"} if path.name.startswith("engine") else set()
+    glue = {"infra/images/triton_glue.py", "bench/models"} if path.name.startswith("engine") else set()
     assert let_in == {
         *packages, "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "NOTICE",
         "infra/images/linked.py", *glue

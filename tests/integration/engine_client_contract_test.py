@@ -21,7 +21,7 @@ from site_engine.remote.dialects import UNKNOWN
 from site_engine.remote.engine import RemoteEngine, ServerProfile
 from site_engine.remote.server import Server
 from site_engine.text.tokenize import PromptTokenizer
-from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, fake_settings
+from tests.support.fake_engine_process import LETTERS, fake_settings, spawn_fake
 from tests.support.openai_server import openai_server
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
@@ -105,7 +105,7 @@ async def native() -> AsyncIterator[Client]:
 async def separate() -> AsyncIterator[Client]:
     loop = asyncio.get_running_loop()
     settings = fake_settings(slots=SLOTS, max_pending=PENDING, iteration_floor_s=0.02)
-    process = await EngineProcess.launch(settings, time.monotonic, FAKE_COMMAND)
+    process = await EngineProcess.launch(settings, time.monotonic, spawn_fake)
     assert (await process.ready()).context_tokens == CONTEXT_TOKENS
     process.vocabulary = LETTERS
     tokenizer = PromptTokenizer(FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)

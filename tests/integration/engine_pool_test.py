@@ -20,7 +20,7 @@ from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import rebalancing
 from site_engine.pool.pool import EnginePool
 from tests.support.child_processes import is_there
-from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
+from tests.support.fake_engine_process import LETTERS, UNSERVABLE, fake_settings, spawn_fake
 from tests.support.heard_engine import WITHIN_S, HeardEngine, run
 from tests.support.site_fakes import CONTEXT_TOKENS
 
@@ -51,7 +51,7 @@ def launched(count: int = 2, **settings: object) -> AbstractAsyncContextManager[
 
 @asynccontextmanager
 async def launched_with(settings: list[dict[str, Any]]) -> AsyncIterator[Heard]:
-    pool = await EnginePool.launch(settings, time.monotonic, FAKE_COMMAND)
+    pool = await EnginePool.launch(settings, time.monotonic, spawn_fake)
     try:
         heard = Heard(pool, facts=await pool.ready())
         pool.vocabulary = LETTERS
@@ -233,7 +233,7 @@ def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None
 def test_a_model_that_cannot_be_served_is_refused() -> None:
     async def scenario() -> None:
         settings = [fake_settings(), fake_settings(model=UNSERVABLE)]
-        pool = await EnginePool.launch(settings, time.monotonic, FAKE_COMMAND)
+        pool = await EnginePool.launch(settings, time.monotonic, spawn_fake)
         try:
             await pool.ready()
         except ConfigError as refused:

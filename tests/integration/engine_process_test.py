@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ import pytest
 from site_engine.core.request import Finish
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
+from site_engine.engine.process_spawn import spawn
 from site_engine.errors import ConfigError, NotServed, Reason
 from tests.support.child_processes import child_processes, is_there
-from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, UNSERVABLE, fake_settings
+from tests.support.fake_engine_process import LETTERS, UNSERVABLE, fake_settings, spawn_fake
 from tests.support.heard_engine import WITHIN_S, HeardEngine, run
 from tests.support.site_fakes import FakeClock
 
@@ -27,9 +29,9 @@ SLOW_S = 3600.0
 PARENT = """
 import asyncio, sys, time
 from site_engine.engine.process_client import EngineProcess
-from tests.support.fake_engine_process import FAKE_COMMAND, fake_settings
+from tests.support.fake_engine_process import spawn_fake, fake_settings
 async def main():
-    process = await EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND)
+    process = await EngineProcess.launch(fake_settings(), time.monotonic, spawn_fake)
     await process.ready()
     print(process.pid, flush=True)
     await asyncio.Event().wait()
@@ -47,7 +49,7 @@ class Heard(HeardEngine):
 
 @asynccontextmanager
 async def launched(clock: Callable[[], float] = time.monotonic, **settings: object) -> AsyncIterator[Heard]:
-    process = await EngineProcess.launch(fake_settings(**settings), clock, FAKE_COMMAND)
+    process = await EngineProcess.launch(fake_settings(**settings), clock, spawn_fake)
     heard = Heard(process)
     try:
         await process.ready()
@@ -105,7 +107,7 @@ def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> N
 def test_a_process_whose_start_is_given_up_has_ended() -> None:
     async def scenario() -> None:
         before = child_processes()
-        launching = asyncio.create_task(EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND))
+        launching = asyncio.create_task(EngineProcess.launch(fake_settings(), time.monotonic, spawn_fake))
         await asyncio.sleep(0)
         assert child_processes() != before
         launching.cancel()
@@ -185,7 +187,7 @@ def test_a_stop_string_ends_an_answer_at_once_and_frees_its_slot() -> None:
 
 def test_a_model_that_cannot_be_loaded_is_named() -> None:
     async def scenario() -> None:
-        process = await EngineProcess.launch(fake_settings(model=UNSERVABLE), time.monotonic, FAKE_COMMAND)
+        process = await EngineProcess.launch(fake_settings(model=UNSERVABLE), time.monotonic, spawn_fake)
         with pytest.raises(ConfigError, match="this model cannot be served"):
             await process.ready()
         await gone(process.pid)
@@ -195,7 +197,7 @@ def test_a_model_that_cannot_be_loaded_is_named() -> None:
 
 def test_a_process_that_is_ready_has_read_what_a_first_grammar_needs() -> None:
     async def scenario() -> None:
-        process = await EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND)
+        process = await EngineProcess.launch(fake_settings(), time.monotonic, spawn_fake)
         try:
             described = await process.described()
             facts = await process.ready()
@@ -214,8 +216,8 @@ def test_a_process_that_is_ready_has_read_what_a_first_grammar_needs() -> None:
 
 def test_a_process_that_dies_while_it_loads_is_named() -> None:
     async def scenario() -> None:
-        command = (sys.executable, "-c", "import sys; sys.exit(3)")
-        process = await EngineProcess.launch(fake_settings(), time.monotonic, command)
+        ending = partial(spawn, (sys.executable, "-c", "import sys; sys.exit(3)"))
+        process = await EngineProcess.launch(fake_settings(), time.monotonic, ending)
         with pytest.raises(ConfigError, match="could not be loaded"):
             await process.ready()
         await gone(process.pid)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import pytest
 
 from site_engine.app import MAX_LOST_IN_A_ROW, event_loop_factory, serve
 from site_engine.config import SiteConfig, VariantConfig
+from site_engine.engine.process_spawn import Spawn, spawn
 from tests.support.child_processes import child_processes
-from tests.support.fake_engine_process import FAKE_COMMAND
+from tests.support.fake_engine_process import spawn_fake
 from tests.support.site_fakes import CONTEXT_TOKENS
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from tests.support.tiny_model import write_tiny_model
 from wire import federation_pb2 as pb
 
 WITHIN_S = 240.0
-NEVER_READY = (sys.executable, "-c", "import time; time.sleep(3600)")
+spawn_never_ready = partial(spawn, (sys.executable, "-c", "import time; time.sleep(3600)"))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stage:
     """A gateway, and the site: an engine without a model, the tokenizer of a tiny one."""
 
-    def __init__(
-        self, gateway: Gateway, model: Path, command: Sequence[str], settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, gateway: Gateway, model: Path, spawn: Spawn, settings: Mapping[str, Any]) -> None:
         self.gateway = gateway
         self._before = child_processes()
         config = SiteConfig(
@@ -48,7 +48,7 @@ class Stage:
             iteration_floor_s=0.03,
             **{"engine_process": True, **settings},
         )
-        self.serving = asyncio.create_task(serve(config, command=command))
+        self.serving = asyncio.create_task(serve(config, spawn=spawn))
 
     def engine(self) -> int:
         (pid,) = self.engines()
@@ -68,13 +68,13 @@ class Stage:
 def play(
     model: Path,
     scenario: Callable[[Stage], Awaitable[None]],
-    command: Sequence[str] = FAKE_COMMAND,
+    spawn: Spawn = spawn_fake,
     **settings: Any,
 ) -> None:
     async def main() -> None:
         before = child_processes()
         async with asyncio.timeout(WITHIN_S), serving(Gateway()) as gateway:
-            stage = Stage(gateway, model, command, settings)
+            stage = Stage(gateway, model, spawn, settings)
             try:
                 await scenario(stage)
             finally:
@@ -241,4 +241,4 @@ def test_a_signal_while_the_model_loads_ends_both_processes(model_folder: Path) 
         os.kill(os.getpid(), signal.SIGTERM)
         assert await stage.serving == 0
 
-    play(model_folder, scenario, NEVER_READY)
+    play(model_folder, scenario, spawn_never_ready)

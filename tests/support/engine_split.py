@@ -19,7 +19,7 @@ from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener
 from site_engine.native import NativeEngine, engine_settings, facts_of, prompt_tokenizer
 from tests.support.engine_models import family, tokenizer
-from tests.support.family_process import FAMILY_COMMAND, load_family
+from tests.support.family_process import load_family, spawn_family
 
 WITHIN_S = 600.0
 SHORT = RemainingCurve((RemainingPoint(0, 3.0, 4),))
@@ -126,7 +126,7 @@ async def engine(name: str, *, separate: bool, **settings: Any) -> AsyncIterator
     config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model=name, **chosen)
     post = loop.call_soon_threadsafe
     if separate:
-        process = await EngineProcess.launch(engine_settings(config), time.monotonic, FAMILY_COMMAND)
+        process = await EngineProcess.launch(engine_settings(config), time.monotonic, spawn_family)
         facts, process.vocabulary = await process.ready(), family(name).served.vocabulary
         prompts = prompt_tokenizer(tokenizer(), facts, post, allow_special_tokens=False)
         client, pid = NativeEngine(prompts, process), process.pid

@@ -1,21 +1,23 @@
-"""The engine's process with an engine without a model: `FAKE_COMMAND` starts it instead of the real one."""
+"""The engine's process with an engine without a model: `spawn_fake` starts it instead of the real one."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from site_engine.config import SiteConfig
 from site_engine.engine.loading import Loaded
+from site_engine.engine.process_spawn import spawn
 from site_engine.engine_process import end, main
 from site_engine.errors import ConfigError
 from site_engine.native import engine_settings
 from site_engine.text.detokenize import ByteVocabulary
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
-FAKE_COMMAND = (sys.executable, "-m", "tests.support.fake_engine_process")
+spawn_fake = partial(spawn, (sys.executable, "-m", "tests.support.fake_engine_process"))
 LETTERS = ByteVocabulary(
     [bytes([code]) for code in range(VOCABULARY)], [chr(code) for code in range(VOCABULARY)]
 )

@@ -1,22 +1,24 @@
-"""The engine's process with a tiny random model of a family: `FAMILY_COMMAND` starts it."""
+"""The engine's process with a tiny random model of a family: `spawn_family` starts it."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
 from site_engine.engine.loading import Loaded
+from site_engine.engine.process_spawn import spawn
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine_process import end, main
 from site_engine.text.detokenize import TokenNames
 from tests.support.engine_models import family
 
-FAMILY_COMMAND = (sys.executable, "-m", "tests.support.family_process")
+spawn_family = partial(spawn, (sys.executable, "-m", "tests.support.family_process"))
 
 
 def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:

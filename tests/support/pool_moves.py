@@ -17,7 +17,7 @@ from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
 from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import family, tokenizer
 from tests.support.engine_split import WITHIN_S, Case, Result, answer_all
-from tests.support.family_process import FAMILY_COMMAND
+from tests.support.family_process import spawn_family
 
 STEPS = ("source, asked", "target, asked", "target, placed", "source, left")
 """Which engine is killed, and when: as soon as the move is asked for, or once the request has come over."""
@@ -37,7 +37,7 @@ async def pool_of(name: str, count: int, **settings: Any) -> AsyncIterator[tuple
     """A pool of engines with a tiny model, not started yet, and the client of it."""
     chosen = {"slots": 6, "token_budget": 48, "page_size": 4, "kv_tokens": 240, "max_pending": 64} | settings
     config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model=name, **chosen)
-    pool = await EnginePool.launch([engine_settings(config)] * count, time.monotonic, FAMILY_COMMAND)
+    pool = await EnginePool.launch([engine_settings(config)] * count, time.monotonic, spawn_family)
     facts, pool.vocabulary = await pool.ready(), family(name).served.vocabulary
     assert all(each.process.inbox for each in pool._replicas)  # requests move with their keys and values
     post = asyncio.get_running_loop().call_soon_threadsafe

@@ -20,7 +20,7 @@ from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed, Reason, VariantRefused
 from site_engine.native import NativeEngine
 from site_engine.text.tokenize import PromptTokenizer
-from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, fake_settings
+from tests.support.fake_engine_process import LETTERS, fake_settings, spawn_fake
 from tests.support.site_fakes import VOCABULARY, FakeEngine, FakeTokenizer
 
 WITHIN_S = 30.0
@@ -48,7 +48,7 @@ async def engine(separate: bool) -> AsyncIterator[tuple[NativeEngine, asyncio.Ev
     core: Any
     loop = asyncio.get_running_loop()
     if separate:
-        core = await EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND)
+        core = await EngineProcess.launch(fake_settings(), time.monotonic, spawn_fake)
         await core.ready()
         core.vocabulary = LETTERS
     else:
