@@ -69,15 +69,17 @@ class _Part(NamedTuple):
 class Driver:
     """The driver's calls for memory of one device. Raises NoMemory where it has none left."""
 
-    def __init__(self, device: torch.device, neighbour: torch.device | None = None) -> None:
-        """`neighbour`: another device that copies from and to the memory."""
+    def __init__(
+        self, device: torch.device, neighbour: torch.device | None = None, *, shared: bool = False
+    ) -> None:
+        """`neighbour`: another device that copies from and to the memory. `shared`: with other processes."""
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, types in _CALLS.items():
             getattr(self._library, name).argtypes = types
         self._device = device
         torch.zeros(1, device=device)  # so that there is a context
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
-        self._properties = _Properties(_PINNED, _DESCRIPTOR, location)
+        self._properties = _Properties(_PINNED, _DESCRIPTOR if shared else 0, location)
         where = [location, *([] if neighbour is None else [_Location(_DEVICE, neighbour.index)])]
         self._access = (_Access * len(where))(*(_Access(each, _READ_WRITE) for each in where))
         granularity = _size()

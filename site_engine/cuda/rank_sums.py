@@ -6,12 +6,16 @@ into the memory of the others, and a flag after it. Does not sum steps of more r
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from site_engine.cuda.shared_memory import memory_of_ranks
+from site_engine.errors import NoMemory
 from site_engine.model.tensor_group import TensorGroup
+
+log = logging.getLogger(__name__)
 
 INBOX_ROWS = 512
 """Steps with more are summed by NCCL."""
@@ -23,14 +27,20 @@ class RankSums:
     def __init__(
         self, group: TensorGroup, rows: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make inboxes for so many rows, if any: all ranks have to at the same time."""
+        """Make inboxes for so many rows, if any: all ranks have to at the same time.
+
+        Ranks whose devices have no way to each other's memory sum all rows by a collective.
+        """
         self.group = group
-        self._rows = rows
+        self._rows = 0
         inbox_bytes = 2 * group.size * rows * size * dtype.itemsize
         self.arguments: dict[str, Any] = {}  # of `exchange_parts_norm`, besides those of a norm
         if not rows:
             return
-        self._memory = memory_of_ranks(group, inbox_bytes + group.size * rows * 4, device)
+        self._memory = _memory(group, inbox_bytes + group.size * rows * 4, device)
+        if not self._memory:
+            return
+        self._rows = rows
         own, addresses = self._memory[group.rank], [each.data_ptr() for each in self._memory]
         distances = [address - own.data_ptr() for address in addresses]
         self.arguments = {
@@ -46,3 +56,13 @@ class RankSums:
     def exchanges(self, rows: int) -> bool:
         """Return whether the kernel of a norm sums so many rows."""
         return rows <= self._rows
+
+
+def _memory(group: TensorGroup, size_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Return memory of every rank, or nothing, on all of them, if one of them can't have that of another."""
+    memory: list[torch.Tensor] = []
+    try:
+        memory = memory_of_ranks(group, size_bytes, device)
+    except (NoMemory, OSError, RuntimeError) as exc:
+        log.warning("rank %d cannot write into the others' memory: %s", group.rank, exc)
+    return memory if group.least(len(memory)) else []

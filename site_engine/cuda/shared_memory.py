@@ -23,7 +23,7 @@ class SharedDeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._driver = Driver(device)
+        self._driver = Driver(device, shared=True)
         self._mapped: dict[int, _Mapped] = {}  # by address
 
     def create(self, size_bytes: int) -> tuple[int, torch.Tensor]:

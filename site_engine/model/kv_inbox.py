@@ -46,7 +46,7 @@ class KVInbox:
                 self._shared = self._share(device)
                 descriptor, self._memory = self._shared.create(PLACES * place_bytes)
                 self._given = GivenDescriptor(descriptor)
-            except (NoMemory, OSError) as exc:
+            except (NoMemory, OSError, RuntimeError) as exc:
                 log.warning("keys and values of requests that move here are computed again: %s", exc)
                 return None
             self._side = torch.cuda.Stream() if device.type == "cuda" else None

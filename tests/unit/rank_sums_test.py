@@ -46,7 +46,24 @@ class Member:
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.exchange = DescriptorExchange(Files(folder), rank, size)
+        self._store = Files(folder)
+        self.exchange = DescriptorExchange(self._store, rank, size)
+
+    def least(self, number: int) -> int:
+        self._store.set(f"number of {self.rank}", str(number))
+        return min(int(self._store.get(f"number of {rank}")) for rank in range(self.size))
+
+
+class Apart(Member):
+    """A rank that cannot have the memory of others."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        super().__init__(folder, rank, size)
+        self._exchange, self.exchange = self.exchange, self.fail
+
+    def fail(self, descriptor: int) -> list[int]:
+        self._exchange(descriptor)
+        raise RuntimeError("no way")
 
 
 def parts_of(rank: int, step: int) -> torch.Tensor:
@@ -63,6 +80,12 @@ def exchange(folder: Path, rank: int, size: int, answer: Any) -> None:
     for step, rows in enumerate(STEPS):
         normed.append(norm.add_parts(parts_of(rank, step), residual[:rows], pdl=False))
     answer.send([each.numpy() for each in (residual, *normed)])
+
+
+def stay_apart(folder: Path, rank: int, size: int, answer: Any) -> None:
+    member: Any = (Apart if rank == 1 else Member)(folder, rank, size)
+    sums = RankSums(member, 4, SIZE, torch.float32, torch.device("cpu"))
+    answer.send((sums.exchanges(1), sums.exchanges(0)))
 
 
 def remember(folder: Path, rank: int, size: int, answer: Any) -> None:
@@ -100,6 +123,10 @@ def test_all_ranks_have_the_same_sums_step_after_step(tmp_path: Path) -> None:
     for found in answers:
         torch.testing.assert_close(found, [residual, *wanted])
         assert all(torch.equal(one, other) for one, other in zip(found, answers[0], strict=True))
+
+
+def test_where_one_rank_cannot_have_the_memory_of_others_none_exchanges_rows(tmp_path: Path) -> None:
+    assert [received(each) for each in started(stay_apart, tmp_path, 3)] == [(False, True)] * 3
 
 
 def test_memory_of_each_rank_is_everybodys(tmp_path: Path) -> None:
