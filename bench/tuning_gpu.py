@@ -33,7 +33,7 @@ from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.training.adapter import attach, new_adapter, target_modules
 from site_engine.training.data import Dataset, Example
-from site_engine.training.job import SLICE_S, TRAIN_TOKENS
+from site_engine.training.job import MAX_TRAIN_TOKENS, SLICE_S
 from site_engine.training.micro_batch import run_micro_batch
 from site_engine.training.packing import pack
 from site_engine.training.sliced_model import SlicedModel
@@ -67,11 +67,11 @@ def trainer_of(model: LoadedModel, rows: int, batch: int) -> Trainer:
         Recipe(epochs=50, batch_size=batch, shape=SHAPE),
         about={},
         clock=time.perf_counter,
-        train_tokens=TRAIN_TOKENS[model.device.type],
-        slice_s=SLICE_S if on_gpu else None,
+        train_tokens=MAX_TRAIN_TOKENS if on_gpu else 64,
+        slice_s=SLICE_S,
+        padded=True,
     )
-    if on_gpu:
-        trainer.warm_up()
+    trainer.warm_up()
     return trainer
 
 

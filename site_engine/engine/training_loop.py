@@ -116,26 +116,24 @@ class TrainingLoop:
         events, self._events = self._events, []
         return events
 
+    def is_due(self, tokens_s: float) -> bool:
+        """Return whether what is served can wait for a slice after the iteration that runs.
+
+        `tokens_s`: when answers got their last tokens. Without a slice that iteration need not be waited for
+        before the next begins.
+        """
+        return self._due(tokens_s, running=True) is not None
+
     def run_slice(self, tokens_s: float) -> bool:
         """Run a slice if what is served can wait for it; return whether one ran.
 
         `tokens_s`: when answers got their last tokens.
         """
-        if tokens_s != self._tokens_s:
-            self._slack.published(tokens_s - self._tokens_s)
-            self._tokens_s = tokens_s
-        if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
-            self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
-        tenant, job = self.jobs[self._current]
-        if self._cost is None:
-            self._cost = self._fit.cost()
-        deferral = self._slack.bounds.deferral
-        seen = see(self._scheduler, self._cost, self._clock(), tokens_s, deferral)
-        following = job.following
-        if not self._slack.takes(seen, following):
-            per_token_s = self._cost.per_token_s
-            self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, per_token_s)
+        due = self._due(tokens_s, running=False)
+        if due is None:
             return False
+        seen, following = due
+        tenant, job = self.jobs[self._current]
         taken_s = job.run_slice(ahead=not seen.served)
         self._slack.trained(taken_s, seen, following)
         if seen.chat_decodes or seen.batch:
@@ -146,6 +144,26 @@ class TrainingLoop:
         if job.ended:
             self._forget(self._current)
         return True
+
+    def _due(self, tokens_s: float, *, running: bool) -> tuple[Seen, NextSlice] | None:
+        """Return the slice that is due and what is served beside it; without one, set how many tokens of
+        prompts the next iteration may have.
+        """
+        if tokens_s != self._tokens_s:
+            self._slack.published(tokens_s - self._tokens_s)
+            self._tokens_s = tokens_s
+        if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
+            self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
+        if self._cost is None:
+            self._cost = self._fit.cost()
+        now_s = self._clock()
+        bounds = self._slack.bounds
+        seen = see(self._scheduler, self._cost, now_s, now_s if running else tokens_s, bounds.deferral)
+        following = self.jobs[self._current].job.following
+        if self._slack.takes(seen, following):
+            return seen, following
+        self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, self._cost.per_token_s)
+        return None
 
     def served(self, plan: SchedulePlan, seconds: float) -> None:
         """Count an iteration of what is served."""

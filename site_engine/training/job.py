@@ -13,12 +13,15 @@ from site_engine.training.data import Dataset, RowEncoder
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
-TRAIN_TOKENS = {"cpu": 512, "cuda": 4096}
-"""Tokens of a micro-batch by device; on a GPU of the first, which shows how many take SLICE_S."""
 SLICE_S = 0.01
 """So long a newcomer waits at most. Slices of half the time leave a GPU waiting for their launches: an H200
 trained a third of the tokens a second at 8B and a seventh at 0.5B.
 """
+MAX_TRAIN_TOKENS = 16384
+"""Of a micro-batch on a GPU: of more the kept inputs of layers take gigabytes."""
+SIZES_ON_CPU = (512, 256, 128, 64)
+SLICE_FLOP = 8e8
+"""Of a slice on a CPU: about SLICE_S of one core."""
 
 
 def open_job(
@@ -42,21 +45,30 @@ def open_job(
         "valid": hashlib.sha256(order.valid).hexdigest(),
     }
     on_gpu = model.device.type == "cuda"
+    sliced = SlicedModel(model.model)
     trainer = Trainer(
-        SlicedModel(model.model),
+        sliced,
         data,
         order.recipe,
         about=about,
         clock=clock,
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
-        train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
+        train_tokens=MAX_TRAIN_TOKENS if on_gpu else tokens_on_cpu(sliced),
         slice_s=SLICE_S if on_gpu else None,
+        padded=on_gpu,
         snapshot_interval_s=snapshot_interval_s,
     )
-    if on_gpu:
-        trainer.warm_up()
+    trainer.warm_up()
     return trainer
+
+
+def tokens_on_cpu(model: SlicedModel) -> int:
+    """Return the tokens of a micro-batch on a CPU: not by what slices take, so that a job that is trained
+    again gives the same adapter, bit by bit.
+    """
+    weights = sum(each.numel() for each in model.layers[0][1].parameters())
+    return next((size for size in SIZES_ON_CPU if 6 * weights * size <= SLICE_FLOP), SIZES_ON_CPU[-1])
 
 
 def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:
