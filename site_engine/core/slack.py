@@ -181,6 +181,14 @@ class SliceCosts:
         taken.append(seconds)
         self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - max(len(taken) > 1, len(taken) // 10)]
 
+    def adopt(self, rehearsed: SliceCosts) -> None:
+        """Take the least that slices of new kinds and sizes took in a rehearsal, beside anything."""
+        for (kind, size), taken in rehearsed._taken.items():
+            if taken and (kind, size) not in self._taken:
+                self._taken[kind, size] = deque([min(taken)], maxlen=KEPT_COSTS)
+                self._usual_s.setdefault(kind, {})[size] = min(taken)
+        self._observed_s = max(self._observed_s, rehearsed._observed_s)
+
     def seconds(self, kind: str, size: int, now_s: float) -> float:
         """Return what a slice of a kind and size takes; 0 if there was none of the kind.
 

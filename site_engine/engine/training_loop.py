@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
-from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack
+from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
 from site_engine.core.training import TrainingOrder
 from site_engine.errors import TrainingRefused
@@ -68,7 +68,9 @@ class TrainingLoop:
         self.trained_s = 0.0  # device time of all jobs
         self.prompt_tokens: int | None = None  # of the next iteration; None: as many as without training
         self._model, self._scheduler, self._fit, self._clock = model, scheduler, fit, clock
-        self._slack = Slack(bounds)
+        self._name = type(model.model).__name__
+        self._slack, self._costs = Slack(bounds), SliceCosts()
+        self._train_tokens: int | None = None  # of a micro-batch, once fitted
         self._events: list[JobEvent] = []
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
@@ -82,6 +84,17 @@ class TrainingLoop:
         """The mean time that slices took lately before an iteration; 0 without a job."""
         return self._mean_beside_s if self.jobs else 0.0
 
+    def warm_up(self) -> None:
+        """On a GPU, compute what a job of the usual shape does, so that jobs find it ready.
+
+        Raises TrainingRefused.
+        """
+        if self._model.device.type == "cpu" or self._name not in FAMILIES:
+            return
+        from site_engine.training.job import warm_up  # imported where jobs are trained
+
+        self._train_tokens = warm_up(self._model, self._clock, self._costs)
+
     def load(self, order: TrainingOrder) -> Callable[[], None]:
         """Read a job's data and build what trains it, on any thread; return the function that begins it,
         between two steps.
@@ -90,10 +103,10 @@ class TrainingLoop:
         """
         from site_engine.training.job import open_job  # imported where jobs are trained
 
-        name = type(self._model.model).__name__
-        if self._model.device.type != "cpu" and name not in FAMILIES:
-            raise TrainingRefused(f"a GPU trains the Llama family, not {name}", elsewhere=True)
-        return partial(self.begin, order.job_id, order.tenant, open_job(self._model, order, self._clock))
+        if self._model.device.type != "cpu" and self._name not in FAMILIES:
+            raise TrainingRefused(f"a GPU trains the Llama family, not {self._name}", elsewhere=True)
+        job = open_job(self._model, order, self._clock, train_tokens=self._train_tokens, costs=self._costs)
+        return partial(self.begin, order.job_id, order.tenant, job)
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:
         """Begin a job; a new tenant has used as much as the one that used least. Raises TrainingRefused."""

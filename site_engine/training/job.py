@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from site_engine.core.training import TrainingOrder
+import numpy as np
+
+from site_engine.core.slack import SliceCosts
+from site_engine.core.training import Failed, Recipe, TrainingOrder
 from site_engine.errors import TrainingRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.training import snapshot
-from site_engine.training.data import Dataset, RowEncoder
+from site_engine.training.data import Dataset, Example, RowEncoder
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
@@ -30,8 +33,13 @@ def open_job(
     clock: Callable[[], float],
     *,
     snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
+    train_tokens: int | None = None,
+    costs: SliceCosts | None = None,
 ) -> Trainer:
-    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line."""
+    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line.
+
+    `train_tokens`: of a micro-batch; None: on a GPU fitted now, which gives too few beside answers.
+    """
     if model.tokenizer is None:
         raise TrainingRefused("this engine has no tokenizer")
     if not order.data:
@@ -54,13 +62,46 @@ def open_job(
         clock=clock,
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
-        train_tokens=MAX_TRAIN_TOKENS if on_gpu else tokens_on_cpu(sliced),
-        slice_s=SLICE_S if on_gpu else None,
+        train_tokens=train_tokens or (MAX_TRAIN_TOKENS if on_gpu else tokens_on_cpu(sliced)),
+        slice_s=SLICE_S if on_gpu and train_tokens is None else None,
         padded=on_gpu,
+        costs=costs,
         snapshot_interval_s=snapshot_interval_s,
     )
     trainer.warm_up()
     return trainer
+
+
+def warm_up(model: LoadedModel, clock: Callable[[], float], costs: SliceCosts) -> int:
+    """Warm up a made-up job, before a site joins: those that begin beside answers then find what they compute
+    compiled, memory for it allocated, and in `costs` what slices take.
+
+    Returns the tokens of a micro-batch. Raises TrainingRefused.
+    """
+    draw = np.random.RandomState(0)
+    lengths = [min(16 * number, model.context_tokens) for number in range(1, 33)]
+    made_up = Dataset(
+        tuple(
+            Example(draw.randint(0, model.vocab_size, length), np.arange(length) >= length // 2)
+            for length in lengths
+        )
+    )
+    trainer = Trainer(
+        SlicedModel(model.model),
+        made_up,
+        Recipe(),
+        about={},
+        clock=clock,
+        train_tokens=MAX_TRAIN_TOKENS,
+        slice_s=SLICE_S,
+        padded=True,
+        costs=costs,
+    )
+    trainer.warm_up()
+    for event in trainer.take_events():
+        if isinstance(event, Failed):
+            raise TrainingRefused(event.reason)
+    return trainer.train_tokens
 
 
 def tokens_on_cpu(model: SlicedModel) -> int:

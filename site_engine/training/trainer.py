@@ -49,7 +49,8 @@ class Trainer:
     `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
     `warm_up` fits it so that a layer's backward pass, the longest kind of slice, takes no longer than that;
     without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
-    sizes, so that none has one that was not warmed up. Raises TrainingRefused.
+    sizes, so that none has one that was not warmed up. `costs`: what slices of other jobs took, which this
+    one goes on with. Raises TrainingRefused.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Trainer:
         train_tokens: int = 2048,
         slice_s: float | None = None,
         padded: bool = False,
+        costs: SliceCosts | None = None,
         snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
     ) -> None:
         self.recipe = recipe
@@ -86,7 +88,7 @@ class Trainer:
             self._restore(resumed)
         self._adapted = model.attach(self.adapter)
         self._events: list[Event] = []
-        self._costs = SliceCosts()
+        self._costs = SliceCosts() if costs is None else costs
         self._micro: Slices | None = None
         self._size = self._sizes[0]  # of the micro-batch that runs
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
@@ -97,6 +99,11 @@ class Trainer:
             self._events.append(self.snapshot())
 
     # ---- between slices
+
+    @property
+    def train_tokens(self) -> int:
+        """The most tokens of a micro-batch, but for a longer example."""
+        return self._train_tokens
 
     @property
     def following(self) -> NextSlice:
@@ -137,11 +144,13 @@ class Trainer:
         """Fit the size of micro-batches, and compute some of each size, and an update, for nothing: slices
         beside answers then compile and allocate nothing, and what they take is known.
         """
-        self._rehearses = True
+        known, self._costs, self._rehearses = self._costs, SliceCosts(), True
         self._slices = self._rehearsal()
         self._next = next(self._slices)
         while self._rehearses and not self.ended:
             self.run_slice()
+        known.adopt(self._costs)
+        self._costs = known
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []

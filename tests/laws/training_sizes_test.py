@@ -10,11 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from site_engine.core.slack import SliceCosts
 from site_engine.core.training import StepDone
+from site_engine.errors import TrainingRefused
 from site_engine.training import sliced_model
+from site_engine.training.job import warm_up
+from site_engine.training.micro_batch import Slice
 from site_engine.training.packing import fitting_size, pack, pad, sizes_up_to
 from site_engine.training.sliced_model import SlicedModel
-from tests.support.engine_models import FAMILIES
+from tests.support.engine_models import FAMILIES, family
 from tests.support.model_families import random_model
 from tests.support.training import computed, equal, examples, run, started, trainer
 
@@ -93,13 +97,8 @@ def test_micro_batches_are_fitted_to_the_time_of_a_slice(
     most: dict[str, Any] = {"train_tokens": 4096, "slice_s": 0.0103, "padded": True}
     job = trainer(examples(4), clock=lambda: now_s[0], **most)
     job.warm_up()
-    sizes = set[int]()
-    monkeypatch.setattr(
-        SlicedModel, "backward", lambda *given: (sizes.add(given[2].shape[1]), backward(*given))[1]
-    )
-    run(job)
-    assert max(sizes) <= fitted
-    assert job._train_tokens == fitted
+    assert job.train_tokens == fitted
+    assert run(job)
 
 
 def test_the_moments_of_a_job_are_allocated_before_its_first_step() -> None:
@@ -138,3 +137,36 @@ def test_every_micro_batch_fits_a_size_and_there_are_few(
     size = fitting_size(sizes, tokens)
     assert tokens <= size
     assert size - tokens <= max(limit / 8 + 1, tokens)
+
+
+def test_a_site_warms_up_a_job_of_its_own_and_tells_why_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ticks, costs = family("llama").served, count(), SliceCosts()
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    tokens = warm_up(model, lambda: 0.1 * next(ticks), costs)
+    assert tokens == 256
+    assert equal(before, model.model.state_dict())
+    for kind in Slice:
+        assert costs.seconds(kind, 0 if kind is Slice.UPDATE else tokens, 0.1 * next(ticks)) > 0.0
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(SlicedModel, "layer", full)
+    monkeypatch.setattr(SlicedModel, "_difference", lambda self: 0.0)
+    with pytest.raises(TrainingRefused, match="too little memory"):
+        warm_up(model, lambda: 0.1 * next(ticks), costs)
+
+
+def test_what_slices_took_in_a_rehearsal_is_forgotten_where_it_is_known_and_soon_elsewhere() -> None:
+    """Beside answers a rehearsal's slices take longer than the job's."""
+    costs, rehearsed = SliceCosts(), SliceCosts()
+    for seconds in (1.0, 0.01, 0.01):
+        costs.observe("forward", 64, seconds, 0.0)
+    for seconds in (1.0, 0.3, 0.2, 0.3):
+        rehearsed.observe("forward", 64, seconds, 0.0)
+        rehearsed.observe("forward", 256, seconds, 0.0)
+    costs.adopt(rehearsed)
+    assert costs.seconds("forward", 64, 0.0) == 0.01
+    assert costs.seconds("forward", 256, 0.0) == 0.2
+    costs.observe("forward", 256, 0.04, 0.0)
+    assert costs.seconds("forward", 256, 0.0) == 0.04
