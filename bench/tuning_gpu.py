@@ -69,7 +69,7 @@ def trainer_of(engine: SiteEngine, model: LoadedModel, rows: int, batch: int) ->
         clock=time.perf_counter,
         train_tokens=tokens or 64,
         padded=tokens is not None,
-        costs=engine.training._costs,
+        costs=engine.training._costs_of(SHAPE),
     )
     trainer.warm_up()
     return trainer
@@ -221,12 +221,13 @@ def slices_ms(job: Trainer) -> dict[str, dict[int, float]]:
 
 def opened_beside(
     engine: SiteEngine, model: LoadedModel, batch: int, ended: Callable[[str], None]
-) -> tuple[Trainer, Ran]:
-    """Open a job beside the iterations of an engine, as a site does."""
+) -> tuple[Trainer, Ran, float]:
+    """Open a job beside the iterations of an engine, as a site does, in so many seconds."""
+    began_s = time.perf_counter()
     with ThreadPoolExecutor(1) as opener:
         opened = opener.submit(trainer_of, engine, model, 64 * batch, batch)
         ran = run_while(engine, lambda _: not opened.done(), ended)
-    return opened.result(), ran
+    return opened.result(), ran, round(time.perf_counter() - began_s, 2)
 
 
 def alone(engine: SiteEngine, model: LoadedModel, seconds: float, batch: int) -> dict[str, object]:
@@ -275,7 +276,7 @@ def beside(
             chat(f"{name} {number}")
         run_while(engine, lambda ran_s: ran_s < seconds / 4, chat)
         if name == "trained":
-            job, opening = opened_beside(engine, model, batch, chat)
+            job, opening, found["opened_s"] = opened_beside(engine, model, batch, chat)
             found["opening_between_ms_p50_p99_most"] = opening.between_ms()
             engine.training.begin("job", "acme", job)
             first = run_while(engine, lambda ran_s: ran_s < seconds / 2, chat)

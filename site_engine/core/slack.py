@@ -181,6 +181,9 @@ class SliceCosts:
         taken.append(seconds)
         self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - max(len(taken) > 1, len(taken) // 10)]
 
+    def knows(self, kind: str, size: int) -> bool:
+        return size in self._usual_s.get(kind, ())
+
     def adopt(self, rehearsed: SliceCosts) -> None:
         """Take the least that slices of new kinds and sizes took in a rehearsal, beside anything."""
         for (kind, size), taken in rehearsed._taken.items():

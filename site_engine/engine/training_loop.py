@@ -14,7 +14,7 @@ from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
-from site_engine.core.training import TrainingOrder
+from site_engine.core.training import AdapterShape, TrainingOrder
 from site_engine.errors import TrainingRefused
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class TrainingLoop:
         self.prompt_tokens: int | None = None  # of the next iteration; None: as many as without training
         self._model, self._scheduler, self._fit, self._clock = model, scheduler, fit, clock
         self._name = type(model.model).__name__
-        self._slack, self._costs = Slack(bounds), SliceCosts()
+        self._slack = Slack(bounds)
+        self._costs: dict[tuple[int, str], SliceCosts] = {}  # by rank and target of an adapter
         self._train_tokens: int | None = None  # of a micro-batch, once fitted
         self._events: list[JobEvent] = []
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
@@ -93,7 +94,8 @@ class TrainingLoop:
             return
         from site_engine.training.job import warm_up  # imported where jobs are trained
 
-        self._train_tokens = warm_up(self._model, self._clock, self._costs)
+        shape = AdapterShape()
+        self._train_tokens = warm_up(self._model, shape, self._clock, self._costs_of(shape))
 
     def load(self, order: TrainingOrder) -> Callable[[], None]:
         """Read a job's data and build what trains it, on any thread; return the function that begins it,
@@ -105,8 +107,12 @@ class TrainingLoop:
 
         if self._model.device.type != "cpu" and self._name not in FAMILIES:
             raise TrainingRefused(f"a GPU trains the Llama family, not {self._name}", elsewhere=True)
-        job = open_job(self._model, order, self._clock, train_tokens=self._train_tokens, costs=self._costs)
+        costs = self._costs_of(order.recipe.shape)
+        job = open_job(self._model, order, self._clock, train_tokens=self._train_tokens, costs=costs)
         return partial(self.begin, order.job_id, order.tenant, job)
+
+    def _costs_of(self, shape: AdapterShape) -> SliceCosts:
+        return self._costs.setdefault((shape.rank, shape.target), SliceCosts())
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:
         """Begin a job; a new tenant has used as much as the one that used least. Raises TrainingRefused."""

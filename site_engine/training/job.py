@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from site_engine.core.slack import SliceCosts
-from site_engine.core.training import Failed, Recipe, TrainingOrder
+from site_engine.core.training import AdapterShape, Failed, Recipe, TrainingOrder
 from site_engine.errors import TrainingRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.training import snapshot
@@ -72,14 +72,14 @@ def open_job(
     return trainer
 
 
-def warm_up(model: LoadedModel, clock: Callable[[], float], costs: SliceCosts) -> int:
-    """Warm up a made-up job, before a site joins: those that begin beside answers then find what they compute
-    compiled, memory for it allocated, and in `costs` what slices take.
+def warm_up(model: LoadedModel, shape: AdapterShape, clock: Callable[[], float], costs: SliceCosts) -> int:
+    """Warm up a made-up job, before a site joins: those of the same shape that begin beside answers then find
+    what they compute compiled, memory for it allocated, and in `costs` what slices take.
 
     Returns the tokens of a micro-batch. Raises TrainingRefused.
     """
     draw = np.random.RandomState(0)
-    lengths = [min(16 * number, model.context_tokens) for number in range(1, 33)]
+    lengths = [min(8 * number, model.context_tokens) for number in range(1, 65)]
     made_up = Dataset(
         tuple(
             Example(draw.randint(0, model.vocab_size, length), np.arange(length) >= length // 2)
@@ -89,7 +89,7 @@ def warm_up(model: LoadedModel, clock: Callable[[], float], costs: SliceCosts) -
     trainer = Trainer(
         SlicedModel(model.model),
         made_up,
-        Recipe(),
+        Recipe(batch_size=len(lengths), shape=shape),
         about={},
         clock=clock,
         train_tokens=MAX_TRAIN_TOKENS,

@@ -49,8 +49,8 @@ class Trainer:
     `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
     `warm_up` fits it so that a layer's backward pass, the longest kind of slice, takes no longer than that;
     without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
-    sizes, so that none has one that was not warmed up. `costs`: what slices of other jobs took, which this
-    one goes on with. Raises TrainingRefused.
+    sizes, so that none has one that was not warmed up. `costs`: what slices took of other jobs with adapters
+    of this shape. Raises TrainingRefused.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Trainer:
             self._restore(resumed)
         self._adapted = model.attach(self.adapter)
         self._events: list[Event] = []
-        self._costs = SliceCosts() if costs is None else costs
+        self._costs = self._known = SliceCosts() if costs is None else costs
         self._micro: Slices | None = None
         self._size = self._sizes[0]  # of the micro-batch that runs
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
@@ -142,9 +142,11 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Fit the size of micro-batches, and compute some of each size, and an update, for nothing: slices
-        beside answers then compile and allocate nothing, and what they take is known.
+        beside answers then compile and allocate nothing, and what they take is known. What is known of other
+        jobs is left out.
         """
         known, self._costs, self._rehearses = self._costs, SliceCosts(), True
+        self._known = known
         self._slices = self._rehearsal()
         self._next = next(self._slices)
         while self._rehearses and not self.ended:
@@ -197,13 +199,23 @@ class Trainer:
         if self._slice_s is not None:
             self._train_tokens = yield from self._fit(self._slice_s)
         self._sizes = sizes_up_to(self._train_tokens, self._longest)
-        if self._padded:
-            for size in reversed(self._sizes):  # the first allocates what the others use, too
+        sizes = self._sizes if self._padded else (self._train_tokens,)
+        for size in reversed(sizes):  # the first allocates what the others use, too
+            if self._known.knows(Slice.BACKWARD, size):
+                continue
+            if self._padded:
                 examples = self._some(size)
                 groups = [range(len(examples))] * 2 if examples else []
                 yield from self._passes(examples, groups, 1, size=size)
-        else:
-            yield from self._rehearse(self._train_tokens)
+            else:
+                yield from self._rehearse(size)
+        if not self._known.knows(Slice.UPDATE, 0):
+            yield from self._rehearse_update()
+        self._rehearses = False
+        yield from self._run()
+
+    def _rehearse_update(self) -> Generator[Slice, None, None]:
+        """Make steps of spare factors, and a snapshot."""
         parameters = [each.detach().clone().requires_grad_() for each in self.adapter.parameters()]
         optimizer, self._size = _optimizer(parameters), 0
         for _ in range(3):
@@ -211,8 +223,6 @@ class Trainer:
             _step(optimizer, [torch.zeros_like(each) for each in parameters], 0.0)
             self._model.forget_factors()
         self.snapshot()
-        self._rehearses = False
-        yield from self._run()
 
     def _fit(self, slice_s: float) -> Generator[Slice, None, int]:
         """Return the most tokens of which a layer's backward pass takes at most so long."""

@@ -20,7 +20,7 @@ from site_engine.training.packing import fitting_size, pack, pad, sizes_up_to
 from site_engine.training.sliced_model import SlicedModel
 from tests.support.engine_models import FAMILIES, family
 from tests.support.model_families import random_model
-from tests.support.training import computed, equal, examples, run, started, trainer
+from tests.support.training import SMALL, computed, equal, examples, run, started, trainer
 
 torch.set_num_threads(1)
 
@@ -142,7 +142,7 @@ def test_every_micro_batch_fits_a_size_and_there_are_few(
 def test_a_site_warms_up_a_job_of_its_own_and_tells_why_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ticks, costs = family("llama").served, count(), SliceCosts()
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    tokens = warm_up(model, lambda: 0.1 * next(ticks), costs)
+    tokens = warm_up(model, SMALL.shape, lambda: 0.1 * next(ticks), costs)
     assert tokens == 256
     assert equal(before, model.model.state_dict())
     for kind in Slice:
@@ -154,7 +154,30 @@ def test_a_site_warms_up_a_job_of_its_own_and_tells_why_it_could_not(monkeypatch
     monkeypatch.setattr(SlicedModel, "layer", full)
     monkeypatch.setattr(SlicedModel, "_difference", lambda self: 0.0)
     with pytest.raises(TrainingRefused, match="too little memory"):
-        warm_up(model, lambda: 0.1 * next(ticks), costs)
+        warm_up(model, SMALL.shape, lambda: 0.1 * next(ticks), costs)
+
+
+def test_a_job_computes_nothing_again_of_what_one_of_its_shape_has_warmed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for sizes that only it has."""
+    model, costs, ticks = family("llama").served, SliceCosts(), count()
+    chosen: dict[str, Any] = {"padded": True, "costs": costs, "clock": lambda: 0.001 * next(ticks)}
+    trainer(examples(20), model=model.model, **chosen).warm_up()
+    again = trainer(examples(20, seed=1), model=model.model, **chosen)
+    longer = trainer(examples(20, seed=1, longest=100), model=model.model, **chosen)
+    sizes, layer = set[int](), SlicedModel.layer
+
+    def seen(self: SlicedModel, number: int, hidden: torch.Tensor, begun: Any) -> torch.Tensor:
+        sizes.add(hidden.shape[1])
+        return layer(self, number, hidden, begun)
+
+    monkeypatch.setattr(SlicedModel, "layer", seen)
+    again.warm_up()
+    assert not sizes
+    assert again.following.micro_batch_s > 0.0
+    longer.warm_up()
+    assert sizes == {128}
 
 
 def test_what_slices_took_in_a_rehearsal_is_forgotten_where_it_is_known_and_soon_elsewhere() -> None:
