@@ -3,8 +3,8 @@
 On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,learns,resume,beside`. Each
 part prints its figures; the last line is all of them as JSON. `exactness`, which trains as Trainer does step
 by step, and `learns`, from other factors and in another order, need peft. `beside` serves chats that
-arrive as in a trace at parts of what the engine can, alone and beside training, by slices and by the rule of
-the paper; its figures mean something only on quiet cores.
+arrive as in a trace at parts of what the engine can, alone and beside training: by slices, by the rule of the
+paper, and by turns with a process that trains; its figures mean something only on quiet cores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -46,7 +46,7 @@ from site_engine.training.snapshot import Snapshot
 
 DEMO = Path(__file__).parents[1] / "mico/demo_model/weights"
 PARTS = ("exactness", "learns", "resume", "beside")
-BATCH, EPOCHS, KILLS = 8, 4, 3
+BATCH, EPOCHS, KILLS, TRAINER_STEPS = 8, 4, 3, 24
 LOADS = (0.1, 0.3, 0.6, 0.9)
 MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE, MAX_LEARNED_DIFFERENCE = 1e-4, 5e-3, 1e-2
 COLOURS = ("red", "green", "blue", "white", "black", "yellow")
@@ -272,13 +272,47 @@ def train_here(folder: Path, steps: int) -> None:
     write_folder(folder / "tuned", last.adapter, order.recipe.shape, str(DEMO))
 
 
+def endless() -> TrainingOrder:
+    order = order_of(400)
+    return replace(order, recipe=replace(order.recipe, epochs=1000), valid=b"")
+
+
 def beside(trace: Path | None, chats: int, seconds: float) -> dict[str, object]:
-    """Serve chats at parts of what the engine can, alone and beside a job without end."""
-    model, order = loader.load(str(DEMO)), order_of(400)
-    order = replace(order, recipe=replace(order.recipe, epochs=1000), valid=b"")
+    """Serve chats at parts of what the engine can, alone and beside a job without end; all on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    model = loader.load(str(DEMO))
     coming = beside_chats.chats_of(trace, chats, model.vocab_size)
-    found = beside_chats.measure(model, order, coming, LOADS, seconds)
-    return {**found, "trace": "at random" if trace is None else trace.stem, "kept": True}
+    other = [sys.executable, "-m", "bench.tuning", "--trains"]
+    found = beside_chats.measure(model, endless(), coming, LOADS, seconds=seconds, other=other)
+    figures = {**found, "trace": "at random" if trace is None else trace.stem, "kept": True}
+    if importlib.util.find_spec("peft") is not None:
+        figures["trainer_tokens_per_s_padded_packed"] = trainer_per_s(model)
+    return figures
+
+
+def trainer_per_s(model: loader.LoadedModel) -> list[int]:
+    """Return the tokens that Trainer trains a second, with padded and with packed batches."""
+    order, found = order_of(TRAINER_STEPS), list[int]()
+    job = open_job(model, order, time.monotonic)
+    tokens = order.recipe.epochs * sum(len(each.ids) for each in job.examples)
+    for packs in (False, True):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+        peer = TrainerPeer(plain, job, order.recipe)
+        began_s = time.perf_counter()
+        peer.train(packs=packs)
+        found.append(round(tokens / (time.perf_counter() - began_s)))
+    return found
+
+
+def train_on() -> None:
+    """Train without end; print the tokens trained after each step."""
+    job = open_job(loader.load(str(DEMO)), endless(), time.monotonic)
+    while not job.ended:
+        job.run_slice()
+        for event in job.take_events():
+            if isinstance(event, StepDone):
+                print(event.trained_tokens, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,11 +326,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chats", type=int, default=400, help="of the trace")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--trains", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # whose sums are in one order
     transformers.utils.logging.disable_progress_bar()
     if options.child is not None:
         train_here(options.child, options.steps)
+        return 0
+    if options.trains:
+        train_on()
         return 0
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(PARTS):

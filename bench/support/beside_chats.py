@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -114,10 +117,44 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98] if len(values) > 1 else 0.0
 
 
+class OtherProcess:
+    """A process that trains without end, and nothing else, on the cores of this one."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._trained, self._begun = 0, threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # the tokens trained so far, after each step
+            self._trained = int(line)
+            self._begun.set()
+        self._begun.set()
+
+    def beside(self, run: Callable[[], Served]) -> Served:
+        """Run while it trains; the tokens trained are its own. It has ended afterwards."""
+        self._begun.wait()
+        before, began_s = self._trained, time.monotonic()
+        served = run()
+        per_s = (self._trained - before) / (time.monotonic() - began_s)
+        self._process.kill()
+        self._process.wait()
+        return served._replace(trained_per_s=per_s)
+
+
 def measure(
-    model: LoadedModel, order: TrainingOrder, chats: Sequence[Chat], loads: Sequence[float], seconds: float
+    model: LoadedModel,
+    order: TrainingOrder,
+    chats: Sequence[Chat],
+    loads: Sequence[float],
+    *,
+    seconds: float,
+    other: Sequence[str],
 ) -> dict[str, Any]:
-    """Serve at parts of what the engine can, alone and beside training by both rules."""
+    """Serve at parts of what the engine can, alone, beside training by both rules, and beside a process that
+    trains, which the command `other` starts.
+    """
 
     def trains(deferral: Deferral) -> SiteEngine:
         engine = engine_of(model, deferral)
@@ -134,10 +171,14 @@ def measure(
         alone = serve(engine_of(model, Deferral.SLICE), chats, gap_s, seconds)
         figures: dict[str, tuple[float, ...]] = {"alone": (p99(alone.first_s), p99(alone.between_s))}
         found[f"at {load}"] = figures
-        for rule in Deferral:
-            beside = serve(trains(rule), chats, gap_s, seconds)
+        for rule in (*Deferral, "two processes"):
+            if isinstance(rule, Deferral):
+                beside = serve(trains(rule), chats, gap_s, seconds)
+            else:
+                engine = engine_of(model, Deferral.SLICE)
+                beside = OtherProcess(other).beside(partial(serve, engine, chats, gap_s, seconds))
             share = beside.trained_per_s / training_per_s if training_per_s else 0.0
-            figures[rule.value] = (p99(beside.first_s), p99(beside.between_s), share)
+            figures[str(rule)] = (p99(beside.first_s), p99(beside.between_s), share)
         print(
             f"  load {load}: p99 of first token and between tokens in s, share of training alone: {figures}",
             flush=True,

@@ -46,12 +46,13 @@ class TrainerPeer:
             recipe = replace(recipe, seed=own_seed)
         self._recipe, self._examples, self._valid = recipe, job.examples, job.valid_examples
 
-    def train(self) -> list[float]:
-        """Return the loss of each step."""
+    def train(self, *, packs: bool = False) -> list[float]:
+        """Return the loss of each step; with `packs` a batch is one row of tokens without padding."""
         steps = self._recipe.total_steps(len(self._examples))
         order = chain.from_iterable(
             batch_at(step, len(self._examples), self._recipe) for step in range(steps)
         )
+        collate = packed if packs else padded
         with tempfile.TemporaryDirectory() as folder:
             settings = transformers.TrainingArguments(
                 output_dir=folder,
@@ -67,8 +68,8 @@ class TrainerPeer:
                 log_level="error",
             )
             rows = [row(self._examples[number]) for number in order]
-            trainer = transformers.Trainer(self._model, settings, train_dataset=rows, data_collator=padded)
-            in_order = DataLoader(rows, batch_size=self._recipe.batch_size, collate_fn=padded)
+            trainer = transformers.Trainer(self._model, settings, train_dataset=rows, data_collator=collate)
+            in_order = DataLoader(rows, batch_size=self._recipe.batch_size, collate_fn=collate)
             trainer.get_train_dataloader = lambda: in_order
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
@@ -104,4 +105,16 @@ def padded(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         "input_ids": ids,
         "labels": labels,
         "attention_mask": torch.arange(ids.shape[1]) < lengths[:, None],
+    }
+
+
+def packed(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch as one row; transformers tells sequences apart by their positions."""
+    labels = [each["labels"].clone() for each in batch]
+    for each in labels:
+        each[0] = IGNORED  # nothing before predicts it
+    return {
+        "input_ids": torch.cat([each["input_ids"] for each in batch])[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat([torch.arange(len(each)) for each in labels])[None],
     }

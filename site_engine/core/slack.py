@@ -25,8 +25,6 @@ FIRST_DELAY_SHARE, LARGEST_DELAY_SHARE = 0.2, 0.5
 """Of the bound: the delay expected before KEPT_DELAYS were seen, and the longest that time is left for."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
-MIN_TRAIN_TOKENS, MAX_TRAIN_TOKENS = 256, 16384
-"""Of a micro-batch: a GPU computes fewer no faster; of more the kept inputs of layers take gigabytes."""
 
 
 class Deferral(StrEnum):
@@ -160,48 +158,48 @@ class Slack:
         return max(least, int((self.aim_s - base_s - seen.since_tokens_s) / per_token_s))
 
 
-def fitted_tokens(tokens: int, taken_s: float, wanted_s: float) -> int:
-    """Return the tokens of a micro-batch whose slices take `wanted_s`; those of `tokens` took `taken_s`. They
-    at most double or halve at a time: the first slices of a process take longer.
-    """
-    fitting = int(tokens * min(2.0, max(0.5, wanted_s / taken_s)))
-    return min(MAX_TRAIN_TOKENS, max(MIN_TRAIN_TOKENS, fitting))
-
-
 class SliceCosts:
     """The times that slices took lately, of which the next one's is foreseen.
 
-    Kept by kind and by the power of two that the tokens reach: the launches of a small slice take as long as
-    those of a large one. The first slice of a kind, which allocates, is not counted. Of the others a tenth is
-    left out, and at least the longest of several: those of a collection of garbage. What was observed counts
-    half after HALVED_AFTER_S: one slow slice at the begin of a job must not keep it from ever running beside
-    answers.
+    Kept by kind and size, in tokens: the launches of a small slice take as long as those of a large one. The
+    first of each, which allocates, is not counted. Of the others a tenth is left out, and at least the
+    longest of several: those of a collection of garbage. All count half for every HALVED_AFTER_S in which no
+    slice ran: one slow slice must not keep training from ever running beside answers.
     """
 
     def __init__(self) -> None:
         self._taken: dict[tuple[str, int], deque[float]] = {}
-        self._usual_s: dict[str, dict[int, float]] = {}  # by kind and power of two
-        self._observed_s: dict[str, float] = {}
+        self._usual_s: dict[str, dict[int, float]] = {}  # by kind and size
+        self._observed_s = 0.0  # when the last slice ended
 
-    def observe(self, kind: str, tokens: int, seconds: float, now_s: float) -> None:
-        if kind not in self._observed_s:
-            self._observed_s[kind] = now_s
+    def observe(self, kind: str, size: int, seconds: float, now_s: float) -> None:
+        self._observed_s = now_s
+        taken = self._taken.get((kind, size))
+        if taken is None:
+            self._taken[kind, size] = deque(maxlen=KEPT_COSTS)
             return
-        size = tokens.bit_length()
-        taken = self._taken.setdefault((kind, size), deque(maxlen=KEPT_COSTS))
         taken.append(seconds)
         self._usual_s.setdefault(kind, {})[size] = sorted(taken)[-1 - max(len(taken) > 1, len(taken) // 10)]
-        self._observed_s[kind] = now_s
 
-    def seconds(self, kind: str, tokens: int, now_s: float) -> float:
-        """Return what a slice of a kind and so many tokens takes; 0 if there was none of the kind.
+    def knows(self, kind: str, size: int) -> bool:
+        return size in self._usual_s.get(kind, ())
 
-        What only larger slices took is an upper bound; what only smaller ones took grows with the tokens.
+    def adopt(self, rehearsed: SliceCosts) -> None:
+        """Take the least that slices of new kinds and sizes took in a rehearsal, beside anything."""
+        for (kind, size), taken in rehearsed._taken.items():
+            if taken and (kind, size) not in self._taken:
+                self._taken[kind, size] = deque([min(taken)], maxlen=KEPT_COSTS)
+                self._usual_s.setdefault(kind, {})[size] = min(taken)
+        self._observed_s = max(self._observed_s, rehearsed._observed_s)
+
+    def seconds(self, kind: str, size: int, now_s: float) -> float:
+        """Return what a slice of a kind and size takes; 0 if there was none of the kind.
+
+        Of a size that was not seen the next larger one's is an upper bound; beyond the largest it grows.
         """
         usual_s = self._usual_s.get(kind)
         if usual_s is None:
             return 0.0
-        size = tokens.bit_length()
-        nearest = min(usual_s, key=lambda each: (abs(each - size), -each))
-        grown_s = usual_s[nearest] * 2.0 ** max(0, size - nearest)
-        return float(grown_s * 0.5 ** ((now_s - self._observed_s[kind]) / HALVED_AFTER_S))
+        nearest = min(usual_s, key=lambda each: (each < size, abs(each - size)))
+        grown_s = usual_s[nearest] * max(1.0, size / nearest if nearest else 1.0)
+        return float(grown_s * 0.5 ** ((now_s - self._observed_s) / HALVED_AFTER_S))

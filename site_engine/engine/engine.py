@@ -110,9 +110,11 @@ class SiteEngine:
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
         if self.training.jobs and not (self._outputs or self._cancelled):
-            self._publish_pending()  # a slice would delay its tokens
             self._measure_last(self._clock())
-            if self._outputs or self.training.run_slice(self._published_s):
+            if self._pending is not None and self.training.is_due(self._published_s):
+                self._publish_pending()  # a slice would delay its tokens
+                return self._take_outputs()
+            if self._pending is None and self.training.run_slice(self._published_s):
                 return self._take_outputs()
         if self._needs_host:
             self._publish_pending()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_thread import Engine
 from site_engine.engine.ranks import Rank, join
-from site_engine.errors import ConfigError, ModelNotSupported, NoMemory
+from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
 from site_engine.text.detokenize import TokenNames, Vocabulary
 from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
     from site_engine.model.runner import PackedRunner
+
+log = logging.getLogger(__name__)
 
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
@@ -82,6 +85,12 @@ def load_engine(
         longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
         with startup.part("first answers"):
             warm_up(engine, model.vocab_size, room_tokens, longest)
+        if config.training and on_gpu:
+            with startup.part("training"):
+                try:
+                    engine.training.warm_up()
+                except TrainingRefused as refused:
+                    log.warning("no job could be trained here: %s", refused)
     facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
     weights_bytes = sum(each.nbytes for each in model.model.parameters())
     adapters_bytes = slots_bytes(engine) if on_gpu else 0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
-from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack
+from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
-from site_engine.core.training import TrainingOrder
+from site_engine.core.training import AdapterShape, TrainingOrder
 from site_engine.errors import TrainingRefused
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ class TrainingLoop:
         self.trained_s = 0.0  # device time of all jobs
         self.prompt_tokens: int | None = None  # of the next iteration; None: as many as without training
         self._model, self._scheduler, self._fit, self._clock = model, scheduler, fit, clock
+        self._name = type(model.model).__name__
         self._slack = Slack(bounds)
+        self._costs: dict[tuple[int, str], SliceCosts] = {}  # by rank and target of an adapter
+        self._train_tokens: int | None = None  # of a micro-batch, once fitted
         self._events: list[JobEvent] = []
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
@@ -82,6 +85,18 @@ class TrainingLoop:
         """The mean time that slices took lately before an iteration; 0 without a job."""
         return self._mean_beside_s if self.jobs else 0.0
 
+    def warm_up(self) -> None:
+        """On a GPU, compute what a job of the usual shape does, so that jobs find it ready.
+
+        Raises TrainingRefused.
+        """
+        if self._model.device.type == "cpu" or self._name not in FAMILIES:
+            return
+        from site_engine.training.job import warm_up  # imported where jobs are trained
+
+        shape = AdapterShape()
+        self._train_tokens = warm_up(self._model, shape, self._clock, self._costs_of(shape))
+
     def load(self, order: TrainingOrder) -> Callable[[], None]:
         """Read a job's data and build what trains it, on any thread; return the function that begins it,
         between two steps.
@@ -90,10 +105,14 @@ class TrainingLoop:
         """
         from site_engine.training.job import open_job  # imported where jobs are trained
 
-        name = type(self._model.model).__name__
-        if self._model.device.type != "cpu" and name not in FAMILIES:
-            raise TrainingRefused(f"a GPU trains the Llama family, not {name}", elsewhere=True)
-        return partial(self.begin, order.job_id, order.tenant, open_job(self._model, order, self._clock))
+        if self._model.device.type != "cpu" and self._name not in FAMILIES:
+            raise TrainingRefused(f"a GPU trains the Llama family, not {self._name}", elsewhere=True)
+        costs = self._costs_of(order.recipe.shape)
+        job = open_job(self._model, order, self._clock, train_tokens=self._train_tokens, costs=costs)
+        return partial(self.begin, order.job_id, order.tenant, job)
+
+    def _costs_of(self, shape: AdapterShape) -> SliceCosts:
+        return self._costs.setdefault((shape.rank, shape.target), SliceCosts())
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:
         """Begin a job; a new tenant has used as much as the one that used least. Raises TrainingRefused."""
@@ -116,26 +135,24 @@ class TrainingLoop:
         events, self._events = self._events, []
         return events
 
+    def is_due(self, tokens_s: float) -> bool:
+        """Return whether what is served can wait for a slice after the iteration that runs.
+
+        `tokens_s`: when answers got their last tokens. Without a slice that iteration need not be waited for
+        before the next begins.
+        """
+        return self._due(tokens_s, running=True) is not None
+
     def run_slice(self, tokens_s: float) -> bool:
         """Run a slice if what is served can wait for it; return whether one ran.
 
         `tokens_s`: when answers got their last tokens.
         """
-        if tokens_s != self._tokens_s:
-            self._slack.published(tokens_s - self._tokens_s)
-            self._tokens_s = tokens_s
-        if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
-            self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
-        tenant, job = self.jobs[self._current]
-        if self._cost is None:
-            self._cost = self._fit.cost()
-        deferral = self._slack.bounds.deferral
-        seen = see(self._scheduler, self._cost, self._clock(), tokens_s, deferral)
-        following = job.following
-        if not self._slack.takes(seen, following):
-            per_token_s = self._cost.per_token_s
-            self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, per_token_s)
+        due = self._due(tokens_s, running=False)
+        if due is None:
             return False
+        seen, following = due
+        tenant, job = self.jobs[self._current]
         taken_s = job.run_slice(ahead=not seen.served)
         self._slack.trained(taken_s, seen, following)
         if seen.chat_decodes or seen.batch:
@@ -146,6 +163,26 @@ class TrainingLoop:
         if job.ended:
             self._forget(self._current)
         return True
+
+    def _due(self, tokens_s: float, *, running: bool) -> tuple[Seen, NextSlice] | None:
+        """Return the slice that is due and what is served beside it; without one, set how many tokens of
+        prompts the next iteration may have.
+        """
+        if tokens_s != self._tokens_s:
+            self._slack.published(tokens_s - self._tokens_s)
+            self._tokens_s = tokens_s
+        if self._current not in self.jobs or self.jobs[self._current].job.following.begins:
+            self._current = min(self.jobs, key=lambda each: self._used_s[self.jobs[each].tenant])
+        if self._cost is None:
+            self._cost = self._fit.cost()
+        now_s = self._clock()
+        bounds = self._slack.bounds
+        seen = see(self._scheduler, self._cost, now_s, now_s if running else tokens_s, bounds.deferral)
+        following = self.jobs[self._current].job.following
+        if self._slack.takes(seen, following):
+            return seen, following
+        self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, self._cost.per_token_s)
+        return None
 
     def served(self, plan: SchedulePlan, seconds: float) -> None:
         """Count an iteration of what is served."""

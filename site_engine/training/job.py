@@ -5,20 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from site_engine.core.training import TrainingOrder
+import numpy as np
+
+from site_engine.core.slack import SliceCosts
+from site_engine.core.training import AdapterShape, Failed, Recipe, TrainingOrder
 from site_engine.errors import TrainingRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.training import snapshot
-from site_engine.training.data import Dataset, RowEncoder
+from site_engine.training.data import Dataset, Example, RowEncoder
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
-TRAIN_TOKENS = {"cpu": 512, "cuda": 4096}
-"""Tokens of a micro-batch by device; on a GPU of the first, which shows how many take SLICE_S."""
 SLICE_S = 0.01
 """So long a newcomer waits at most. Slices of half the time leave a GPU waiting for their launches: an H200
 trained a third of the tokens a second at 8B and a seventh at 0.5B.
 """
+MAX_TRAIN_TOKENS = 16384
+"""Of a micro-batch on a GPU: of more the kept inputs of layers take gigabytes."""
+SIZES_ON_CPU = (512, 256, 128, 64)
+SLICE_FLOP = 8e8
+"""Of a slice on a CPU: about SLICE_S of one core."""
 
 
 def open_job(
@@ -27,8 +33,13 @@ def open_job(
     clock: Callable[[], float],
     *,
     snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
+    train_tokens: int | None = None,
+    costs: SliceCosts | None = None,
 ) -> Trainer:
-    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line."""
+    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line.
+
+    `train_tokens`: of a micro-batch; None: on a GPU fitted now, which gives too few beside answers.
+    """
     if model.tokenizer is None:
         raise TrainingRefused("this engine has no tokenizer")
     if not order.data:
@@ -42,21 +53,63 @@ def open_job(
         "valid": hashlib.sha256(order.valid).hexdigest(),
     }
     on_gpu = model.device.type == "cuda"
+    sliced = SlicedModel(model.model)
     trainer = Trainer(
-        SlicedModel(model.model),
+        sliced,
         data,
         order.recipe,
         about=about,
         clock=clock,
         valid=valid,
         resumed=snapshot.decode(order.snapshot) if order.snapshot else None,
-        train_tokens=TRAIN_TOKENS.get(model.device.type, TRAIN_TOKENS["cpu"]),
-        slice_s=SLICE_S if on_gpu else None,
+        train_tokens=train_tokens or (MAX_TRAIN_TOKENS if on_gpu else tokens_on_cpu(sliced)),
+        slice_s=SLICE_S if on_gpu and train_tokens is None else None,
+        padded=on_gpu,
+        costs=costs,
         snapshot_interval_s=snapshot_interval_s,
     )
-    if on_gpu:
-        trainer.warm_up()
+    trainer.warm_up()
     return trainer
+
+
+def warm_up(model: LoadedModel, shape: AdapterShape, clock: Callable[[], float], costs: SliceCosts) -> int:
+    """Warm up a made-up job, before a site joins: those of the same shape that begin beside answers then find
+    what they compute compiled, memory for it allocated, and in `costs` what slices take.
+
+    Returns the tokens of a micro-batch. Raises TrainingRefused.
+    """
+    draw = np.random.RandomState(0)
+    lengths = [min(8 * number, model.context_tokens) for number in range(1, 65)]
+    made_up = Dataset(
+        tuple(
+            Example(draw.randint(0, model.vocab_size, length), np.arange(length) >= length // 2)
+            for length in lengths
+        )
+    )
+    trainer = Trainer(
+        SlicedModel(model.model),
+        made_up,
+        Recipe(batch_size=len(lengths), shape=shape),
+        about={},
+        clock=clock,
+        train_tokens=MAX_TRAIN_TOKENS,
+        slice_s=SLICE_S,
+        padded=True,
+        costs=costs,
+    )
+    trainer.warm_up()
+    for event in trainer.take_events():
+        if isinstance(event, Failed):
+            raise TrainingRefused(event.reason)
+    return trainer.train_tokens
+
+
+def tokens_on_cpu(model: SlicedModel) -> int:
+    """Return the tokens of a micro-batch on a CPU: not by what slices take, so that a job that is trained
+    again gives the same adapter, bit by bit.
+    """
+    weights = sum(each.numel() for each in model.layers[0][1].parameters())
+    return next((size for size in SIZES_ON_CPU if 6 * weights * size <= SLICE_FLOP), SIZES_ON_CPU[-1])
 
 
 def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:

@@ -331,18 +331,19 @@ class TrainedHead:
         self._weight, self._bias = head.weight, head.bias
 
     def loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None
+        self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Map hidden states [tokens, dim]; return the sum of the losses, how many targets are predicted best
-        and, with a `count`, the gradient of the states of the sum divided by it.
+        """Map hidden states [tokens, dim]; return the sum of the losses of the first `rows`, how many of
+        their targets are predicted best and, with a `count`, the gradient of the states of the sum divided by
+        it.
         """
         logits = F.linear(self._norm.forward(hidden), self._weight, self._bias)
-        rows, vocabulary = logits.shape
-        losses, hits = (torch.empty(rows, device=hidden.device) for _ in range(2))
+        tokens, vocabulary = logits.shape
+        losses, hits = (torch.empty(tokens, device=hidden.device) for _ in range(2))
         backward = count is not None
-        training_kernels.cross_entropy[(rows,)](
+        training_kernels.cross_entropy[(tokens,)](
             logits, targets, losses, hits, vocabulary, 1.0 / (count or 1),
             BACKWARD=backward, BLOCK=LOGIT_BLOCK, num_warps=8,
         )  # fmt: skip
         gradient = self._norm.backward(hidden, logits @ self._weight) if backward else None
-        return losses.sum(), hits.sum(), gradient
+        return losses[:rows].sum(), hits[:rows].sum(), gradient

@@ -69,7 +69,7 @@ def run_micro_batch(
             hidden = model.layer(number, hidden, begun)
     result, sums = MicroBatch(), list[tuple[torch.Tensor, torch.Tensor]]()
     gradient = yield from _head(
-        model, hidden, predicting, targets, count=count if backward else None, sums=sums
+        model, hidden, predicting, targets, packed.learned, count=count if backward else None, sums=sums
     )
     if gradient is not None:
         by_layer: list[list[torch.Tensor]] = []
@@ -90,6 +90,7 @@ def _head(
     hidden: torch.Tensor,
     predicting: torch.Tensor,
     targets: torch.Tensor,
+    learned: int,
     *,
     count: int | None,
     sums: list[tuple[torch.Tensor, torch.Tensor]],
@@ -97,10 +98,11 @@ def _head(
     """Append losses and hits to `sums`; return the gradient of the hidden states if there is a `count`."""
     gradient = None if count is None else torch.zeros_like(hidden)
     size = model.head_tokens
-    for tokens, wanted in zip(predicting.split(size), targets.split(size), strict=True):
+    for number, (tokens, wanted) in enumerate(zip(predicting.split(size), targets.split(size), strict=True)):
         yield Slice.HEAD
-        loss, hits, found = model.loss(hidden[0, tokens], wanted, count)
+        rows = min(size, learned - number * size)
+        loss, hits, found = model.loss(hidden[0, tokens], wanted, count, rows)
         sums.append((loss, hits))
-        if gradient is not None:
-            gradient[0, tokens] = found
+        if gradient is not None and found is not None:
+            gradient[0, tokens[:rows]] = found[:rows]
     return gradient

@@ -13,11 +13,15 @@ import numpy as np
 from site_engine.core.training import Recipe
 from site_engine.training.data import Example
 
+PARTS = 8
+"""Sizes of micro-batches up to their limit."""
+
 
 class Packed(NamedTuple):
     """Sequences one after another; sequence i has the tokens [`begins[i]`, `begins[i + 1]`).
 
-    `ids` and `positions` [tokens]; the tokens at `predicting` predict the `targets`, which are learned.
+    `ids` and `positions` [tokens]; the tokens at `predicting` predict the `targets`, of which the first
+    `learned` are learned.
     """
 
     ids: np.ndarray
@@ -25,6 +29,7 @@ class Packed(NamedTuple):
     begins: tuple[int, ...]
     predicting: np.ndarray
     targets: np.ndarray
+    learned: int
 
 
 def pack(examples: Sequence[Example]) -> Packed:
@@ -32,7 +37,33 @@ def pack(examples: Sequence[Example]) -> Packed:
     ids = np.concatenate([example.ids for example in examples])
     learned = np.flatnonzero(np.concatenate([example.learned for example in examples]))
     positions = np.concatenate([np.arange(length) for length in lengths])
-    return Packed(ids, positions, (0, *np.cumsum(lengths).tolist()), learned - 1, ids[learned])
+    return Packed(ids, positions, (0, *np.cumsum(lengths).tolist()), learned - 1, ids[learned], len(learned))
+
+
+def pad(packed: Packed, tokens: int, learned_in: int) -> Packed:
+    """Return the same with one more sequence, up to so many tokens, and targets up to a multiple of
+    `learned_in`: what is added is computed, and counts for nothing.
+    """
+    more, targets = tokens - len(packed.ids), -packed.learned % learned_in
+    ids, positions = (np.pad(each, (0, more)) for each in (packed.ids, packed.positions))
+    predicting, wanted = (np.pad(each, (0, targets)) for each in (packed.predicting, packed.targets))
+    begins = (*packed.begins, tokens) if more else packed.begins
+    return packed._replace(ids=ids, positions=positions, begins=begins, predicting=predicting, targets=wanted)
+
+
+def sizes_up_to(limit_tokens: int, longest: int) -> tuple[int, ...]:
+    """Return the sizes of micro-batches, ascending: parts of the limit and, for an example that is longer and
+    therefore alone, its doubles.
+    """
+    sizes = [-(-limit_tokens * part // PARTS) for part in range(1, PARTS + 1)]
+    while sizes[-1] < longest:
+        sizes.append(2 * sizes[-1])
+    return tuple(dict.fromkeys(sizes))
+
+
+def fitting_size(sizes: Sequence[int], tokens: int) -> int:
+    """Return the smallest size of so many tokens; they fit the largest."""
+    return sizes[bisect_left(sizes, tokens)]
 
 
 @lru_cache(maxsize=8)

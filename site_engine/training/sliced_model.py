@@ -170,21 +170,23 @@ class SlicedModel:
         return (found[0], list(found[1:])) if number > 0 else (gradient, list(found))
 
     def loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None
+        self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Map what the last layer gives for some tokens, [tokens, dim], to the sum of their losses.
+        """Map what the last layer gives for some tokens, [tokens, dim], to the sum of the losses of the first
+        `rows`.
 
-        Also returns how many targets are predicted best and, with a `count`, the gradient of sum / count.
+        Also returns how many of their targets are predicted best and, with a `count`, their gradient of
+        sum / count.
         """
         if self._head is not None:
-            return self._head.loss(hidden, targets, count)
+            return self._head.loss(hidden, targets, count, rows)
         part = hidden.requires_grad_(count is not None)
         with torch.set_grad_enabled(count is not None):
-            logits = self.head(part)
+            logits = self.head(part)[:rows]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(logits, targets, reduction="sum")
+            loss = F.cross_entropy(logits, targets[:rows], reduction="sum")
         gradient = None if count is None else torch.autograd.grad(loss / count, part)[0]
-        return loss.detach(), (logits.detach().argmax(-1) == targets).sum(), gradient
+        return loss.detach(), (logits.detach().argmax(-1) == targets[:rows]).sum(), gradient
 
     @property
     def head_tokens(self) -> int:
@@ -251,7 +253,7 @@ class SlicedModel:
             hidden = self.layer(number, hidden, begun)
         off = (self.head(hidden[0]) - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
         if self._head is not None:  # its kernels are compiled here, and not beside answers
-            loss, _, gradient = self._head.loss(hidden[0], ids, 1)
+            loss, _, gradient = self._head.loss(hidden[0], ids, 1, len(ids))
             assert gradient is not None
             self.backward(0, begun.hidden, begun, gradient[None], {})
             exact = F.cross_entropy(wanted.float(), ids, reduction="sum")

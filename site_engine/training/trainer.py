@@ -7,19 +7,28 @@ micro-batch is dropped and computed again, the adapter is the same, bit by bit o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from statistics import median
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 
-from site_engine.core.slack import NextSlice, SliceCosts, fitted_tokens
+from site_engine.core.slack import NextSlice, SliceCosts
 from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
 from site_engine.training.data import Dataset, Example
 from site_engine.training.micro_batch import MicroBatch, Slice, Slices, run_micro_batch
-from site_engine.training.packing import batch_at, micro_batches, pack
+from site_engine.training.packing import (
+    Packed,
+    batch_at,
+    fitting_size,
+    micro_batches,
+    pack,
+    pad,
+    sizes_up_to,
+)
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
 
@@ -27,15 +36,21 @@ MAX_GRADIENT_NORM = 1.0
 MAX_SKIPPED = 3
 """Steps in a row whose gradients were not finite; the job fails with the last of them."""
 SNAPSHOT_INTERVAL_S = 300.0
+MIN_TRAIN_TOKENS = 256
+"""Of a micro-batch whose size is fitted: a GPU computes fewer no faster."""
+REHEARSED_LAYERS = 3
+"""Computed backward, twice, to see how long slices of a size take."""
 Event: TypeAlias = StepDone | Snapshot | Failed
 
 
 class Trainer:
     """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
 
-    `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is fitted
-    before each step so that a layer's backward pass, the longest kind of slice, takes about as long as that;
-    without it, sums have the same order everywhere. Raises TrainingRefused.
+    `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
+    `warm_up` fits it so that a layer's backward pass, the longest kind of slice, takes no longer than that;
+    without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
+    sizes, so that none has one that was not warmed up. `costs`: what slices took of other jobs with adapters
+    of this shape. Raises TrainingRefused.
     """
 
     def __init__(
@@ -50,6 +65,8 @@ class Trainer:
         resumed: Snapshot | None = None,
         train_tokens: int = 2048,
         slice_s: float | None = None,
+        padded: bool = False,
+        costs: SliceCosts | None = None,
         snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
     ) -> None:
         self.recipe = recipe
@@ -60,27 +77,20 @@ class Trainer:
         self._about = {**about, "recipe": recipe.as_dict()}
         self.examples = data.examples
         self.valid_examples = () if valid is None else valid.examples
-        self._valid_groups = micro_batches([len(each.ids) for each in self.valid_examples], train_tokens)
         self._valid_count = sum(int(each.learned.sum()) for each in self.valid_examples)
         self._model, self._clock = model, clock
         self._train_tokens, self._halved, self._skipped = train_tokens, False, 0
-        self._slice_s = slice_s
-        self._backward_s: dict[int, list[float]] = {}  # of this step's slices, by the micro-batch's tokens
-        self._optimizer = torch.optim.AdamW(
-            self.adapter.parameters(),
-            recipe.learning_rate,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.0,
-            fused=model.device.type == "cuda",  # one launch instead of hundreds
-        )
+        self._slice_s, self._padded, self._rehearses = slice_s, padded, False
+        self._longest = max(len(each.ids) for each in (*self.examples, *self.valid_examples))
+        self._sizes = sizes_up_to(train_tokens, self._longest)
+        self._optimizer = _optimizer(self.adapter.parameters())
         if resumed is not None:
             self._restore(resumed)
         self._adapted = model.attach(self.adapter)
         self._events: list[Event] = []
-        self._costs = SliceCosts()
+        self._costs = self._known = SliceCosts() if costs is None else costs
         self._micro: Slices | None = None
-        self._tokens = 1  # of the micro-batch that runs
+        self._size = self._sizes[0]  # of the micro-batch that runs
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
         self._slices = self._run()
         self.ended = self.step == self.total_steps
@@ -91,13 +101,15 @@ class Trainer:
     # ---- between slices
 
     @property
+    def train_tokens(self) -> int:
+        """The most tokens of a micro-batch, but for a longer example."""
+        return self._train_tokens
+
+    @property
     def following(self) -> NextSlice:
         """What the next slice is expected to take."""
-        cost, layers = (
-            partial(self._costs.seconds, tokens=self._tokens, now_s=self._clock()),
-            self._model.layers,
-        )
-        whole_s = len(layers) * (cost(Slice.FORWARD) + cost(Slice.BACKWARD))
+        cost = partial(self._costs.seconds, size=self._size, now_s=self._clock())
+        whole_s = len(self._model.layers) * (cost(Slice.FORWARD) + cost(Slice.BACKWARD))
         return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
     def run_slice(self, *, ahead: bool = False) -> float:
@@ -108,7 +120,7 @@ class Trainer:
         """
         if self.ended:
             return 0.0
-        began, kind, tokens = self._clock(), self._next, self._tokens
+        began, kind, size = self._clock(), self._next, self._size
         try:
             self._next = next(self._slices)
         except StopIteration:
@@ -119,9 +131,7 @@ class Trainer:
             self._fail(f"{type(error).__name__}: {error}")
         self._model.wait(slices=1 if ahead else 0)
         ended = self._clock()
-        if kind is Slice.BACKWARD:
-            self._backward_s.setdefault(tokens, []).append(ended - began)
-        self._costs.observe(kind, tokens, ended - began, ended)
+        self._costs.observe(kind, size, ended - began, ended)
         return ended - began
 
     def drop(self) -> None:
@@ -131,16 +141,18 @@ class Trainer:
             self._next = Slice.BEGIN
 
     def warm_up(self) -> None:
-        """Compute the first micro-batch up to its second backward slice, twice, and drop it: slices beside
-        answers then compile nothing, and what they take is known.
+        """Fit the size of micro-batches, and compute some of each size, and an update, for nothing: slices
+        beside answers then compile and allocate nothing, and what they take is known. What is known of other
+        jobs is left out.
         """
-        for _ in range(2):
-            backward = 0
-            while backward < 2 and self._next is not Slice.UPDATE and not self.ended:
-                backward += self._next is Slice.BACKWARD
-                self.run_slice()
-            self.drop()
-        self._backward_s.clear()
+        known, self._costs, self._rehearses = self._costs, SliceCosts(), True
+        self._known = known
+        self._slices = self._rehearsal()
+        self._next = next(self._slices)
+        while self._rehearses and not self.ended:
+            self.run_slice()
+        known.adopt(self._costs)
+        self._costs = known
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -182,18 +194,79 @@ class Trainer:
 
     # ---- the job, slice by slice
 
+    def _rehearsal(self) -> Generator[Slice, None, None]:
+        """What `warm_up` runs, and then the job."""
+        if self._slice_s is not None:
+            self._train_tokens = yield from self._fit(self._slice_s)
+        self._sizes = sizes_up_to(self._train_tokens, self._longest)
+        sizes = self._sizes if self._padded else (self._train_tokens,)
+        for size in reversed(sizes):  # the first allocates what the others use, too
+            if self._known.knows(Slice.BACKWARD, size):
+                continue
+            if self._padded:
+                examples = self._some(size)
+                groups = [range(len(examples))] * 2 if examples else []
+                yield from self._passes(examples, groups, 1, size=size)
+            else:
+                yield from self._rehearse(size)
+        if not self._known.knows(Slice.UPDATE, 0):
+            yield from self._rehearse_update()
+        self._rehearses = False
+        yield from self._run()
+
+    def _rehearse_update(self) -> Generator[Slice, None, None]:
+        """Make steps of spare factors, and a snapshot."""
+        parameters = [each.detach().clone().requires_grad_() for each in self.adapter.parameters()]
+        optimizer, self._size = _optimizer(parameters), 0
+        for _ in range(3):
+            yield Slice.UPDATE
+            _step(optimizer, [torch.zeros_like(each) for each in parameters], 0.0)
+            self._model.forget_factors()
+        self.snapshot()
+
+    def _fit(self, slice_s: float) -> Generator[Slice, None, int]:
+        """Return the most tokens of which a layer's backward pass takes at most so long."""
+        fitted = tokens = min(MIN_TRAIN_TOKENS, self._train_tokens)
+        while tokens <= self._train_tokens:
+            yield from self._rehearse(tokens)
+            taken_s = self._costs.seconds(Slice.BACKWARD, tokens, self._clock())
+            fitted = tokens if taken_s <= slice_s else fitted
+            if 2 * taken_s > slice_s:  # twice as many would take longer
+                break
+            tokens *= 2
+        return fitted
+
+    def _rehearse(self, size: int) -> Generator[Slice, None, None]:
+        """Compute a micro-batch of a size up to some layers backward, twice."""
+        examples = self._some(size)
+        for _ in range(2 if examples else 0):
+            packed = self._packed(examples, size)
+            slices = run_micro_batch(self._model, self.adapter, self._adapted, packed, 1)
+            with closing(slices):
+                backward = 0
+                while backward < REHEARSED_LAYERS and (kind := next(slices, None)) is not None:
+                    backward += kind is Slice.BACKWARD
+                    yield kind
+
+    def _some(self, size: int) -> list[Example]:
+        """Return as many examples as a micro-batch of a size can have: the shortest, or a long one."""
+        fitting = sorted(
+            (each for each in self.examples if len(each.ids) <= size), key=lambda each: len(each.ids)
+        )
+        if size > self._train_tokens:
+            return fitting[-1:]
+        ends = accumulate(len(each.ids) for each in fitting[: self.recipe.batch_size])
+        return [each for each, end in zip(fitting, ends, strict=False) if end <= size]
+
     def _run(self) -> Generator[Slice, None, None]:
         examples = self.examples
         while self.step < self.total_steps:
-            if self._slice_s is not None and self._backward_s and not self._halved:
-                tokens = max(self._backward_s)
-                self._train_tokens = fitted_tokens(tokens, median(self._backward_s[tokens]), self._slice_s)
-            self._backward_s.clear()
             numbers = batch_at(self.step, len(examples), self.recipe)
             batch = [examples[number] for number in numbers]
             count = sum(int(example.learned.sum()) for example in batch)
             groups = micro_batches([len(example.ids) for example in batch], self._train_tokens)
             total = yield from self._passes(batch, groups, count)
+            self._size = 0
             yield Slice.UPDATE
             loss = total.loss_sum / count
             if not self._update(total.gradients):
@@ -219,13 +292,13 @@ class Trainer:
         groups: Iterable[Sequence[int]],
         count: int,
         *,
+        size: int | None = None,
         backward: bool = True,
     ) -> Generator[Slice, None, MicroBatch]:
         """Run micro-batches, the groups of examples, and add up what they give."""
         total = MicroBatch()
         for group in groups:
-            packed = pack([examples[number] for number in group])
-            self._tokens = len(packed.ids)
+            packed = self._packed([examples[number] for number in group], size)
             result: MicroBatch | None = None
             while result is None:  # it was dropped
                 self._micro = run_micro_batch(
@@ -241,26 +314,26 @@ class Trainer:
                 total.gradients = result.gradients
         return total
 
+    def _packed(self, examples: Sequence[Example], size: int | None = None) -> Packed:
+        """Pack examples into a micro-batch; `size`: instead of the smallest that holds them."""
+        packed = pack(examples)
+        self._size = size or fitting_size(self._sizes, len(packed.ids))
+        return pad(packed, self._size, self._model.head_tokens) if self._padded else packed
+
     def _update(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Make an optimizer step; leave it out if a gradient is not finite and return False."""
-        parameters = self.adapter.parameters()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
-        finite = bool(torch.isfinite(norm))
+        rate = self.recipe.learning_rate_at(self.step, self.total_steps)
+        finite = _step(self._optimizer, gradients, rate)
         if finite:
-            self._optimizer.param_groups[0]["lr"] = self.recipe.learning_rate_at(self.step, self.total_steps)
-            self._optimizer.step()
             self._model.forget_factors()  # the fused optimizer does not count up their versions
-        self._optimizer.zero_grad(set_to_none=True)
         self._skipped = 0 if finite else self._skipped + 1
         return finite
 
     def _validate(self) -> Generator[Slice, None, float | None]:
         if not self.valid_examples:
             return None
-        passes = self._passes(self.valid_examples, self._valid_groups, self._valid_count, backward=False)
-        total = yield from passes
+        groups = micro_batches([len(each.ids) for each in self.valid_examples], self._train_tokens)
+        total = yield from self._passes(self.valid_examples, groups, self._valid_count, backward=False)
         return total.loss_sum / self._valid_count
 
     def _after_lack_of_memory(self) -> None:
@@ -271,9 +344,35 @@ class Trainer:
             return
         self._halved, self._train_tokens = True, max(1, self._train_tokens // 2)
         self._micro = None
-        self._slices = self._run()
+        self._slices = self._rehearsal() if self._rehearses else self._run()
         self._next = next(self._slices)
 
     def _fail(self, reason: str) -> None:
         self._events.append(Failed(reason))
         self.ended = True
+
+
+def _optimizer(parameters: Sequence[torch.Tensor]) -> torch.optim.AdamW:
+    """Return the optimizer of factors, whose moments are allocated now and not beside answers."""
+    fused = parameters[0].is_cuda  # one launch instead of hundreds
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=fused)
+    for each in parameters:
+        optimizer.state[each] = {
+            "step": torch.zeros((), device=each.device if fused else None),
+            "exp_avg": torch.zeros_like(each),
+            "exp_avg_sq": torch.zeros_like(each),
+        }
+    return optimizer
+
+
+def _step(optimizer: torch.optim.AdamW, gradients: Sequence[torch.Tensor], rate: float) -> bool:
+    """Make a step; leave it out if a gradient is not finite and return False."""
+    (group,) = optimizer.param_groups
+    for parameter, gradient in zip(group["params"], gradients, strict=True):
+        parameter.grad = gradient
+    finite = bool(torch.isfinite(torch.nn.utils.clip_grad_norm_(group["params"], MAX_GRADIENT_NORM)))
+    if finite:
+        group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return finite

@@ -15,7 +15,7 @@ from site_engine.cuda.kernels import training_kernels
 from site_engine.training import llama_layers
 from site_engine.training.adapter import Adapter, new_adapter
 from site_engine.training.micro_batch import MicroBatch, run_micro_batch
-from site_engine.training.packing import pack
+from site_engine.training.packing import pack, pad
 from site_engine.training.sliced_model import SlicedModel
 from tests.support.engine_models import FAMILIES
 from tests.support.model_families import random_model
@@ -37,10 +37,12 @@ def started(name: str, target: str, *, fused: bool) -> tuple[SlicedModel, Adapte
     return model, adapter, adapted
 
 
-def passed(name: str, target: str, *, fused: bool, backward: bool = True) -> MicroBatch:
+def passed(name: str, target: str, *, fused: bool, backward: bool = True, padded: int = 0) -> MicroBatch:
     model, adapter, adapted = started(name, target, fused=fused)
     packed = pack(examples(5, seed=3).examples)
-    slices = run_micro_batch(model, adapter, adapted, packed, len(packed.targets), backward=backward)
+    if padded:
+        packed = pad(packed, len(packed.ids) + padded, model.head_tokens)
+    slices = run_micro_batch(model, adapter, adapted, packed, packed.learned, backward=backward)
     while True:
         try:
             next(slices)
@@ -64,6 +66,14 @@ def test_loss_and_gradients_are_those_of_the_layers_of_transformers(
     assert len(found.gradients) == len(wanted.gradients)
     for one, other in zip(found.gradients, wanted.gradients, strict=True):
         assert one.dtype == other.dtype
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-9
+
+
+def test_what_is_padded_counts_for_nothing() -> None:
+    found, wanted = (passed("llama", "all-linear", fused=True, padded=padded) for padded in (9, 0))
+    assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-6)
+    assert found.correct == wanted.correct
+    for one, other in zip(found.gradients, wanted.gradients, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-9
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.adapter_slots import AdapterSlots
-from site_engine.core.request import Lane
+from site_engine.core.request import Lane, Request
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.core.slack import Bounds, Deferral, NextSlice
 from site_engine.engine.build import allocate_kv_cache
@@ -19,7 +20,8 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine.training_loop import MAX_JOBS, TrainingLoop
 from site_engine.errors import TrainingRefused
-from site_engine.model.runner import Logits, PackedRunner
+from site_engine.model.logit_rules import LogitRules
+from site_engine.model.runner import Logits, PackedRunner, StepTokens
 from site_engine.training.snapshot import Snapshot
 from site_engine.variants import grouped
 from site_engine.variants.store import VariantStore
@@ -28,7 +30,7 @@ from tests.support.training import equal, examples, run, trainer
 from tests.support.variants import served
 
 torch.set_num_threads(1)
-BETWEEN_S, BASE_S, TOKEN_S = 0.05, 0.01, 0.0002
+BETWEEN_S, BASE_S, TOKEN_S, HOST_S = 0.05, 0.01, 0.0002, 0.004
 
 
 class Clock:
@@ -49,6 +51,36 @@ class TimedRunner(PackedRunner):
     def run(self, plan: SchedulePlan) -> Logits:
         self.clock.now_s += BASE_S + TOKEN_S * plan.tokens
         return super().run(plan)
+
+
+class LaunchedStep(NamedTuple):
+    """A plan of which every row's token is known when the device has computed it."""
+
+    plan: SchedulePlan
+    requests: list[Request]
+    runner: LaunchingRunner
+    done_s: float
+
+    def wait(self) -> StepTokens:
+        self.runner.running -= 1
+        self.runner.clock.now_s = max(self.runner.clock.now_s, self.done_s)
+        return StepTokens([7] * len(self.requests), set())
+
+
+class LaunchingRunner(TimedRunner):
+    """Computes plans on a device of its own, one after the other, while the host goes on."""
+
+    running = 0  # plans that were launched and not read
+    launched_ahead = 0  # of these, at the launch of another
+    free_s = 0.0
+
+    def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> LaunchedStep:
+        self.clock.now_s += HOST_S
+        self.launched_ahead += self.running
+        self.running += 1
+        self.free_s = max(self.free_s, self.clock.now_s) + BASE_S + TOKEN_S * plan.tokens
+        sampled = [chunk.request for chunk in plan.chunks if chunk.samples]
+        return LaunchedStep(plan, sampled, self, self.free_s)
 
 
 class Slices:
@@ -75,13 +107,15 @@ class Slices:
         return Snapshot(0, {}, {})
 
 
-def timed_engine(clock: Clock, bounds: Bounds, **chosen: Any) -> SiteEngine:
+def timed_engine(
+    clock: Clock, bounds: Bounds, kind: type[TimedRunner] = TimedRunner, **chosen: Any
+) -> SiteEngine:
     model, _ = served()
     limits = EngineSettings(
         **{"slots": 8, "token_budget": 256, "page_size": 4, "kv_tokens": 4096, "training": bounds} | chosen
     )
     kv_cache = allocate_kv_cache(model, limits)
-    runner = TimedRunner(
+    runner = kind(
         model.forward, kv_cache, slots=8, pages_per_row=64, use_variants=grouped.rows_of(model.device)
     )
     runner.clock = clock
@@ -113,6 +147,32 @@ def test_answers_wait_for_tokens_no_longer_than_the_bound(seed: int, slice_s: fl
             if output.finish is not None:
                 del last[output.request_id]
     assert job.begun_s
+
+
+@pytest.mark.parametrize("slice_s", [0.005, 0.1])
+def test_an_iteration_is_launched_before_the_one_before_is_read_where_no_slice_fits(slice_s: float) -> None:
+    """And where one fits, after: tokens are not late."""
+    clock = Clock()
+    engine = timed_engine(clock, Bounds(between_tokens_s=BETWEEN_S), LaunchingRunner)
+    runner = engine.runner
+    assert isinstance(runner, LaunchingRunner)
+    job = Slices(clock, slice_s)
+    engine.submit(greedy("a", [1, 2, 3], 60))
+    runner.launched_ahead, times = 0, list[float]()
+    for step in range(400):
+        if step == 10:
+            engine.training.begin("job", "acme", job)
+        times += [clock.now_s] * len(engine.step())
+        if len(times) == 60:
+            break
+    between = [after - before for before, after in pairwise(times)]
+    assert max(between) <= BETWEEN_S
+    if slice_s < BETWEEN_S:
+        assert len(job.begun_s) >= 2 * 50
+    else:
+        assert not job.begun_s
+        assert runner.launched_ahead >= 58
+        assert between[30:] == pytest.approx([BASE_S + TOKEN_S] * 29), "the host's time is hidden"
 
 
 @pytest.mark.parametrize("slice_s", [0.001, 0.004, 0.1])

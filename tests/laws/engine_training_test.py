@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,52 +17,25 @@ from site_engine.core.chain import Variant
 from site_engine.core.training import AdapterShape, Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training import snapshot as snapshots
-from site_engine.training.adapter import Adapter, new_adapter, write_folder
+from site_engine.training.adapter import Adapter, write_folder
 from site_engine.training.data import Dataset
-from site_engine.training.micro_batch import MicroBatch, run_micro_batch
+from site_engine.training.micro_batch import MicroBatch
 from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
 from tests.support.engine_models import FAMILIES, drain, engine_for, greedy, greedy_answer
 from tests.support.model_families import random_model
-from tests.support.training import SMALL, equal, examples, run, trainer
+from tests.support.training import SMALL, computed, equal, examples, run, started, trainer
 from tests.support.variants import served
 
 torch.set_num_threads(1)
 SHAPE = AdapterShape(4, 8.0)
 
 
-def started(name: str, shape: AdapterShape = SHAPE) -> tuple[SlicedModel, Adapter, list[list[str]], Any]:
-    """Return a family in float64 with an adapter that changes it, and the plain model."""
-    plain = random_model(FAMILIES[name]()).double()
-    for module in plain.modules():
-        if hasattr(module, "variance_epsilon"):  # transformers computes these norms in float32
-            module.forward = partial(
-                F.rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
-    model = SlicedModel(plain)
-    adapter = new_adapter(model.targets(shape), shape, seed=1)
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for _, up in adapter.factors.values():
-            up.normal_(0.0, 0.05, generator=draw)
-    return model, adapter, model.attach(adapter), plain
-
-
 def passed(
     model: SlicedModel, adapter: Adapter, adapted: list[list[str]], data: Dataset, **how: Any
 ) -> MicroBatch:
-    packed = pack(data.examples)
-    slices = run_micro_batch(model, adapter, adapted, packed, len(packed.targets), **how)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: MicroBatch = end.value
-            return result
+    return computed(model, adapter, adapted, pack(data.examples), **how)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2"])  # computes in float32
@@ -138,21 +109,6 @@ def test_any_slicing_and_any_drops_give_the_same_adapter() -> None:
         events = run(dropped, drop)
         assert [event.loss for event in events if isinstance(event, StepDone)] == losses
         assert equal(dropped.adapter.tensors(), expected.adapter.tensors())
-
-
-@pytest.mark.parametrize("train_tokens", [64, 8])
-def test_a_job_that_was_warmed_up_gives_the_same_adapter_and_knows_what_slices_take(
-    train_tokens: int,
-) -> None:
-    data, ticks = examples(11), count()
-    plain = trainer(data, train_tokens=train_tokens)
-    run(plain)
-    warmed = trainer(data, train_tokens=train_tokens, clock=lambda: 0.001 * next(ticks))
-    warmed.warm_up()
-    assert warmed.following.micro_batch_s > 0.0
-    assert not warmed.take_events()
-    run(warmed)
-    assert equal(warmed.adapter.tensors(), plain.adapter.tensors())
 
 
 def test_a_job_resumed_from_any_snapshot_ends_with_the_same_adapter(tmp_path: Path) -> None:

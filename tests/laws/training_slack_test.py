@@ -14,15 +14,12 @@ from site_engine.core.slack import (
     KEPT_DELAYS,
     LATE_CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
-    MAX_TRAIN_TOKENS,
-    MIN_TRAIN_TOKENS,
     Bounds,
     Deferral,
     NextSlice,
     Seen,
     Slack,
     SliceCosts,
-    fitted_tokens,
 )
 
 SECONDS = st.floats(0.0, 1.0)
@@ -195,25 +192,39 @@ def test_the_next_slice_is_foreseen_as_nearly_the_longest_of_the_last_of_its_kin
     costs = SliceCosts()
     assert costs.seconds("forward", 10, 0.0) == 0.0
     costs.observe("forward", 10, 9.0, 0.0)
-    assert costs.seconds("forward", 10, 0.0) == 0.0, "the first of a kind allocates"
+    assert costs.seconds("forward", 10, 0.0) == 0.0, "the first of a kind and size allocates"
     for taken_s in (0.5, 2.0, 3.0):
         costs.observe("forward", 10, taken_s, 0.0)
-    assert costs.seconds("forward", 15, 0.0) == 2.0
-    assert costs.seconds("forward", 16, 0.0) == 4.0
+    assert costs.seconds("forward", 10, 0.0) == 2.0
+    assert costs.seconds("forward", 5, 0.0) == 2.0
+    assert costs.seconds("forward", 20, 0.0) == 4.0
     assert costs.seconds("backward", 10, 0.0) == 0.0
     for _ in range(100):
         costs.observe("forward", 10, 1.0, 0.0)
     assert costs.seconds("forward", 10, 0.0) == 1.0
 
 
-def test_the_launches_of_a_small_slice_are_not_taken_for_the_time_of_its_tokens() -> None:
+@given(st.dictionaries(st.integers(1, 9), st.floats(0.001, 0.1), min_size=1), st.integers(1, 12))
+def test_a_size_that_was_seen_has_its_own_cost_and_another_that_of_the_next_larger(
+    taken_s: dict[int, float], size: int
+) -> None:
     costs = SliceCosts()
-    for _ in range(20):
-        costs.observe("forward", 4_000, 0.005, 0.0)
-        costs.observe("forward", 40, 0.003, 0.0)
-    assert costs.seconds("forward", 4_000, 0.0) == 0.005
-    assert costs.seconds("forward", 40, 0.0) == 0.003
-    assert costs.seconds("forward", 16_000, 0.0) == 0.02
+    for seen, seconds in taken_s.items():
+        for _ in range(2):
+            costs.observe("forward", seen, seconds, 0.0)
+    larger = [each for each in taken_s if each >= size]
+    most = max(taken_s)
+    wanted = taken_s[min(larger)] if larger else taken_s[most] * size / most
+    assert costs.seconds("forward", size, 0.0) == pytest.approx(wanted)
+
+
+def test_a_size_that_comes_seldom_is_foreseen_as_it_was_while_others_run() -> None:
+    costs = SliceCosts()
+    for _ in range(2):
+        costs.observe("update", 0, 0.02, 0.0)
+    for now_s in range(60):
+        costs.observe("forward", 10, 0.001, float(now_s))
+    assert costs.seconds("update", 0, 59.0) == 0.02
 
 
 def test_a_slice_that_once_took_long_is_tried_again() -> None:
@@ -237,14 +248,3 @@ def test_a_slice_that_once_took_long_is_tried_again() -> None:
 def test_bounds_without_meaning_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Bounds(**wrong)
-
-
-@given(st.floats(1e-8, 1e-4), st.integers(1, 40_000), st.floats(0.001, 0.02))
-def test_micro_batches_are_fitted_to_the_time_of_a_slice(
-    token_s: float, tokens: int, wanted_s: float
-) -> None:
-    for _ in range(20):
-        tokens = fitted_tokens(tokens, tokens * token_s, wanted_s)
-        assert MIN_TRAIN_TOKENS <= tokens <= MAX_TRAIN_TOKENS
-    if MIN_TRAIN_TOKENS < tokens < MAX_TRAIN_TOKENS:
-        assert tokens * token_s == pytest.approx(wanted_s, abs=token_s)
