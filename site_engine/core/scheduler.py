@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
-from site_engine.core.pacing import prompt_tokens
+from site_engine.core.load import CostFit
+from site_engine.core.pacing import Pace
 from site_engine.core.page_pool import PagePool, SwapSpace
 from site_engine.core.prefix_cache import Owner, PrefixTree
 from site_engine.core.request import Request, State
@@ -48,6 +49,12 @@ class SchedulePlan:
     def tokens(self) -> int:
         return len(self.decodes) + sum(entry.length for entry in self.prefills)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens of keys and values that are read."""
+        read = sum([start for _, start, _, _ in self.decodes]) + len(self.decodes)
+        return read + sum([start + length for _, start, length, _ in self.prefills])
+
     def of(self, wanted: Callable[[Request], bool]) -> SchedulePlan:
         """Return the chunks of some requests."""
         decodes = [chunk for chunk in self.decodes if wanted(chunk.request)]
@@ -73,11 +80,12 @@ class Scheduler:
         share_prefixes: bool = False,
         adapters: AdapterSlots | None = None,
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
+        fit: CostFit | None = None,
     ) -> None:
         """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
 
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on.
+        a request's virtual tokens from number `first` on. `fit`: of what iterations cost so far.
         """
         self.pool = pool
         self.queue = queue
@@ -87,6 +95,7 @@ class Scheduler:
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
+        self.pace = Pace(CostFit() if fit is None else fit)
         self._policy = policy
         self._share_prefixes = share_prefixes
         self._adapters = adapters
@@ -126,7 +135,8 @@ class Scheduler:
         budget = self._plan_decodes(plan)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        self._paced_tokens = prompt_tokens(len(plan.decodes))
+        paced = bool(self._decode_heavy)
+        self._paced_tokens = self.pace.prompt_tokens(len(plan.decodes), budget) if paced else budget
         budget = self._plan_prefills(plan, budget)
         # prefills alone may hold every page; a request in State.LAST will return its own
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):

@@ -72,11 +72,8 @@ class SiteEngine:
         self._model = model
         self._variants = variants
         self._clock = clock
-        self._pool = PagePool(
-            self._kv_cache.pages,
-            self._kv_cache.page_size,
-            Poison(self._kv_cache) if settings.debug_poison else None,
-        )
+        poison = Poison(self._kv_cache) if settings.debug_poison else None
+        self._pool = PagePool(self._kv_cache.pages, self._kv_cache.page_size, poison)
         self._token_budget = settings.token_budget_on(model.device.type)
         self._meter = Meter()
         cost = self._meter.fit.cost
@@ -92,6 +89,7 @@ class SiteEngine:
             share_prefixes=settings.share_prefixes,
             adapters=None if variants is None else variants.slots,
             write_virtual=self._kv_cache.write_virtual,
+            fit=self._meter.fit,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
         self.sleeper = sleeper_of(runner.kv_cache.memory, self._scheduler.prefixes, self._publish_pending)
@@ -438,11 +436,10 @@ class SiteEngine:
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
         self.training.served(plan, seconds)
         decodes, prefills = plan.decodes, plan.prefills
-        read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
             rows=len(decodes) + len(prefills),
             tokens=plan.tokens,
-            kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
+            kv_tokens=plan.kv_tokens,
             sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
