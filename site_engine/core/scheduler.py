@@ -308,19 +308,27 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt one running request of a lower lane if the next request needs its room or its slot."""
+        """Preempt running requests of a lower lane until the next request has its room and its slot.
+
+        One an iteration would let it wait for several where lines of batches are small and fill the memory.
+        """
         for first in self._next_to_start(now):
-            if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
-                continue
-            if not self._has_slot(first):
-                kept = {one.variant for one in self.running if one.lane <= first.lane}
-                holders = (one for one in reversed(self.running) if one.has_adapter)
-                victim = next((one for one in holders if one.variant not in kept), None)
-            else:
-                victim = None if self._rows and self.reservation.fits(first) else self.running[-1]
-            if victim is not None:
+            preempted = False
+            while (victim := self._in_the_way_of(first)) is not None:
                 self._preempt(victim)
+                preempted = True
+            if preempted:
                 return
+
+    def _in_the_way_of(self, first: Request) -> Request | None:
+        """Return the running request of a lower lane that is to be preempted for another, if there is one."""
+        if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
+            return None
+        if not self._has_slot(first):
+            kept = {one.variant for one in self.running if one.lane <= first.lane}
+            holders = (one for one in reversed(self.running) if one.has_adapter)
+            return next((one for one in holders if one.variant not in kept), None)
+        return None if self._rows and self.reservation.fits(first) else self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
         """Yield the request to start next; if it waits for a slot, also the next one without an adapter.

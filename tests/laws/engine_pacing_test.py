@@ -186,6 +186,19 @@ def test_nobody_is_paced_beside_the_lines_of_another_tenant_or_beside_chats() ->
     assert engine.counts.computed >= 2000
 
 
+def test_a_chat_takes_the_memory_of_as_many_lines_as_it_needs_at_once() -> None:
+    engine = engine_for([line(str(at), 16, 96) for at in range(9)], 1024)
+    engine.step()
+    assert len(running(engine)) == 7
+    chat = Request("chat", range(400), remaining=RemainingCurve.exactly(100), tenant="u", lane=Lane.CHAT)
+    engine._lengths["chat"] = 100
+    engine.submit(chat)
+    engine.step()
+    assert "chat" in running(engine)
+    assert 3 <= len(engine.scheduler.preempted) <= 6
+    engine.run()
+
+
 def test_two_kinds_of_lines_end_sooner_together_than_in_turn() -> None:
     def took(any_order: bool) -> float:
         requests = [line(f"long {at}", 20, 400 + at) for at in range(40, 0, -1)]
