@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.support.offline_orders import ORDERS, ChosenQueue, queue_of
 from bench.support.offline_work import H200, Line, draw, mix
+from site_engine.core.load import CostFit
 from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
 from site_engine.core.scheduler import SchedulePlan
 from tests.support.counted_engine import CountedEngine, Counts
@@ -187,14 +188,15 @@ def run(job: Job) -> dict[str, Any]:
     return {**job._asdict(), **_figures(counted(job, lines), lines, job)}
 
 
-def counted(
+def counted(  # noqa: PLR0917 - as an engine has them
     job: Job,
     lines: list[Line],
     seconds: Callable[[SchedulePlan], float] = seconds_of,
     token_budget: int = TOKEN_BUDGET,
     page_size: int = 16,
+    fit: CostFit | None = None,
 ) -> Counts:
-    """Run lines in the order of a job; `seconds`: what an iteration costs."""
+    """Run lines in the order of a job; `seconds`: what an iteration costs, `fit`: what the site knows."""
     expected, request = as_requests(job, lines)
     queue = queue_of(job.order, lines, expected, request, job.rows)
     engine = CountedEngine(
@@ -205,6 +207,7 @@ def counted(
         token_budget=token_budget,
         page_size=page_size,
         queue=queue,
+        fit=fit,
     )
     if isinstance(queue, ChosenQueue):
         queue.scheduler = engine.scheduler

@@ -56,7 +56,8 @@ class Beside:
         """Run until the batch has ended, and return how long the chats waited that came before that."""
         counts, arrived, left = self._engine.counts, 0, self._lines
         while left:
-            while (at := self._fed.next()) is not None:
+            waiting = len(self._engine.scheduler.queue)
+            while (at := self._fed.next(waiting)) is not None:
                 request = self._request(at)
                 request.any_order, request.prefill_heavy = self._fed.any_order, self._fed.heavy[at]
                 self._engine.scheduler.queue.push(request)

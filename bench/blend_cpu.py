@@ -27,6 +27,8 @@ from bench.blend import Job, counted, lines_of
 from bench.support.offline_served import ORDERS, Served, Serving
 from bench.support.offline_work import Line
 from gateway.batches.values import Order
+from site_engine.core.load import CostFit
+from site_engine.core.pacing import Pace
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.engine.build import packed_runner
 from site_engine.engine.engine import SiteEngine
@@ -101,11 +103,15 @@ class Iteration(NamedTuple):
 class Run(SiteEngine):
     """An engine that serves the lines of one order, and keeps what each plan took to be computed."""
 
-    def __init__(self, model: LoadedModel, settings: EngineSettings, lines: list[Line], how: Order) -> None:
+    def __init__(
+        self, model: LoadedModel, settings: EngineSettings, lines: list[Line], how: Order, fit: CostFit
+    ) -> None:
+        """Begin with no line; `fit` paces prompts, so that all runs of an order have the same iterations."""
         self.clock = TurnClock()
         super().__init__(model, packed_runner(model, settings), settings, self.clock)
         self.iterations: list[Iteration] = []
         self.serving = Serving(self, lines, how, 2)
+        self._scheduler.pace = Pace(fit)
         self._scheduler.plan = self._timed(self._scheduler.plan)  # type: ignore[method-assign]
         self._plan_s = 0.0  # of this iteration
 
@@ -168,12 +174,14 @@ class Compared(NamedTuple):
     preemptions: tuple[int, int]
 
 
-def compared(job: Job, lines: list[Line], runs: dict[str, Real], settings: EngineSettings) -> list[Compared]:
+def compared(
+    job: Job, lines: list[Line], runs: dict[str, Real], settings: EngineSettings, fit: CostFit
+) -> list[Compared]:
     """Count what each order takes, at the costs that were measured in all."""
     costs = Costs([each for served in runs.values() for each in served.iterations], settings.page_size)
     budget = settings.token_budget_on("cpu")
     counts = {
-        order: counted(job._replace(order=order), lines, costs.seconds, budget, settings.page_size)
+        order: counted(job._replace(order=order), lines, costs.seconds, budget, settings.page_size, fit)
         for order in runs
     }
     cold = sum(each.plan_s for served in runs.values() for each in served.iterations)
@@ -222,16 +230,21 @@ class Real(NamedTuple):
 
 def real(
     model: LoadedModel, settings: EngineSettings, lines: list[Line], orders: list[str], times: int
-) -> dict[str, Real]:
-    """Serve lines in each order so many times, all in turns, and before that a few of them."""
-    warm = Run(model, settings, lines[::WARM_SHARE], ORDERS[orders[0]])
+) -> tuple[dict[str, Real], CostFit]:
+    """Serve lines in each order so many times, all in turns; before that a few of them, whose costs the site
+    knows then.
+    """
+    warm = Run(model, settings, lines[::WARM_SHARE], ORDERS[orders[0]], CostFit())
     while warm.turn():
         pass
-    runs = {order: [Run(model, settings, lines, ORDERS[order]) for _ in range(times)] for order in orders}
+    fit = warm._meter.fit
+    runs = {
+        order: [Run(model, settings, lines, ORDERS[order], fit) for _ in range(times)] for order in orders
+    }
     left = [run for each in zip(*runs.values(), strict=True) for run in each]
     while left:
         left = [run for run in left if run.turn()]
-    return {order: together(each) for order, each in runs.items()}
+    return {order: together(each) for order, each in runs.items()}, fit
 
 
 def together(runs: list[Run]) -> Real:
@@ -275,8 +288,8 @@ def main() -> int:
     for cell in asked.cell or CELLS:
         job = Job(cell, "", 0.0, "peak", asked.seconds, settings.kv_tokens or 0, asked.rows, 0, asked.data)
         lines = shorter(lines_of(job), asked.shorter)
-        runs = real(model, settings, lines, asked.orders, asked.times)
-        for each in compared(job, lines, runs, settings):
+        runs, fit = real(model, settings, lines, asked.orders, asked.times)
+        for each in compared(job, lines, runs, settings, fit):
             found.append(each)
             print(each, flush=True)
     print(json.dumps({"conditions": vars(asked), "runs": [each._asdict() for each in found]}))

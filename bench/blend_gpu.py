@@ -5,8 +5,9 @@ workloads and loads the model once. Lengths are exact, answers greedy, ids new i
 gives the engine forecasts instead, and `--reserve p90 peak` compares what a request reserves. A short run of
 blend, with a part of the lines, warms the graphs and is not counted. `seconds_with_new_graphs` are those of
 iterations that captured graphs all the same; costs are not fitted to them. Prints the seconds of the kinds of
-steps and, at the end, what is counted of each run, at the costs of bench/results/gpu.md and at those fitted
-to all other iterations here. With `--out` every run is at once a line there. The last line is JSON.
+steps and, at the end, what a prompt's token took by the size of its piece, and what is counted of each run,
+at the costs of bench/results/gpu.md and at those fitted to all other iterations here. With `--out` every run
+is at once a line there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +61,34 @@ def features(plan: SchedulePlan) -> Features:
     )
 
 
+def decodes_of(known: list[tuple[Features, float]]) -> Callable[[int, float], float]:
+    """Return the seconds of an iteration without prompts, by its rows and the tokens that they read."""
+    seen = [(each, took) for each, took in known if not each[-1]]
+    rows = np.array([(1, each[1], max(0.0, each[1] - RIDGE / 2), each[3]) for each, _ in seen])
+    weights, _ = nnls(rows * SCALES[:4], np.array([took for _, took in seen]))
+    scaled = weights * SCALES[:4]
+    return lambda count, read: float(scaled @ (1, count, max(0.0, count - RIDGE / 2), read))
+
+
+def prices(known: list[tuple[Features, float]], decodes: list[int]) -> list[dict[str, float]]:
+    """Return what a prompt's token took beyond the decodes of its iteration, by rows and prompt tokens."""
+    alone, found = decodes_of(known), dict[tuple[int, int], list[tuple[float, float]]]()
+    for (each, took), rows in zip(known, decodes, strict=True):
+        prompt = each[1] - rows
+        if prompt > 0:
+            kind = int(math.log2(rows + 1)), int(2 * math.log2(prompt))
+            found.setdefault(kind, []).append((took - alone(rows, each[3]), prompt))
+    return [
+        {
+            "rows_from": 2**rows - 1,
+            "prompt_tokens": round(sum(tokens for _, tokens in each) / len(each)),
+            "iterations": len(each),
+            "token_us": round(1e6 * sum(more for more, _ in each) / sum(tokens for _, tokens in each), 2),
+        }
+        for (rows, _), each in sorted(found.items())
+    ]
+
+
 class Fit:
     """Seconds of an iteration: no negative weights of its features, by least squares."""
 
@@ -98,6 +129,7 @@ class Measured:
         self._engine = engine
         self._peak: Reservation = engine._scheduler.reservation
         self.iterations: list[tuple[Features, float]] = []
+        self.decodes: list[int] = []  # rows of each of these iterations that decoded
 
     def serve(self, job: Job, lines: list[Line], seed: int) -> dict[str, Any]:
         """Run all lines, print the seconds of each kind of steps, and return what they took."""
@@ -118,6 +150,7 @@ class Measured:
                 graphs_s, known_graphs = graphs_s + now - step_began, made
             elif plan is not None and plan.chunks:
                 self.iterations.append((features(plan), now - step_began))
+                self.decodes.append(len(plan.decodes))
             step_began, pending = now, engine._pending
         took_s, ended = seconds() - began, serving.ended
         for kind, each in sorted(kinds.items()):
@@ -156,11 +189,16 @@ def known(job: Job, lines: list[Line]) -> Forecasts | None:
     return Forecasts(expected, [request(at).remaining for at in range(len(lines))])
 
 
-def counts(run: Run, fit: Fit) -> dict[str, Any]:
-    """Return what is counted of a run, at recorded costs and at fitted ones."""
+def counts(run: Run, fit: Fit, simulated: Sequence[str]) -> dict[str, Any]:
+    """Return what is counted of a run, at recorded costs and at fitted ones, and so of other orders."""
     compute_s, memory_s = H200.least(run.lines)
     plain, fitted = (counted(run.job, run.lines, *cost) for cost in ((), (fit.seconds,)))
+    others = {
+        order: round(counted(run.job._replace(order=order), run.lines, fit.seconds).seconds, 2)
+        for order in simulated
+    }
     return {
+        "others_at_fitted_costs_s": others,
         "counted_s": round(plain.seconds, 2),
         "counted_iterations": plain.iterations,
         "at_fitted_costs_s": round(fitted.seconds, 2),
@@ -203,6 +241,7 @@ def arguments() -> argparse.Namespace:
         "--data", default="", help=f"folder with traces; without it only {', '.join(NO_DATA)}"
     )
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--simulate", nargs="*", default=[], help="orders to count at the fitted costs alone")
     parser.add_argument("--reserve", nargs="+", default=["peak"], choices=("peak", "p90"))
     parser.add_argument("--wrong-by", type=float, default=0.0, help="standard deviation of log forecasts")
     parser.add_argument("--seconds", type=float, default=25.0, help="of computing in the workload")
@@ -243,9 +282,15 @@ def main() -> None:
     print(f"ready after {seconds() - began:.0f} s", flush=True)
     runs = measure(measured, todo, asked.out)
     fit = Fit(measured.iterations)
-    found = []
+    for price in prices(measured.iterations, measured.decodes):
+        print(price, flush=True)
+    found, done = [], set[str]()
     for run in runs:
-        found.append({**run.job._asdict(), "lines": len(run.lines), **run.figures, **counts(run, fit)})
+        simulated = () if run.job.workload in done else asked.simulate
+        done.add(run.job.workload)
+        found.append(
+            {**run.job._asdict(), "lines": len(run.lines), **run.figures, **counts(run, fit, simulated)}
+        )
         print(found[-1], flush=True)
     print(json.dumps({"conditions": vars(asked), "fit": fit.weights, "runs": found}, default=str))
 

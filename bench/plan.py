@@ -53,7 +53,7 @@ def measured(path: Path) -> dict[str, Any]:
         prefix = prefix_of(f"Document {at // PER_DOCUMENT}. " * 200 + str(at), "t", "m")
         table.add(Line(at + 1, 0, str(at), 0, 100, 900, float(lengths[at])), prefix)
     cpu_s = time.process_time()
-    ordered = sum(1 for _ in table.in_order(Order.BLEND))
+    ordered = sum(1 for _ in table.in_order(Order.BLEND, 320))
     return {
         **planned._asdict(),
         "plan_cpu_s": round(plan_s, 2),

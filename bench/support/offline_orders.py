@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from bench.support.dual_scanner import DualScanner, sampled
 from bench.support.offline_chooser import Chooser
 from bench.support.offline_work import Line
+from gateway.batches.blend import Blend
 from gateway.batches.capacity import QUEUED_SHARE
-from gateway.batches.order import PREFILL_SHARE, order, prefill_heavy
+from gateway.batches.order import order, prefill_heavy
+from gateway.batches.pace import work_of
+from gateway.batches.values import Line as BatchLine
 from gateway.batches.values import Order
 from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, first_come
@@ -73,30 +76,72 @@ CHOOSERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {
 }
 
 
+def in_order(forecasts: Sequence[Line], how: Order, at_sites: int) -> list[BatchLine]:
+    """Return the lines as a gateway has them, in the order of running."""
+    return [
+        BatchLine(
+            at, place, "", 0, 1, each.prompt_tokens, each.response_tokens, each.group, each.shared_tokens
+        )
+        for place, at in enumerate(order(sizes_of(forecasts), how, at_sites).tolist())
+        for each in [forecasts[at]]
+    ]
+
+
+def is_heavy(line: BatchLine) -> bool:
+    return prefill_heavy(line.prompt_tokens, line.response_tokens)
+
+
+class Waiting:
+    """The lines of a batch that are not at any site, from both ends if blended, and what is left of it."""
+
+    def __init__(self, forecasts: Sequence[Line], how: Order, at_sites: int) -> None:
+        lines, self.any_order = in_order(forecasts, how, at_sites), how is Order.BLEND
+        self.others = deque(line for line in lines if not (self.any_order and is_heavy(line)))
+        self.heavy = deque(line for line in lines if self.any_order and is_heavy(line))
+        self._running, self._work_left = Blend(), sum(map(work_of, lines))
+
+    def next_end(self, at_sites: int, waiting: int) -> deque[BatchLine]:
+        if not self.any_order:
+            return self.others
+        return self._running.next_end(self.others, self.heavy, at_sites, waiting)
+
+    def started(self, line: BatchLine) -> None:
+        self._running.started(line, self._work_left)
+
+    def ended(self, line: BatchLine) -> None:
+        self._running.ended(line.number)
+        self._work_left -= work_of(line)
+
+    def put_back(self, lines: Iterable[BatchLine]) -> None:
+        """Put lines whose site has died before all others, in their order."""
+        for line in sorted(lines, key=lambda each: -each.place):
+            self._running.ended(line.number)
+            (self.heavy if is_heavy(line) else self.others).appendleft(line)
+
+
 class Fed:
     """The lines that a gateway sends to a site: in a fixed order or, if blended, of either kind in turn."""
 
     def __init__(self, forecasts: Sequence[Line], how: Order, slots: int) -> None:
         self.any_order = how is Order.BLEND
+        self._most = slots + int(QUEUED_SHARE * slots)
+        self._waiting = Waiting(forecasts, how, self._most)
         self.heavy = [
             self.any_order and prefill_heavy(line.prompt_tokens, line.response_tokens) for line in forecasts
         ]
-        listed: list[int] = order(sizes_of(forecasts), how).tolist()
-        self._most = slots + int(QUEUED_SHARE * slots)
-        self._left = {kind: deque(at for at in listed if self.heavy[at] is kind) for kind in (False, True)}
-        self._sent = {False: 0, True: 0}
+        self._sent: dict[int, BatchLine] = {}
 
-    def next(self) -> int | None:
-        """Return the line to send now, None if the site has enough or none is left."""
-        if sum(self._sent.values()) >= self._most or not any(self._left.values()):
+    def next(self, waiting: int) -> int | None:
+        """Return the line to send now to a site where so many wait, None if it has enough or none is left."""
+        if len(self._sent) >= self._most or not (end := self._waiting.next_end(self._most, waiting)):
             return None
-        few = self._sent[True] < PREFILL_SHARE * self._most
-        heavy = bool(self._left[True]) and (few or not self._left[False])
-        self._sent[heavy] += 1
-        return self._left[heavy].popleft()
+        line = end.popleft()
+        self._sent[line.number] = line
+        self._waiting.started(line)
+        return line.number
 
     def ended(self, at: int) -> None:
-        self._sent[self.heavy[at]] -= 1
+        self._waiting.ended(self._sent.pop(at))
 
 
 class BlendedQueue(AdmissionQueue):
@@ -105,7 +150,12 @@ class BlendedQueue(AdmissionQueue):
     def __init__(self, forecasts: Sequence[Line], make: Callable[[int], Request], slots: int) -> None:
         super().__init__(starving_after_s=inf)
         self._make, self._fed = make, Fed(forecasts, Order.BLEND, slots)
+        self._wait = 0  # after the newest start
         self._send()
+
+    def first(self, now: float) -> Request | None:
+        self._wait = len(self)
+        return super().first(now)
 
     def settle(self, request: Request) -> None:
         super().settle(request)
@@ -113,7 +163,7 @@ class BlendedQueue(AdmissionQueue):
         self._send()
 
     def _send(self) -> None:
-        while (at := self._fed.next()) is not None:
+        while (at := self._fed.next(self._wait)) is not None:
             request = self._make(at)
             request.any_order, request.prefill_heavy = True, self._fed.heavy[at]
             self.push(request)

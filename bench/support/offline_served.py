@@ -72,7 +72,8 @@ class Serving:
     def step(self) -> bool:
         """Run an iteration. Return False once all lines have ended."""
         tokens, cached, preemptions, iterations = self.ended
-        while (at := self._fed.next()) is not None:
+        waiting = len(self._engine._scheduler.queue)
+        while (at := self._fed.next(waiting)) is not None:
             self._submit(at)
         if not self._engine.has_work:
             assert tokens == sum(line.response_tokens for line in self.lines)

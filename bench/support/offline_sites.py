@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from bench.support.offline_orders import Waiting, is_heavy
 from bench.support.offline_work import Line
 from gateway.batches.capacity import QUEUED_SHARE, SiteCapacity
 from gateway.batches.homes import Homes
-from gateway.batches.order import PREFILL_SHARE, order, prefill_heavy
 from gateway.batches.values import Line as BatchLine
 from gateway.batches.values import Order
 from gateway.domain import LoadReport, Model, Site, SiteIdentity, SiteState
 from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue
 from tests.support.counted_engine import CountedEngine
-from tests.support.line_sizes import sizes_of
 
 
 class Ended(NamedTuple):
@@ -44,17 +43,7 @@ class CountedSites:
         self._sent: dict[str, dict[int, BatchLine]] = {name: {} for name in self._engines}
         self._homes, self._answers, self._cached = Homes(), Counter[int](), 0
         self._delivered: dict[int, list[int]] = {}  # tokens of lines whose site has died
-        sizes = sizes_of(forecasts)
-        lines = [
-            BatchLine(
-                at, place, "", 0, 1, each.prompt_tokens, each.response_tokens, each.group, each.shared_tokens
-            )
-            for place, at in enumerate(order(sizes, Order.BLEND).tolist())
-            for each in [forecasts[at]]
-        ]
-        self._waiting = {
-            kind: deque(line for line in lines if _is_heavy(line) is kind) for kind in (False, True)
-        }
+        self._waiting = Waiting(forecasts, Order.BLEND, sites * self._most)
 
     def run(self, kill_s: float = inf) -> Ended:
         """Run to the end. The first site dies at `kill_s`."""
@@ -70,7 +59,7 @@ class CountedSites:
                 continue
             ended = self._engines[name].step()
             for request in ended:
-                del self._sent[name][int(request.id)]
+                self._waiting.ended(self._sent[name].pop(int(request.id)))
                 self._answers[int(request.id)] += 1
                 self._cached += request.cached_tokens
             if ended:
@@ -82,8 +71,7 @@ class CountedSites:
         scheduler = self._engines.pop(name).scheduler
         for request in (*scheduler.running, *scheduler.preempted):
             self._delivered[int(request.id)] = request.tokens[request.prompt_len :]
-        for line in sorted(self._sent.pop(name).values(), key=lambda each: -each.place):
-            self._waiting[_is_heavy(line)].appendleft(line)
+        self._waiting.put_back(self._sent.pop(name).values())
 
     def _feed(self, now_s: float) -> None:
         capacities = [
@@ -92,15 +80,13 @@ class CountedSites:
             if len(sent) < self._most
         ]
         self._homes.begin(capacities, self._sent)
-        heavy = sum(_is_heavy(line) for sent in self._sent.values() for line in sent.values())
+        waiting = sum(len(engine.scheduler.queue) for engine in self._engines.values())
         lines: list[BatchLine] = []
         while len(lines) < sum(free for _, free in capacities):
-            few = heavy < PREFILL_SHARE * self._most * len(self._engines)
-            kind = bool(self._waiting[True]) and (few or not self._waiting[False])
-            line = self._homes.take(self._waiting[kind])
+            line = self._homes.take(self._waiting.next_end(self._most * len(self._engines), waiting))
             if line is None:
                 break
-            heavy += kind
+            self._waiting.started(line)
             lines.append(line)
         for line, name in zip(lines, self._homes.assign(lines, capacities), strict=True):
             self._send(line, name, now_s)
@@ -112,12 +98,8 @@ class CountedSites:
         self._sent[name][line.number] = line
         request = self._request(line.number)
         request.tokens = [*request.tokens, *self._delivered.pop(line.number, ())]
-        request.any_order, request.prefill_heavy = True, _is_heavy(line)
+        request.any_order, request.prefill_heavy = True, is_heavy(line)
         engine.scheduler.queue.push(request)
-
-
-def _is_heavy(line: BatchLine) -> bool:
-    return prefill_heavy(line.prompt_tokens, line.response_tokens)
 
 
 def _site(name: str, slots: int, lines: Iterable[BatchLine]) -> Site:

@@ -71,8 +71,8 @@ class Cost(NamedTuple):
         """Return seconds that no order can beat where the operators of an iteration run one after another.
 
         The longest answer takes an iteration a token, each of which reads all weights; all lines take as many
-        iterations as they have tokens for the rows, and as memory for their own tokens allows. Prompts cost
-        nothing as long as computing takes less time than reading weights.
+        iterations as they have tokens for the rows, and as memory for their own tokens allows. Products and
+        reading of weights take least together where every iteration has as many tokens.
         """
         body = head = squares = read = held = 0.0
         seen: set[int] = set()
@@ -89,8 +89,8 @@ class Cost(NamedTuple):
         steps = max(together, longest) if sites == 1 else together
         weights = self.weight_bytes_per_s
         shared_s = steps * self.iteration_s + read * self.kv_token_bytes / self.kv_bytes_per_s
-        shared_s += max(2 * self.body * steps / weights, 2 * self.body * body / self.flop_per_s)
-        shared_s += max(2 * self.head * steps / weights, 2 * self.head * head / self.flop_per_s)
+        shared_s += math.hypot(2 * self.body * steps / weights, 2 * self.body * body / self.flop_per_s)
+        shared_s += math.hypot(2 * self.head * steps / weights, 2 * self.head * head / self.flop_per_s)
         shared_s += 2 * self.attention_flop * squares / self.flop_per_s
         alone_s = longest * (self.iteration_s + 2 * (self.body + self.head) / weights)
         return max(shared_s / sites, alone_s)

@@ -51,6 +51,11 @@ def lines_at_once(sites: Sequence[Site], model: str, at_least: int) -> int:
     return max(at_least, min(taken, MOST_AT_ONCE))
 
 
+def lines_waiting(sites: Sequence[Site], model: str) -> int:
+    """Return how many queries wait at the sites of a model, by their last reports."""
+    return sum(site.load.pending for site in sites if model in site.identity.models)
+
+
 def _most_lines(site: Site) -> int:
     slots = site.identity.slots
     if site.identity.engine == NATIVE:

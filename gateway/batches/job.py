@@ -17,7 +17,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
-from gateway.batches.capacity import SiteCapacity, available, can_serve, fair_share, lines_at_once
+from gateway.batches.blend import Blend
+from gateway.batches.capacity import (
+    SiteCapacity,
+    available,
+    can_serve,
+    fair_share,
+    lines_at_once,
+    lines_waiting,
+)
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
@@ -80,6 +88,7 @@ class Job:
         self._in_flight = in_flight
         self._sharing = sharing
         self._waiting = WaitingLines(batch.order is Order.BLEND)
+        self._blend = Blend()
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
@@ -219,20 +228,18 @@ class Job:
             max(1, limits.starting // jobs) - starting,
         )
         at_sites = lines_at_once(self._context.sites(), self._context.model_of(self.batch), 1) // jobs
+        waiting_there = lines_waiting(self._context.sites(), self._context.model_of(self.batch))
         size = sum(line.size for line in self._running.values())
-        heavy = sum(
-            prefill_heavy(line.prompt_tokens, line.response_tokens) for line in self._running.values()
-        )
         lines: list[Line] = []
         while len(lines) < max_lines:
-            waiting = self._waiting.next_end(heavy, at_sites)
+            waiting = self._waiting.next_end(self._blend, at_sites, waiting_there)
             if (line := self._next_line(now_s, waiting)) is None:
                 break
             if size + line.size > limits.in_flight_bytes and (size or lines):
                 waiting.appendleft(line)
                 break
             size += line.size
-            heavy += prefill_heavy(line.prompt_tokens, line.response_tokens)
+            self._blend.started(line, self._left_work)
             lines.append(line)
         return lines
 
@@ -264,7 +271,9 @@ class Job:
         if done:
             await self._write(outcomes, retried)
             for task in done:
-                work = work_of(self._running.pop(task))
+                line = self._running.pop(task)
+                self._blend.ended(line.number)
+                work = work_of(line)
                 self._running_work -= work
                 if isinstance(task.result(), Outcome):
                     self._ended_work += work

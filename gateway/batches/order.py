@@ -24,8 +24,6 @@ GOLDEN_RATIO: Final = 0.6180339887498949
 """Its multiples, without their whole parts, lie evenly between 0 and 1 however many there are."""
 PREFILL_HEAVY: Final = 4.0
 """Lines with so many prompt tokens for each token of the answer fill up the iterations of the others."""
-PREFILL_SHARE: Final = 0.2
-"""Of the lines at sites, those with long prompts while there are others: a site always has some of both."""
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,9 +40,9 @@ class LineSizes(NamedTuple):
     response_tokens: Floats
 
 
-def order(sizes: LineSizes, how: Order = Order.BLEND) -> Integers:
-    """Return the indices of the lines in the order of starting."""
-    return _ORDERS[how](sizes)
+def order(sizes: LineSizes, how: Order = Order.BLEND, at_once: int = 1) -> Integers:
+    """Return the indices of the lines in the order of starting. `at_once`: those that all sites run."""
+    return _blended(sizes, at_once) if how is Order.BLEND else _ORDERS[how](sizes)
 
 
 def prefill_heavy(prompt_tokens: int, response_tokens: float) -> bool:
@@ -63,13 +61,14 @@ def _by_prefix(sizes: LineSizes) -> Integers:
     return np.argsort(first[group], kind="stable")
 
 
-def _blended(sizes: LineSizes) -> Integers:
+def _blended(sizes: LineSizes, at_once: int) -> Integers:
     """Spread groups over the batch, the longer the earlier, so that each prefix is computed once.
 
     All long lines at first would fill a site's memory with few rows, and all short ones at last its rows with
-    little memory; but a long line that starts last runs alone. So a group starts anywhere in a share of the
-    batch, which is less by as much as its longest line takes of the longest of all. A group whose prefix is
-    worth little is split, by length or into its lines.
+    little memory; but a long line that starts last runs alone. So a group starts anywhere in the time in
+    which even the longest line could start, and less by as much as its own longest takes of that: in a batch
+    that takes no longer than the longest line, the longest groups start first. A group whose prefix is worth
+    little is split, by length or into its lines.
     """
     turns = _longest_first(sizes)
     response = sizes.response_tokens[turns]
@@ -83,13 +82,13 @@ def _blended(sizes: LineSizes) -> Integers:
     _, longest, part = np.unique(part, return_index=True, return_inverse=True)
     leader = np.where(is_loose[group], np.arange(len(turns)), longest[part])
     parts, rank = np.unique(leader, return_inverse=True)  # the longest first
-    share = 1.0 - response[parts] / max(1.0, response.max(initial=0.0))
-    start = np.arange(len(parts)) * GOLDEN_RATIO % 1.0 * share
+    most = max(1.0, response.max(initial=0.0))
+    room = max(0.0, 1.0 - most * at_once / max(1.0, response.sum()))
+    start = np.arange(len(parts)) * GOLDEN_RATIO % 1.0 * room * (1.0 - response[parts] / most)
     return turns[np.lexsort((leader, first[group], start[rank]))]
 
 
 _ORDERS: Final[Mapping[Order, Callable[[LineSizes], Integers]]] = {
-    Order.BLEND: _blended,
     Order.LONGEST: _longest_first,
     Order.PREFIX: _by_prefix,
     Order.FILE: lambda sizes: np.arange(len(sizes.group)),

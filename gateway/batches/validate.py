@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import structs
 
 from gateway.batches.answer_line import ENDPOINTS, line_queries, read_request
+from gateway.batches.capacity import lines_at_once
 from gateway.batches.context import BatchContext
 from gateway.batches.line_table import LineTable, OrderedLines
 from gateway.batches.reading import InvalidLine, LineRequest, RawLine, read_line, split_lines
@@ -63,7 +64,8 @@ async def validate(batch: Batch, context: BatchContext) -> tuple[str, OrderedLin
         state.errors.append(BatchError("empty_file", "The input file has no lines."))
     if state.errors:
         raise InvalidInputFile(state.errors)
-    return state.model, await asyncio.to_thread(state.lines.in_order, batch.order)
+    at_once = lines_at_once(context.sites(), context.model_of(replace(batch, model=state.model)), 1)
+    return state.model, await asyncio.to_thread(state.lines.in_order, batch.order, at_once)
 
 
 async def _raw_lines(batch: Batch, context: BatchContext) -> AsyncIterator[RawLine]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from gateway.batches.blend import Blend
 from gateway.batches.ledger import Ledger
-from gateway.batches.order import PREFILL_SHARE
 from gateway.batches.values import Line
 
 PAGE_LINES: Final = 256
@@ -41,11 +41,7 @@ class WaitingLines:
             end.last_place = page[-1].place if page else end.last_place
             end.read_all = len(page) < PAGE_LINES
 
-    def next_end(self, prefill_heavy: int, at_sites: int) -> deque[Line]:
-        """Return the lines of which the first is next, if `prefill_heavy` lines with long prompts run now.
-
-        `at_sites`: the number of lines that all sites take. A share of that is for either kind, and all of it
-        for one of which alone there are lines left.
-        """
+    def next_end(self, blend: Blend, at_sites: int, waiting: int) -> deque[Line]:
+        """Return the lines of which the first is next, in any order as `blend` says."""
         first, last = self._ends[0].lines, self._ends[-1].lines
-        return last if last and (not first or prefill_heavy < PREFILL_SHARE * at_sites) else first
+        return first if first is last else blend.next_end(first, last, at_sites, waiting)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 REMAINING_VALUES = 64
+Floats = NDArray[np.float64]
 
 
 class IterationCost(NamedTuple):
@@ -22,6 +25,10 @@ class IterationCost(NamedTuple):
         return (
             self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_kv_token_s * kv_tokens
         )
+
+
+NO_COST = IterationCost(0.0, 0.0, 0.0, 0.0)
+"""Before any iteration."""
 
 
 class DeviceFigures(NamedTuple):
@@ -67,30 +74,31 @@ class LoadFigures(NamedTuple):
 
 
 class CostFit:
-    """Non-negative least squares with exponential forgetting over (1, rows, tokens, KV tokens)."""
+    """Non-negative least squares with exponential forgetting over (1, rows, tokens, KV tokens).
 
-    FORGET = 0.995  # per iteration: an average over the last few hundred
+    Iterations are forgotten apart by how many prompt tokens they compute, in powers of two: decodes alone,
+    for minutes, say nothing of what a prompt's token costs, and where all iterations have as much of a
+    prompt, nothing of the rest.
+    """
+
+    FORGET = 0.995  # per iteration of its kind: an average over the last few hundred
     SCALE = (1.0, 1 / 64, 1 / 512, 1 / 65536)  # scales the features to about 1
     RIDGE = 1e-4
+    KINDS = 24
+    FEW = 8  # iterations of a kind that say too little of it
 
     def __init__(self) -> None:
-        self._squares = [[0.0] * 4 for _ in range(4)]
-        self._products = [0.0] * 4
+        self._kinds = [_Sums() for _ in range(self.KINDS)]
 
     def observe(self, rows: int, tokens: int, kv_tokens: int, seconds: float) -> None:
         """Add one iteration. Plain Python: on four numbers it is several times faster than numpy."""
         _, per_row, per_token, per_kv = self.SCALE
         features = (1.0, rows * per_row, tokens * per_token, kv_tokens * per_kv)
-        for squares, one in zip(self._squares, features, strict=True):
-            for at, other in enumerate(features):
-                squares[at] = squares[at] * self.FORGET + one * other
-        for at, one in enumerate(features):
-            self._products[at] = self._products[at] * self.FORGET + one * seconds
+        self._kinds[self._kind(tokens - rows)].add(features, seconds, self.FORGET)
 
     def cost(self) -> IterationCost:
         """Return the fit, dropping the most negative coefficient until none is: load never lowers a cost."""
-        squares = np.array(self._squares) + np.eye(4) * self.RIDGE
-        products = np.array(self._products)
+        squares, products = self._sum(0)
         active = [0, 1, 2, 3]
         solved = np.zeros(4)
         while active:
@@ -101,6 +109,47 @@ class CostFit:
             del active[int(found.argmin())]
         base, row, token, kv = (solved * np.array(self.SCALE)).tolist()
         return IterationCost(base, row, token, kv)
+
+    def saved_s(self, tokens: int) -> float:
+        """Return the seconds that one more iteration with prompts saves, if each computes `tokens` or more.
+
+        Some where prompts use the time that an iteration takes anyway; less than none where any prompt makes
+        it longer by more than that. inf if too few iterations of so many tokens were seen.
+        """
+        kind = self._kind(tokens)
+        if self._kinds[kind].squares[0][0] < self.FEW:
+            return inf
+        decodes, prompts = self._kinds[0], self._sum(kind)
+        squares, products = np.zeros((5, 5)), np.zeros(5)
+        squares[:4, :4], products[:4] = prompts[0] + decodes.squares, prompts[1] + decodes.products
+        squares[4, :4] = squares[:4, 4] = prompts[0][0]  # a fifth feature: 1 where there are prompts
+        squares[4, 4], products[4] = prompts[0][0, 0] + self.RIDGE, prompts[1][0]
+        return -float(np.linalg.solve(squares, products)[4])
+
+    def _kind(self, prompt_tokens: int) -> int:
+        return min(self.KINDS - 1, prompt_tokens.bit_length())
+
+    def _sum(self, first: int) -> tuple[Floats, Floats]:
+        """Return the sums of a kind and all of more prompt tokens."""
+        kinds = self._kinds[first:]
+        squares: Floats = np.array([each.squares for each in kinds]).sum(axis=0) + np.eye(4) * self.RIDGE
+        products: Floats = np.array([each.products for each in kinds]).sum(axis=0)
+        return squares, products
+
+
+class _Sums:
+    """What least squares need of past iterations."""
+
+    def __init__(self) -> None:
+        self.squares = [[0.0] * 4 for _ in range(4)]
+        self.products = [0.0] * 4
+
+    def add(self, features: tuple[float, float, float, float], seconds: float, forget: float) -> None:
+        for squares, one in zip(self.squares, features, strict=True):
+            for at, other in enumerate(features):
+                squares[at] = squares[at] * forget + one * other
+        for at, one in enumerate(features):
+            self.products[at] = self.products[at] * forget + one * seconds
 
 
 class Meter:

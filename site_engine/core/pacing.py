@@ -1,21 +1,42 @@
-"""Choose how many prompt tokens of batches an iteration computes beside the rows that decode. Pure.
+"""Choose how many prompt tokens of batches an iteration computes beside the rows that decode.
 
-An iteration reads all weights once. Up to about a hundred tokens the device waits for that, so that prompts
-beside a few long answers are nearly free, where all prompts at once take the time of computing them.
+An iteration takes a fixed time, above all to read all weights, in which it computes a few tokens besides for
+less than they cost alone; with any prompt it takes a little longer. So prompts cost most in tiny pieces,
+which make many iterations longer, and all at once they use none of the time that passes anyway. A piece that
+takes about as long as the fixed part costs least, where the one outweighs the other and rows have left that
+time unused.
 """
 
 from __future__ import annotations
 
-FREE_TOKENS = 128
-"""Tokens that an iteration computes in the time of reading the weights.
+from site_engine.core.load import CostFit
 
-An 8B model on an H200 takes 4.7 ms for 32 rows, 6.0 for 128, 9.2 for 256 (bench/results/gpu.md): from 32 to
-128 a token costs 14 us, beyond 128 as much as in a long prompt, 23 to 25.
-"""
-LEAST_TOKENS = 32
-"""Prompt tokens of an iteration with many rows, so that no line waits for ever."""
+FILLED_SHARE = 0.5
+"""Rows that take more than this share of the fixed time leave too little of it: prompts then run at once."""
+READ_EVERY = 16
+"""Iterations between two readings of the fit."""
 
 
-def prompt_tokens(rows: int) -> int:
-    """Return the prompt tokens for an iteration in which `rows` decode."""
-    return max(LEAST_TOKENS, FREE_TOKENS - rows)
+class Pace:
+    """The prompt tokens of each iteration, by what iterations have taken so far."""
+
+    def __init__(self, fit: CostFit) -> None:
+        self._fit = fit
+        self._iterations = 0
+        self._piece = 0  # tokens that cost least together; 0: as many as there are
+
+    def prompt_tokens(self, rows: int, budget: int) -> int:
+        """Return the prompt tokens, of `budget` at most, for the next iteration, in which `rows` decode."""
+        if self._iterations % READ_EVERY == 0:
+            self._piece = best_piece(self._fit)
+        self._iterations += 1
+        return min(budget, self._piece) if rows < FILLED_SHARE * self._piece else budget
+
+
+def best_piece(fit: CostFit) -> int:
+    """Return the prompt tokens that cost least in one iteration, 0 if more of them cost less."""
+    cost = fit.cost()
+    if not cost.per_token_s:
+        return 0
+    piece = int(cost.base_s / cost.per_token_s)
+    return piece if fit.saved_s(piece) > 0 else 0

@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
-from site_engine.core.pacing import prompt_tokens
+from site_engine.core.load import CostFit
+from site_engine.core.pacing import Pace
 from site_engine.core.page_pool import PagePool, SwapSpace
 from site_engine.core.prefix_cache import Owner, PrefixTree
 from site_engine.core.request import Request, State
@@ -82,11 +83,12 @@ class Scheduler:
         share_prefixes: bool = False,
         adapters: AdapterSlots | None = None,
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
+        fit: CostFit | None = None,
     ) -> None:
         """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
 
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on.
+        a request's virtual tokens from number `first` on. `fit`: of what iterations cost so far.
         """
         self.pool = pool
         self.queue = queue
@@ -96,6 +98,7 @@ class Scheduler:
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
+        self.pace = Pace(CostFit() if fit is None else fit)
         self._policy = policy
         self._share_prefixes = share_prefixes
         self._adapters = adapters
@@ -135,7 +138,8 @@ class Scheduler:
         budget = self._plan_decodes(plan)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        self._paced_tokens = prompt_tokens(len(plan.decodes))
+        paced = bool(self._decode_heavy)
+        self._paced_tokens = self.pace.prompt_tokens(len(plan.decodes), budget) if paced else budget
         budget = self._plan_prefills(plan, budget)
         # prefills alone may hold every page; a request in State.LAST will return its own
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
@@ -307,19 +311,27 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt one running request of a lower lane if the next request needs its room or its slot."""
+        """Preempt running requests of a lower lane until the next request has its room and its slot.
+
+        One an iteration would let it wait for several where lines of batches are small and fill the memory.
+        """
         for first in self._next_to_start(now):
-            if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
-                continue
-            if not self._has_slot(first):
-                kept = {one.variant for one in self.running if one.lane <= first.lane}
-                holders = (one for one in reversed(self.running) if one.has_adapter)
-                victim = next((one for one in holders if one.variant not in kept), None)
-            else:
-                victim = None if self._rows and self.reservation.fits(first) else self.running[-1]
-            if victim is not None:
+            preempted = False
+            while (victim := self._in_the_way_of(first)) is not None:
                 self._preempt(victim)
+                preempted = True
+            if preempted:
                 return
+
+    def _in_the_way_of(self, first: Request) -> Request | None:
+        """Return the running request of a lower lane that is to be preempted for another, if there is one."""
+        if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
+            return None
+        if not self._has_slot(first):
+            kept = {one.variant for one in self.running if one.lane <= first.lane}
+            holders = (one for one in reversed(self.running) if one.has_adapter)
+            return next((one for one in holders if one.variant not in kept), None)
+        return None if self._rows and self.reservation.fits(first) else self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
         """Yield the request to start next; if it waits for a slot, also the next one without an adapter.

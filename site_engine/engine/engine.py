@@ -92,6 +92,7 @@ class SiteEngine:
             share_prefixes=settings.share_prefixes,
             adapters=None if variants is None else variants.slots,
             write_virtual=self._kv_cache.write_virtual,
+            fit=self._meter.fit,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
         self.sleeper = sleeper_of(runner.kv_cache.memory, self._scheduler.prefixes, self._publish_pending)

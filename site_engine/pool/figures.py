@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from site_engine.core.load import IterationCost, LoadFigures, condense
+from site_engine.core.load import NO_COST, IterationCost, LoadFigures, condense
 from site_engine.engine_client import Facts
 
 
 def idle_figures(facts: Facts) -> LoadFigures:
     """Return what an engine reports that has served nothing."""
-    no_cost = IterationCost(0.0, 0.0, 0.0, 0.0)
-    return LoadFigures(0, 0, 0.0, facts.kv_tokens, 0, 0.0, 0.0, no_cost, (), 1, 0, 0.0, 0, 0, 0)
+    return LoadFigures(0, 0, 0.0, facts.kv_tokens, 0, 0.0, 0.0, NO_COST, (), 1, 0, 0.0, 0, 0, 0)
 
 
 def join_figures(each: Sequence[LoadFigures]) -> LoadFigures:
@@ -53,7 +52,7 @@ def mean_cost(each: Sequence[LoadFigures]) -> IterationCost:
     """Return the mean over the engines that have computed something: alike devices differ by noise."""
     known = [one.iteration for one in each if any(one.iteration)]
     if not known:
-        return IterationCost(0.0, 0.0, 0.0, 0.0)
+        return NO_COST
     return IterationCost(*(sum(values) / len(known) for values in zip(*known, strict=True)))
 
 

@@ -34,8 +34,8 @@ def line(number: int, prompt: int, response: float, group: int | None = None, sh
     return Line(number, 0, str(number), 0, 10, prompt, response, group=group, shared_tokens=shared)
 
 
-def turns_of(lines: list[Line], how: Order = Order.BLEND) -> list[int]:
-    return order(sizes_of(lines), how).tolist()
+def turns_of(lines: list[Line], how: Order = Order.BLEND, at_once: int = 1) -> list[int]:
+    return order(sizes_of(lines), how, at_once).tolist()
 
 
 @st.composite
@@ -49,11 +49,13 @@ def batches(draw: st.DrawFn) -> list[Line]:
     return draw(st.permutations(lines))
 
 
-@given(lines=batches(), how=st.sampled_from(Order))
-def test_every_order_names_every_line_once_and_the_same_again(lines: list[Line], how: Order) -> None:
-    turns = turns_of(lines, how)
+@given(lines=batches(), how=st.sampled_from(Order), at_once=st.integers(1, 400))
+def test_every_order_names_every_line_once_and_the_same_again(
+    lines: list[Line], how: Order, at_once: int
+) -> None:
+    turns = turns_of(lines, how, at_once)
     assert sorted(turns) == list(range(len(lines)))
-    assert turns == turns_of(lines, how)
+    assert turns == turns_of(lines, how, at_once)
 
 
 @given(lines=batches())
@@ -92,6 +94,14 @@ def test_long_lines_are_spread_and_only_short_ones_are_left_at_the_end() -> None
     assert max(means[1:5]) < 1.6 * min(means[1:5])
     assert ran[0] == max(lengths)
     assert max(tenths[-1]) < 0.3 * max(lengths)
+
+
+@given(lengths=st.lists(st.integers(1, 8000), max_size=60))
+def test_the_longest_come_first_where_the_longest_takes_as_long_as_all_others(lengths: list[int]) -> None:
+    """No other may start late, or it would end after the longest."""
+    lines = [line(at, 5, length) for at, length in enumerate([*lengths, 8000])]
+    ran = [lines[index].response_tokens for index in turns_of(lines, at_once=len(lines))]
+    assert ran == sorted(ran, reverse=True)
 
 
 def test_the_long_lines_of_a_large_group_do_not_wait_for_it() -> None:
@@ -168,7 +178,7 @@ def test_the_lines_of_a_batch_take_little_memory_until_they_are_written() -> Non
     tracemalloc.start()
     table = table_of(1600)
     assert len(gc.get_objects()) - before < 100
-    ordered = table.in_order(Order.BLEND)
+    ordered = table.in_order(Order.BLEND, 1)
     # threads that other tests have left allocate memory as well
     of_batches = tracemalloc.Filter(inclusive=True, filename_pattern="*/gateway/batches/*")
     held = tracemalloc.take_snapshot().filter_traces([of_batches])
@@ -182,8 +192,8 @@ def test_to_put_more_lines_in_order_takes_no_more_instructions(how: Order) -> No
     """A thread that runs Python holds the event loop for five milliseconds at each of its turns; that of one
     instruction is NumPy's, which sorts without the interpreter's lock.
     """
-    table_of(10).in_order(how)  # NumPy has loaded what it needs
-    few, many = (instructions(partial(table_of(lines).in_order, how)) for lines in (100, 1000))
+    table_of(10).in_order(how, 1)  # NumPy has loaded what it needs
+    few, many = (instructions(partial(table_of(lines).in_order, how, 1)) for lines in (100, 1000))
     assert 0 < many <= few
 
 
@@ -212,7 +222,7 @@ def test_lines_are_written_in_the_order_of_running_as_they_were_read() -> None:
     table, read = LineTable(), [line(7, 900, 4.0), line(8, 50, 9.5), line(12, 900, 6.0)]
     for each, text in zip(read, ("to be " * 200 + "?", "no", "to be " * 200 + "!"), strict=True):
         table.add(each, prefix_of(text, "t", "m"))
-    ordered = list(table.in_order(Order.BLEND))
+    ordered = list(table.in_order(Order.BLEND, 1))
     assert [each.place for each in ordered] == [0, 1, 2]
     assert [(each.number, each.group) for each in ordered] == [(8, 8), (12, 7), (7, 7)]
     assert [each.shared_tokens > 800 for each in ordered] == [False, True, True]

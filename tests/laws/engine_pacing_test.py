@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.pacing import FREE_TOKENS, LEAST_TOKENS, prompt_tokens
+from site_engine.core.load import CostFit
+from site_engine.core.pacing import Pace
 from site_engine.core.request import Lane, RemainingCurve, Request
 from site_engine.core.scheduler import SchedulePlan
 from tests.support.counted_engine import CountedEngine
+
+FREE_TOKENS = 128
+BUDGET = 4096
 
 
 def line(name: str, prompt: int, tokens: int, *, heavy: bool = False, tenant: str = "t") -> Request:
@@ -24,15 +31,26 @@ def line(name: str, prompt: int, tokens: int, *, heavy: bool = False, tenant: st
 
 
 def reads_weights(plan: SchedulePlan) -> float:
-    """Return the seconds of a device that computes up to 128 tokens while it reads the weights."""
+    """Return the seconds of a device that computes so many tokens while it reads the weights."""
     return max(1.0, plan.tokens / FREE_TOKENS)
+
+
+def reading_weights() -> CostFit:
+    """Return the fit of a device that has served for a while."""
+    fit, rnd = CostFit(), random.Random(0)
+    for prompt in [0, FREE_TOKENS, BUDGET] * 99:
+        rows = rnd.randint(1, 64)
+        fit.observe(rows, rows + prompt, 0, max(1.0, (rows + prompt) / FREE_TOKENS))
+    return fit
 
 
 def engine_for(
     requests: list[Request], kv_tokens: int, seconds: Callable[[SchedulePlan], float] = reads_weights
 ) -> CountedEngine:
     lengths = {each.id: each.remaining.points[0].p90 for each in requests}
-    engine = CountedEngine(lengths, seconds, kv_tokens=kv_tokens, slots=64, token_budget=4096)
+    engine = CountedEngine(
+        lengths, seconds, kv_tokens=kv_tokens, slots=64, token_budget=BUDGET, fit=reading_weights()
+    )
     for each in requests:
         engine.submit(each)
     return engine
@@ -81,10 +99,66 @@ def test_a_line_in_order_is_overtaken_by_none() -> None:
     assert running(engine) == {"first"}
 
 
-@given(rows=st.integers(0, 4096))
-def test_prompts_fill_an_iteration_up_and_never_stand_still(rows: int) -> None:
-    assert prompt_tokens(rows) >= LEAST_TOKENS
-    assert rows + prompt_tokens(rows) <= max(FREE_TOKENS, rows + LEAST_TOKENS)
+@given(rows=st.integers(0, 4096), seed=st.integers(0, 1000), budget=st.integers(1, BUDGET))
+def test_prompts_never_stand_still_whatever_iterations_took(rows: int, seed: int, budget: int) -> None:
+    rnd, fit = random.Random(seed), CostFit()
+    for _ in range(rnd.randint(0, 40)):
+        rows_then = rnd.randint(0, 99)
+        fit.observe(rows_then, rows_then + rnd.randint(0, 9999), rnd.randint(0, 99_999), rnd.expovariate(10))
+    assert 1 <= Pace(fit).prompt_tokens(rows, budget) <= budget
+
+
+class Device(NamedTuple):
+    """Weights take `weights_s` to read and a token `token_s` to multiply, both at once in part; an iteration
+    takes `fixed_s` besides, and `prompts_s` more with prompts.
+    """
+
+    weights_s: float
+    token_s: float
+    fixed_s: float
+    prompts_s: float
+
+    def seconds(self, rows: int, prompt: int) -> float:
+        both_s = math.hypot(self.weights_s, self.token_s * (rows + prompt))
+        return self.fixed_s + both_s + self.prompts_s * (prompt > 0)
+
+    def token_of_prompts_s(self, rows: int, prompt: int) -> float:
+        return (self.seconds(rows, prompt) - self.seconds(rows, 0)) / prompt
+
+
+H200_8B = Device(3.3e-3, 21.4e-6, 1.4e-3, 1.2e-3)
+
+
+def price_of_pieces_s(device: Device, rows: int) -> float:
+    """Return what a prompt's token costs once the fit has seen pieces of the size that it leads to."""
+    fit, rnd = CostFit(), random.Random(rows)
+    pace = Pace(fit)
+    for at in range(2000):
+        piece = pace.prompt_tokens(rows, BUDGET) if at > 20 else rnd.choice([500, BUDGET])
+        piece = piece if at % 3 else 0
+        took_s = device.seconds(rows, piece) * rnd.uniform(0.98, 1.02)
+        fit.observe(rows + (piece > 0), rows + piece, 0, took_s)
+    return device.token_of_prompts_s(rows, pace.prompt_tokens(rows, BUDGET))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_on_a_measured_device_no_size_of_pieces_is_much_better(rows: int) -> None:
+    best_s = min(H200_8B.token_of_prompts_s(rows, piece) for piece in range(16, BUDGET, 16))
+    assert price_of_pieces_s(H200_8B, rows) < 1.1 * best_s
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128, 250])
+@pytest.mark.parametrize(
+    "device",
+    [
+        H200_8B._replace(prompts_s=0.0),
+        H200_8B._replace(prompts_s=3e-3),
+        Device(0.3e-3, 2e-6, 1e-3, 1e-3),
+        Device(0.0, 2e-3, 3e-3, 1e-3),
+    ],
+)
+def test_pieces_cost_no_more_than_all_at_once(device: Device, rows: int) -> None:
+    assert price_of_pieces_s(device, rows) < 1.06 * device.token_of_prompts_s(rows, BUDGET)
 
 
 @given(seed=st.integers(0, 1000), long=st.integers(1, 40))
@@ -92,11 +166,12 @@ def test_prompts_are_computed_a_few_tokens_an_iteration_beside_long_answers(seed
     rnd = random.Random(seed)
     requests = [line(f"long {at}", 5, rnd.randint(50, 200)) for at in range(long)]
     requests += [line(f"heavy {at}", rnd.randint(100, 900), 3, heavy=True) for at in range(20)]
+    pace = Pace(reading_weights())
 
     def keeps_pace(plan: SchedulePlan) -> float:
         paced = sum(chunk.length for chunk in plan.prefills if chunk.request.prefill_heavy)
         if any(not chunk.request.prefill_heavy for chunk in plan.decodes):
-            assert paced <= prompt_tokens(len(plan.decodes))
+            assert paced <= pace.prompt_tokens(len(plan.decodes), BUDGET)
         return 1.0
 
     assert engine_for(requests, 1 << 16, keeps_pace).run().output > 0
@@ -109,6 +184,19 @@ def test_nobody_is_paced_beside_the_lines_of_another_tenant_or_beside_chats() ->
     for _ in range(3):
         engine.step()
     assert engine.counts.computed >= 2000
+
+
+def test_a_chat_takes_the_memory_of_as_many_lines_as_it_needs_at_once() -> None:
+    engine = engine_for([line(str(at), 16, 96) for at in range(9)], 1024)
+    engine.step()
+    assert len(running(engine)) == 7
+    chat = Request("chat", range(400), remaining=RemainingCurve.exactly(100), tenant="u", lane=Lane.CHAT)
+    engine._lengths["chat"] = 100
+    engine.submit(chat)
+    engine.step()
+    assert "chat" in running(engine)
+    assert 3 <= len(engine.scheduler.preempted) <= 6
+    engine.run()
 
 
 def test_two_kinds_of_lines_end_sooner_together_than_in_turn() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from operator import itemgetter
 from time import process_time
 
+from site_engine.core.load import CostFit
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Request
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
-from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan, Scheduler
 
 ANY_TOKEN = 7
 
@@ -32,8 +34,18 @@ class Counts:
     first_token_s: dict[str, float] = field(default_factory=dict)
 
 
+def alike(rows: int, prompt: int) -> SchedulePlan:
+    """Return an iteration of a site's warm-up, with prompts of so many tokens or, if none, decodes."""
+    request = Request("warm-up", range(max(prompt, 1)))
+    chunks = [ScheduledChunk(request, 0 if prompt else 32, prompt or 1, True)] * rows
+    return SchedulePlan([], chunks) if prompt else SchedulePlan(chunks)
+
+
 class CountedEngine:
-    """Runs requests until each has as many tokens as `lengths` says; `seconds` is what an iteration costs."""
+    """Runs requests until each has as many tokens as `lengths` says; `seconds` is what an iteration costs.
+
+    The scheduler knows of that what a fit finds, as in the engine, or what `fit` says from the start.
+    """
 
     def __init__(
         self,
@@ -46,8 +58,10 @@ class CountedEngine:
         page_size: int = 16,
         policy: Policy = DEFAULT_POLICY,
         queue: AdmissionQueue | None = None,
+        fit: CostFit | None = None,
     ) -> None:
         self.counts = Counts()
+        self._fit = CostFit()
         self.pool = PagePool(kv_tokens // page_size, page_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -56,8 +70,16 @@ class CountedEngine:
             slots=slots,
             token_budget=token_budget,
             policy=policy,
+            fit=self._fit if fit is None else fit,
         )
         self._lengths, self._seconds = lengths, seconds
+        for rows, prompt in product((1, slots), (32, 0, 0, 0, 0, 0, 0, 0)):
+            self._measure(alike(rows, prompt))
+
+    def _measure(self, plan: SchedulePlan) -> float:
+        took_s = self._seconds(plan)
+        self._fit.observe(len(plan.chunks), plan.tokens, plan.kv_tokens, took_s)
+        return took_s
 
     def submit(self, request: Request) -> None:
         request.max_tokens = self._lengths[request.id] if request.sampling.runs_out else 1 << 20
@@ -73,7 +95,7 @@ class CountedEngine:
         plan.decodes.sort(key=itemgetter(1))  # as runners do: those that end together are released so
         scheduler.advance(plan)
         counts.iterations += 1
-        counts.seconds += self._seconds(plan)
+        counts.seconds += self._measure(plan)
         counts.computed += plan.tokens
         counts.most_running = max(counts.most_running, len(scheduler.running))
         ended = []

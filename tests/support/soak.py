@@ -199,6 +199,10 @@ class Soak:
             request.deadline_s = self.clock() + 2 * rnd.random()
         return request
 
+    def _computed(self) -> float:
+        """Return what changes with each iteration that was computed."""
+        return sum(kind.squares[0][0] for kind in self.engine._meter.fit._kinds)
+
     def step(self) -> None:
         """Run one iteration; now and then cancel a request or release a pending one."""
         if self.ledger.open and self.rnd.random() < 0.004:
@@ -208,12 +212,10 @@ class Soak:
                 del self.ledger.open[name]
                 self.ledger.known.pop(name, None)
                 self.ledger.count["released"] += 1
-        computed = self.engine._meter.fit._squares[0][0]
+        computed = self._computed()
         outputs = self.engine.step()
         self.ledger.read(outputs)
-        self._idle_steps = (
-            0 if outputs or self.engine._meter.fit._squares[0][0] != computed else self._idle_steps + 1
-        )
+        self._idle_steps = 0 if outputs or self._computed() != computed else self._idle_steps + 1
         if self._idle_steps > STALLED_STEPS and self.engine.has_work:
             raise RuntimeError(
                 f"{self._idle_steps} steps without work done, {len(self.ledger.open)} open requests"

@@ -24,6 +24,29 @@ def test_the_fit_finds_the_cost_and_predicts_other_loads() -> None:
     assert found.seconds(1, 1, 100) == pytest.approx(true.seconds(1, 1, 100), rel=0.25)
 
 
+def test_the_cost_of_a_prompts_token_is_known_however_long_none_has_come() -> None:
+    """Decodes alone have as many tokens as rows: which of the two takes the time cannot be told from them."""
+    true = IterationCost(0.004, 0.0001, 0.00002, 5e-8)
+    rnd, fit = random.Random(2), CostFit()
+    for _ in range(200):
+        rows, chunk, kv = rnd.randint(1, 64), rnd.choice([0, 200, 4000]), rnd.randint(100, 60_000)
+        fit.observe(rows, rows + chunk, kv, true.seconds(rows, rows + chunk, kv))
+    for _ in range(5000):
+        rows, kv = rnd.randint(8, 10), rnd.randint(100, 60_000)
+        fit.observe(rows, rows, kv, true.seconds(rows, rows, kv))
+    assert fit.cost().per_token_s == pytest.approx(true.per_token_s, rel=0.1)
+
+
+def test_prompts_that_are_alike_in_all_iterations_leave_the_fixed_part_known() -> None:
+    true = IterationCost(0.004, 0.0001, 0.00002, 5e-8)
+    rnd, fit = random.Random(3), CostFit()
+    for at in range(5000):
+        rows, chunk = 16, 200 if at > 100 else rnd.choice([0, 200, 4000])
+        fit.observe(rows, rows + chunk, 40_000, true.seconds(rows, rows + chunk, 40_000))
+    found = fit.cost()
+    assert found.per_token_s == pytest.approx(true.per_token_s, rel=0.1)
+
+
 def test_no_coefficient_is_ever_negative() -> None:
     rnd, fit = random.Random(1), CostFit()
     assert min(fit.cost()) >= 0.0

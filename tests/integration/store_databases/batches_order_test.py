@@ -21,9 +21,9 @@ def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
     """A file of 50,000 lines takes a tenth of a second."""
     real, threads = line_table.order, list[threading.Thread]()
 
-    def seen(sizes: LineSizes, how: Order) -> Integers:
+    def seen(sizes: LineSizes, how: Order, at_once: int) -> Integers:
         threads.append(threading.current_thread())
-        return real(sizes, how)
+        return real(sizes, how, at_once)
 
     monkeypatch.setattr(line_table, "order", seen)
 
@@ -41,9 +41,9 @@ def test_the_order_that_the_client_names_and_the_lines_that_begin_alike_are_know
 ) -> None:
     real, found = line_table.order, list[tuple[Order, LineSizes]]()
 
-    def seen(sizes: LineSizes, how: Order) -> Integers:
+    def seen(sizes: LineSizes, how: Order, at_once: int) -> Integers:
         found.append((how, sizes))
-        return real(sizes, how)
+        return real(sizes, how, at_once)
 
     monkeypatch.setattr(line_table, "order", seen)
     one, other = "to be, or not to be " * 40, "that is the question " * 40
