@@ -18,9 +18,8 @@ import torch
 
 from site_engine.core.chain import Chain, ServedVariant
 from site_engine.core.scheduler import SchedulePlan
-from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapter_kernels
-from site_engine.cuda.skinny_gemm import Shrink
+from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters
 from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
@@ -32,6 +31,7 @@ TILE_NUMBERS = 1 + TILE_ROWS
 DEPTH_BLOCK = 128
 PARTS = 4  # of the depth, so that few rows occupy many programs
 SPAN_COLUMNS = 128
+COUNTER_NUMBERS = 4  # of which one counts: Triton compiles again for addresses that are not aligned
 
 
 class Packed(NamedTuple):
@@ -53,21 +53,13 @@ class Arena(NamedTuple):
     spans: torch.Tensor  # [spans, 3], int32
 
 
-class Factors(NamedTuple):
-    """What all slots have for one layer of a projection: [slots, ...]."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scales: torch.Tensor
-
-
 class AdapterArenas:
     """Room for adapters of up to `rank` in each of `slots`, for all `layers` of a model."""
 
     def __init__(self, sizes: Sequence[Size], layers: int, slots: int, rank: int, like: torch.Tensor) -> None:
         """`sizes`: in the order of `Projection`; `like` has the data type and the device."""
         self.slots, self.rank = slots, slot_rank(rank)
-        self._layers, self._sizes = layers, sizes
+        self.layers, self._sizes = layers, sizes
         self._like = like
         self._packed: WeakKeyDictionary[LoadedVariant, list[Packed]] = WeakKeyDictionary()
         self.slot_of: WeakKeyDictionary[ServedVariant, int] = WeakKeyDictionary()
@@ -78,7 +70,7 @@ class AdapterArenas:
         return sum(tensor.nbytes for arena in self._arenas for tensor in arena)
 
     def _arena(self, size: Size) -> Arena:
-        groups, like, shape = len(size.columns), self._like, (self.slots, self._layers)
+        groups, like, shape = len(size.columns), self._like, (self.slots, self.layers)
         bounds = np.cumsum((0, *size.columns))
         spans = [
             (group, at, min(at + SPAN_COLUMNS, int(end)))
@@ -100,7 +92,7 @@ class AdapterArenas:
         """
         known = {
             f"model.layers.{layer}.{module}"
-            for layer in range(self._layers)
+            for layer in range(self.layers)
             for each in MODULES.values()
             for module in each
         }
@@ -150,7 +142,7 @@ class AdapterArenas:
         )
         first = 0
         for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
-            for layer in range(self._layers):
+            for layer in range(self.layers):
                 name = f"model.layers.{layer}.{module}"
                 change = changes.get(name, Change())
                 if change.bias is not None:
@@ -210,47 +202,43 @@ class AdapterArenas:
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
-        self.expand(layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, pdl=False)
+        _, up, _, biases, spans = self._arenas[projection]
+        shrunk = self._shrink(layer, projection, tiles, given)
+        parts, tokens, width = shrunk.shape
+        adapter_kernels.expand_rows[(len(tiles), len(spans))](
+            shrunk, up[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1], width,
+            up.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS,
+            BIASED=biases.shape[2] > 0, num_warps=4,
+        )  # fmt: skip
         return out
 
     def _shrink(
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        down = self._arenas[projection].down
+        down, scales = self._arenas[projection].down, self._arenas[projection].scales
         tokens, depth = given.shape
         width = down.shape[2]
         part_depth = -(-depth // (PARTS * DEPTH_BLOCK)) * DEPTH_BLOCK
         parts = -(-depth // part_depth)
         shrunk = torch.empty(parts, tokens, width, dtype=torch.float32, device=given.device)
         adapter_kernels.shrink_rows[(len(tiles), width // self.rank, parts)](
-            given, down[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0), part_depth,
-            RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
+            given, down[:, layer], scales[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0),
+            scales.stride(0), part_depth, RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
         )  # fmt: skip
         return shrunk
 
-    def expand(
-        self,
-        layer: int,
-        projection: Projection,
-        tiles: torch.Tensor,
-        shrunk: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        pdl: bool,
-    ) -> None:
-        """Add to `out` [tokens, columns], in place, what adapters make of the shrunk rows."""
-        _, up, scales, biases, spans = self._arenas[projection]
-        parts, tokens, width = shrunk.shape
-        adapter_kernels.expand_rows[(len(tiles), len(spans))](
-            shrunk, up[:, layer], scales[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1],
-            width, up.stride(0), scales.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts,
-            COLUMNS=SPAN_COLUMNS, BIASED=biases.shape[2] > 0, PDL=pdl, **pdl_kwargs(pdl), num_warps=4,
-        )  # fmt: skip
-
-    def factors(self, layer: int, projection: Projection) -> Factors:
-        """Return the views of a layer that kernels get."""
-        arena = self._arenas[projection]
-        return Factors(arena.down[:, layer], arena.up[:, layer], arena.scales[:, layer])
+    def product(
+        self, layer: int, projection: Projection, rows: AdapterRows, arrived: torch.Tensor
+    ) -> Adapters:
+        """Return what the kernel of a product needs to add to it what adapters do."""
+        down, up, scales, biases, _ = self._arenas[projection]
+        ends = [int(end) for end in np.cumsum(self._sizes[projection].columns)]
+        if projection is Projection.GATE_UP:  # whose groups are side by side in each program
+            ends = ends[-1:]
+        first_two = ends[0], ends[min(1, len(ends) - 1)]
+        return Adapters(
+            down[:, layer], up[:, layer], scales[:, layer], biases[:, layer], first_two, rows, arrived
+        )
 
 
 class StepAdapters:
@@ -258,56 +246,21 @@ class StepAdapters:
 
     def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int) -> None:
         """`tiles` [tiles, TILE_NUMBERS]: with every row of the step in one."""
-        self._arenas, self._tiles = arenas, tiles
-        self._slots = tiles.new_empty(rows)  # of each row
-        adapter_kernels.slots_of_rows[(len(tiles),)](tiles, self._slots, num_warps=1)
+        self._arenas = arenas
+        count, counters = len(tiles), arenas.layers * len(Projection) * COUNTER_NUMBERS
+        self._rows = AdapterRows(tiles, *(tiles.new_empty(size) for size in (rows, count, 2)))
+        self._arrived = tiles.new_empty(arenas.layers, len(Projection), COUNTER_NUMBERS)
+        if rows > MAX_ROWS:
+            return
+        adapter_kernels.prepare_rows[(1,)](
+            *self._rows, self._arrived, count, counters, COUNT_PAD=1 << (count - 1).bit_length(),
+            COUNTERS_PAD=1 << (counters - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
 
     def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add to `out`, in place, what adapters make of `given`."""
-        return self._arenas.add(layer, projection, self._tiles, given, out)
+        return self._arenas.add(layer, projection, self._rows.tiles, given, out)
 
-    def shrink(self, layer: int, projection: Projection) -> Shrink:
-        """Return what a skinny GEMM needs to shrink its rows beside."""
-        return Shrink(self._arenas.factors(layer, projection).down, self._tiles, self._arenas.rank)
-
-    def expand(
-        self, layer: int, projection: Projection, shrunk: torch.Tensor, out: torch.Tensor, *, pdl: bool
-    ) -> torch.Tensor:
-        self._arenas.expand(layer, projection, self._tiles, shrunk, out, pdl=pdl)
-        return out
-
-    def gate(self, layer: int, both: torch.Tensor, shrunk: torch.Tensor, *, pdl: bool) -> torch.Tensor:
-        """Return silu(gate) * up of `both` [rows, 2 * size] with what adapters add."""
-        _, up, scales = self._arenas.factors(layer, Projection.GATE_UP)
-        rows, size = both.shape[0], both.shape[1] // 2
-        out = both.new_empty(rows, size)
-        adapter_kernels.expand_gate[(len(self._tiles), -(-size // SPAN_COLUMNS))](
-            both, shrunk, up, scales, self._tiles, out, rows, size, up.stride(0), scales.stride(0),
-            RANK=self._arenas.rank, PARTS=len(shrunk), COLUMNS=SPAN_COLUMNS, PDL=pdl, **pdl_kwargs(pdl),
-            num_warps=4,
-        )  # fmt: skip
-        return out
-
-    def add_parts_norm(  # noqa: PLR0917 - the tensors of one call
-        self,
-        layer: int,
-        projection: Projection,
-        parts: torch.Tensor,
-        shrunk: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-        *,
-        pdl: bool,
-    ) -> torch.Tensor:
-        """Add a product in parts, and what adapters add to it, to `residual`; return the norm of the sum."""
-        _, up, scales = self._arenas.factors(layer, projection)
-        rows, size = residual.shape
-        out = torch.empty_like(residual)
-        pad = 1 << (size - 1).bit_length()
-        adapter_kernels.expand_parts_norm[(rows,)](
-            parts, residual, weight, out, shrunk, up, scales, self._slots, epsilon, rows, up.stride(0),
-            scales.stride(0), RANK=self._arenas.rank, RANKS=min(16, self._arenas.rank), PARTS=len(parts),
-            SIZE=size, SIZE_PAD=pad, PDL=pdl, **pdl_kwargs(pdl), num_warps=16 if pad > 2048 else 8,
-        )  # fmt: skip
-        return out
+    def product(self, layer: int, projection: Projection) -> Adapters:
+        """Return what the kernel of a product needs to add to it what adapters do."""
+        return self._arenas.product(layer, projection, self._rows, self._arrived[layer, projection])

@@ -20,6 +20,7 @@ from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
 from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
+from site_engine.cuda.skinny_gemm import Adapters
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
@@ -128,9 +129,8 @@ class LlamaForward:
         assert isinstance(step, DeviceContext)
         residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
         skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
-        run = self._skinny_layer if skinny else self._layer
-        if step.adapters is not None:
-            run = self._adapted_skinny_layer if skinny else self._adapted_layer
+        large = self._layer if step.adapters is None else self._adapted_layer
+        run = self._skinny_layer if skinny else large
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
@@ -145,13 +145,19 @@ class LlamaForward:
     def _skinny_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        pdl, (weight, bias) = step.pdl, layer.query_key_value
-        joint = skinny_gemm.whole(normed, weight, bias, pdl=pdl)
+        """Compute a layer for few rows; what adapters add is computed in the kernels of the products."""
+        pdl, (weight, bias), number = step.pdl, layer.query_key_value, step.layer
+
+        def adapters(projection: Projection) -> Adapters | None:
+            return None if step.adapters is None else step.adapters.product(number, projection)
+
+        joint = skinny_gemm.whole(normed, weight, bias, adapters(Projection.QUERY_KEY_VALUE), pdl=pdl)
         attended = self._attend(step, joint, layer.scoring)
-        parts = skinny_gemm.parts(attended, layer.output.weight, pdl=pdl)
+        parts = skinny_gemm.parts(attended, layer.output.weight, adapters(Projection.OUTPUT), pdl=pdl)
         normed = layer.between.add_parts(parts, residual, pdl=pdl)
-        opened = skinny_gemm.gated(normed, layer.gate_up.weight, pdl=pdl)
-        return after.add_parts(skinny_gemm.parts(opened, layer.down.weight, pdl=pdl), residual, pdl=pdl)
+        opened = skinny_gemm.gated(normed, layer.gate_up.weight, adapters(Projection.GATE_UP), pdl=pdl)
+        parts = skinny_gemm.parts(opened, layer.down.weight, adapters(Projection.DOWN), pdl=pdl)
+        return after.add_parts(parts, residual, pdl=pdl)
 
     def _adapted_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
@@ -166,31 +172,6 @@ class LlamaForward:
         both = adapters.add(number, Projection.GATE_UP, normed, layer.gate_up(normed))
         opened = _opened(both[:, :width], both[:, width:])
         return after.add(adapters.add(number, Projection.DOWN, opened, layer.down(opened)), residual)
-
-    def _adapted_skinny_layer(
-        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute a layer for few rows; adapters have programs in the kernels of the base's products."""
-        adapters, pdl, number = step.adapters, step.pdl, step.layer
-        assert adapters is not None
-        shrink = adapters.shrink(number, Projection.QUERY_KEY_VALUE)
-        joint, shrunk = skinny_gemm.shrunk_whole(normed, *layer.query_key_value, shrink, pdl=pdl)
-        adapters.expand(number, Projection.QUERY_KEY_VALUE, shrunk, joint, pdl=pdl)
-        attended = self._attend(step, joint, layer.scoring)
-        shrink = adapters.shrink(number, Projection.OUTPUT)
-        both = skinny_gemm.shrunk_parts(attended, layer.output.weight, shrink, pdl=pdl)
-        between = layer.between
-        normed = adapters.add_parts_norm(
-            number, Projection.OUTPUT, *both, residual, between.weight, between.epsilon, pdl=pdl
-        )
-        shrink = adapters.shrink(number, Projection.GATE_UP)
-        both = skinny_gemm.shrunk_whole(normed, layer.gate_up.weight, None, shrink, pdl=pdl)
-        opened = adapters.gate(number, *both, pdl=pdl)
-        shrink = adapters.shrink(number, Projection.DOWN)
-        both = skinny_gemm.shrunk_parts(opened, layer.down.weight, shrink, pdl=pdl)
-        return adapters.add_parts_norm(
-            number, Projection.DOWN, *both, residual, after.weight, after.epsilon, pdl=pdl
-        )
 
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
         """Allocate room for adapters."""

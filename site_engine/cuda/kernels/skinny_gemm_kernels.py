@@ -30,10 +30,7 @@ def skinny_gemm_rows(
 ):
     """Compute out = x weight^T per block of columns and part, rounding where the model's modules round."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    m = tl.arange(0, ROWS_PAD)
-    k = tl.arange(0, DEPTH)
     exists = n < columns
-    real = m < rows
     begin = tl.program_id(1) * part_depth
     end = tl.minimum(begin + part_depth, depth)
     if PDL:
@@ -45,6 +42,24 @@ def skinny_gemm_rows(
             if GATED:
                 fetch_lines(lines + columns * depth)
         tl.extra.cuda.gdc_wait()
+    total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
+                        GATED, EVEN)  # fmt: skip
+    store_product(out, bias, total, up, n, exists, tl.program_id(1), rows, columns, ROWS_PAD, GATED, BIAS,
+                  SPLIT)  # fmt: skip
+
+
+@triton.jit
+def product(
+    x, weight, n, exists, begin, end, rows, columns, depth,
+    ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return x weight^T [ROWS_PAD, COLUMNS] from `begin` to `end` of the depth; GATED: the gate's and the up
+    projection's, else zeros.
+    """
+    m = tl.arange(0, ROWS_PAD)
+    k = tl.arange(0, DEPTH)
+    real = m < rows
     x_at = x + m[:, None] * depth + k[None, :]
     weight_at = weight + tl.where(exists, n, 0)[None, :] * depth + k[:, None]
     total = tl.zeros([ROWS_PAD, COLUMNS], tl.float32)
@@ -63,10 +78,20 @@ def skinny_gemm_rows(
             if GATED:
                 its = tl.load(weight_at + at + columns * depth, mask=inside[:, None], other=0.0)
                 up = tl.dot(some, its, up, input_precision="ieee")
+    return total, up
+
+
+@triton.jit
+def store_product(
+    out, bias, total, up, n, exists, part, rows, columns,
+    ROWS_PAD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write a product: SPLIT: in float32 as a part, else with the bias or gated, in the type of `out`."""
+    m = tl.arange(0, ROWS_PAD)
     out_at = out + m[:, None] * columns + n[None, :]
-    keep = real[:, None] & exists[None, :]
+    keep = (m < rows)[:, None] & exists[None, :]
     if SPLIT:
-        tl.store(out_at + tl.program_id(1) * rows * columns, total, mask=keep)
+        tl.store(out_at + part * rows * columns, total, mask=keep)
     else:
         dtype = out.dtype.element_ty
         if BIAS:
