@@ -20,7 +20,8 @@ from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
 from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
-from site_engine.cuda.skinny_gemm import Adapters
+from site_engine.cuda.own_layers import PARTS, OwnLayers, Part
+from site_engine.cuda.skinny_gemm import Adapters, Versions
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
@@ -48,18 +49,24 @@ class Norm(NamedTuple):
     epsilon: float
     group: TensorGroup | None = None
 
-    def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings of the ids and their norm."""
+    def embed(
+        self, ids: torch.Tensor, embedding: torch.Tensor, versions: Versions | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings of the ids and their norm, each by its version of the weight."""
         residual = embedding.new_empty(ids.shape[0], embedding.shape[1])
-        return residual, self._launch(layer_kernels.embed_norm, ids, embedding, residual)
+        return residual, self._launch(layer_kernels.embed_norm, versions, ids, embedding, residual)
 
-    def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add(
+        self, added: torch.Tensor, residual: torch.Tensor, versions: Versions | None = None
+    ) -> torch.Tensor:
         """Add `added` to `residual` in place and return the norm of the sum."""
         if self.group is not None:
             self.group.sum(added)
-        return self._launch(layer_kernels.add_norm, added, residual)
+        return self._launch(layer_kernels.add_norm, versions, added, residual)
 
-    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+    def add_parts(
+        self, parts: torch.Tensor, residual: torch.Tensor, versions: Versions | None = None, *, pdl: bool
+    ) -> torch.Tensor:
         """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum.
 
         The kernel does not overlap the sum over ranks.
@@ -67,18 +74,23 @@ class Norm(NamedTuple):
         if self.group is not None:
             parts, pdl = self.group.sum(parts.sum(0, keepdim=True)), False
         return self._launch(
-            skinny_gemm_kernels.add_parts_norm, parts, residual, part_stride=parts.stride(0),
+            skinny_gemm_kernels.add_parts_norm, versions, parts, residual, part_stride=parts.stride(0),
             PARTS=parts.shape[0], PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
 
-    def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
+    def _launch(
+        self, kernel: Any, versions: Versions | None, *given: torch.Tensor, **more: int
+    ) -> torch.Tensor:
         rows, size = given[-1].shape
+        own, slots = (given[0], given[0]) if versions is None else versions
+        own_stride = 0 if versions is None else versions.own.stride(0)
         out = torch.empty_like(given[-1])
         pad = 1 << (size - 1).bit_length()
         warps = 8 if pad > 2048 else 4
         kernel[(rows,)](
-            *given, self.weight, out, self.epsilon, **more, SIZE=size, SIZE_PAD=pad, num_warps=warps
-        )
+            *given, self.weight, out, self.epsilon, own, slots, own_stride, **more,
+            SIZE=size, SIZE_PAD=pad, OWN=versions is not None, num_warps=warps,
+        )  # fmt: skip
         return out
 
 
@@ -105,6 +117,9 @@ class LlamaForward:
         self._kv_heads = model.layers[0].kv_heads
         self._dim = model.layers[0].key_dim
         self._layers = layers
+        self._modules = [
+            [[one.get_submodule(name) for name in names] for names in PARTS] for one in body.layers
+        ]
         self._rotary = rotary
         self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
         others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
@@ -127,7 +142,9 @@ class LlamaForward:
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = attention_context.current()
         assert isinstance(step, DeviceContext)
-        residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
+        residual, normed = self._layers[0].before.embed(
+            ids[0], self._embedding, _versions(step, 0, Part.NORM_BEFORE)
+        )
         skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
         large = self._layer if step.adapters is None else self._adapted_layer
         run = self._skinny_layer if skinny else large
@@ -154,10 +171,10 @@ class LlamaForward:
         joint = skinny_gemm.whole(normed, weight, bias, adapters(Projection.QUERY_KEY_VALUE), pdl=pdl)
         attended = self._attend(step, joint, layer.scoring)
         parts = skinny_gemm.parts(attended, layer.output.weight, adapters(Projection.OUTPUT), pdl=pdl)
-        normed = layer.between.add_parts(parts, residual, pdl=pdl)
+        normed = layer.between.add_parts(parts, residual, _versions(step, number, Part.NORM_BETWEEN), pdl=pdl)
         opened = skinny_gemm.gated(normed, layer.gate_up.weight, adapters(Projection.GATE_UP), pdl=pdl)
         parts = skinny_gemm.parts(opened, layer.down.weight, adapters(Projection.DOWN), pdl=pdl)
-        return after.add_parts(parts, residual, pdl=pdl)
+        return after.add_parts(parts, residual, _versions(step, number + 1, Part.NORM_BEFORE), pdl=pdl)
 
     def _adapted_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
@@ -165,13 +182,20 @@ class LlamaForward:
         """Compute a layer for rows of which some have adapters, added to the joint products."""
         adapters, number, width = step.adapters, step.layer, layer.down.weight.shape[1]
         assert adapters is not None
-        joint = adapters.add(number, Projection.QUERY_KEY_VALUE, normed, layer.query_key_value(normed))
+
+        def product(projection: Projection, linear: Linear, given: torch.Tensor) -> torch.Tensor:
+            versions = _versions(step, number, projection)
+            out = linear(given) if versions is None else skinny_gemm.owned(given, *linear, versions)
+            return adapters.add(number, projection, given, out)
+
+        joint = product(Projection.QUERY_KEY_VALUE, layer.query_key_value, normed)
         attended = self._attend(step, joint, layer.scoring)
-        added = adapters.add(number, Projection.OUTPUT, attended, layer.output(attended))
-        normed = layer.between.add(added, residual)
-        both = adapters.add(number, Projection.GATE_UP, normed, layer.gate_up(normed))
+        added = product(Projection.OUTPUT, layer.output, attended)
+        normed = layer.between.add(added, residual, _versions(step, number, Part.NORM_BETWEEN))
+        both = product(Projection.GATE_UP, layer.gate_up, normed)
         opened = _opened(both[:, :width], both[:, width:])
-        return after.add(adapters.add(number, Projection.DOWN, opened, layer.down(opened)), residual)
+        added = product(Projection.DOWN, layer.down, opened)
+        return after.add(added, residual, _versions(step, number + 1, Part.NORM_BEFORE))
 
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
         """Allocate room for adapters."""
@@ -184,7 +208,8 @@ class LlamaForward:
             Size(depth, (width, width), layer.gate_up.bias is not None),
             Size(width, (depth,), layer.down.bias is not None),
         ]
-        return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding)
+        own = None if self._last.group is not None else OwnLayers(self._modules, slots)
+        return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding, own)
 
     def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         rows, width = normed.shape[0], layer.down.weight.shape[1]
@@ -202,6 +227,11 @@ class LlamaForward:
         split = joint.view(tokens, -1, self._dim).transpose(0, 1)
         query, key, value = split[: self._heads], split[self._heads : heads], split[heads:]
         return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
+
+
+def _versions(step: DeviceContext, layer: int, part: int) -> Versions | None:
+    """Return which versions of a part of a layer the rows of a step have; None: all have the base's."""
+    return None if step.adapters is None else step.adapters.versions(layer, part)
 
 
 def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,10 @@ class Tile(NamedTuple):
     stages: int
 
 
+OWNED_ROWS, OWNED_TILE = 64, Tile(128, 64, 4, 3)
+"""Of a program where rows are many and have versions: each block of rows reads the weights again."""
+
+
 class AdapterRows(NamedTuple):
     """Which rows of a step have which adapters, by their slots; the base's have -1."""
 
@@ -41,6 +45,13 @@ class AdapterRows(NamedTuple):
     slots: torch.Tensor  # [rows]
     used: torch.Tensor  # [tiles]: the slots that rows have, each once
     counts: torch.Tensor  # [2]: tiles with a slot, slots in `used`
+
+
+class Versions(NamedTuple):
+    """Which version of a weight each row has."""
+
+    own: torch.Tensor  # [slots], int64: where those of slots lie, in units of 16 bytes from the base's
+    slots: torch.Tensor  # [rows]: the base's have -1
 
 
 class Adapters(NamedTuple):
@@ -52,6 +63,7 @@ class Adapters(NamedTuple):
     biases: torch.Tensor  # [slots, columns], without columns if adapters change none
     ends: tuple[int, int]  # of the first two groups of columns, of three at most
     rows: AdapterRows
+    own: torch.Tensor | None  # as of `Versions`; None: every row has the base's weight
     arrived: torch.Tensor  # its first number is 0, and counts the programs that have shrunk rows
 
 
@@ -110,6 +122,22 @@ def gated(
     return out
 
 
+def owned(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, versions: Versions
+) -> torch.Tensor:
+    """Return the product of any number of rows, each by its own version of the weight."""
+    (rows, depth), columns = hidden.shape, weight.shape[0]
+    out = hidden.new_empty(rows, columns)
+    tile = OWNED_TILE
+    adapter_kernels.owned_gemm_rows[(-(-rows // OWNED_ROWS), -(-columns // tile.columns))](
+        hidden, weight, weight if bias is None else bias, out, versions.own, versions.slots,
+        rows, columns, depth, versions.own.stride(0), ROWS_PAD=OWNED_ROWS, COLUMNS=tile.columns,
+        DEPTH=tile.depth, BIAS=bias is not None, EVEN=depth % tile.depth == 0,
+        num_warps=tile.warps, num_stages=tile.stages if hidden.element_size() == 2 else 1,
+    )  # fmt: skip
+    return out
+
+
 def _launch(  # noqa: PLR0917 - the tensors of one call
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -135,16 +163,17 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     if adapters is None:
         skinny_gemm_kernels.skinny_gemm_rows[grid](*given, rows, columns, depth, part_depth, **common)
         return
-    down, up, scales, biases, ends, which, arrived = adapters
+    down, up, scales, biases, ends, which, own, arrived = adapters
     groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
     blocks = -(-depth // tile.depth)
     shrunk_depth = -(-blocks // (GATED_SHRUNK_PARTS if common["GATED"] else SHRUNK_PARTS)) * tile.depth
     shrunk_parts = -(-depth // shrunk_depth)
     shrunk = hidden.new_empty(shrunk_parts, rows, groups * rank, dtype=torch.float32)
     adapter_kernels.adapted_gemm_rows[(count * groups * shrunk_parts + grid[0] * grid[1],)](
-        *given, down, up, scales, biases, *which, shrunk, arrived,
+        *given, down, up, scales, biases, *which, shrunk, arrived, arrived if own is None else own,
         rows, columns, depth, part_depth, shrunk_depth, grid[1], count, *ends,
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
-        RANK=rank, RANKS=RANKS, GROUPS=groups, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
-        EARLY=EARLY, **common,
+        0 if own is None else own.stride(0), RANK=rank, RANKS=RANKS, GROUPS=groups,
+        SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
+        OWN=own is not None, EARLY=EARLY and own is None, **common,
     )  # fmt: skip

@@ -27,12 +27,12 @@ FLOATS = {
     "total", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
-LONGS = {"ids", "positions", "wanted_out", "targets"}
+LONGS = {"own", "ids", "positions", "wanted_out", "targets"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
     "slot_stride", "scale_stride", "bias_stride", "count", "inner_row", "shrunk_part_depth", "part_count",
-    "first_end", "second_end", "down_stride", "up_stride", "counters",
+    "first_end", "second_end", "down_stride", "up_stride", "own_stride", "counters",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -71,7 +71,9 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     adapted = {
         "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
         "EARLY": True,
+        "OWN": False,
     }  # fmt: skip
+    own = {"OWN": True, "EARLY": False}
     decode = [
         (
             attention_kernels.decode_rows,
@@ -97,6 +99,8 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             ),
             (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
             (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True}),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True} | own),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),
         )
     ]
     large = {"SIZE": 4096, "SIZE_PAD": 4096}
@@ -123,9 +127,14 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         *adapters,
         *training,
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
-        (adapter_kernels.prepare_rows, {"COUNT_PAD": 64, "COUNTERS_PAD": 128}, {"num_warps": 4}),
-        (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
-        (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
+        (adapter_kernels.prepare_rows, {"COUNT_PAD": 64, "COUNTERS_PAD": 128, "FEW": True}, {"num_warps": 4}),
+        (
+            adapter_kernels.owned_gemm_rows,
+            {"ROWS_PAD": 64, "COLUMNS": 128, "DEPTH": 64, "BIAS": True, "EVEN": True},
+            {"num_warps": 4, "num_stages": 3},
+        ),
+        (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024, "OWN": True}, {"num_warps": 4}),
+        (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096, "OWN": False}, {"num_warps": 8}),
         (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
         (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
@@ -141,7 +150,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
         (
             skinny_gemm_kernels.add_parts_norm,
-            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
+            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "OWN": True, "PDL": pdl},
             {"num_warps": 4},
         ),
     ]

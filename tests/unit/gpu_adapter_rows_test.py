@@ -57,7 +57,7 @@ class Scene:
     def __init__(self, slots: list[int | None], padding: int) -> None:
         self.draw = torch.Generator().manual_seed(len(slots))
         self.rows = len(slots) + padding
-        self.slots = [*slots, *[None] * padding]
+        self.slots = [*slots, *[slots[-1] if slots else None] * padding]
         self.arenas = AdapterArenas(SIZES, 2, SLOTS, rank=16, like=torch.zeros(1))
         for arena in self.arenas._arenas:
             for room in arena[:4]:

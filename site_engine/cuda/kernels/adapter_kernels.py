@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from site_engine.cuda.kernels.skinny_gemm_kernels import LINE, fetch_lines, product, store_product
+from site_engine.cuda.kernels.version_kernels import at_version, versions_of
 
 TILE_ROWS = tl.constexpr(16)
+LEAST = tl.constexpr(-(1 << 62))
 
 
 @triton.jit
@@ -126,7 +128,8 @@ def expand_rows(
         tl.store(to, added.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["count"])  # grows with the rows: compile once
+# `count` grows with the rows, `own` has any place in its table: compile once
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["own"])
 def adapted_gemm_rows(
     x,  # [rows, depth]
     weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
@@ -142,6 +145,7 @@ def adapted_gemm_rows(
     counts,  # [2]: tiles with a slot, slots in `used`
     shrunk,  # [SHRUNK_PARTS, rows, groups * RANK] in float32
     arrived,  # [1]: 0; counts the programs that have shrunk rows
+    own,  # [slots, layers, numbers], only if OWN: where the slot's version of `weight` lies
     rows,
     columns,
     depth,
@@ -155,6 +159,7 @@ def adapted_gemm_rows(
     up_stride,
     scale_stride,
     bias_stride,
+    own_stride,
     ROWS_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -167,6 +172,7 @@ def adapted_gemm_rows(
     BIASED: tl.constexpr,  # adapters change the bias
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
+    OWN: tl.constexpr,  # some rows have own versions of the weight, each of which is read once
     EARLY: tl.constexpr,  # the first factors are read before the product, and kept in registers
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -212,50 +218,122 @@ def adapted_gemm_rows(
         at = part * (RANKS // RANK)
         first = _group(number % blocks * COLUMNS, first_end, second_end)
         last = _group(tl.minimum(number % blocks * COLUMNS + COLUMNS, columns) - 1, first_end, second_end)
-        group = first
+        factor = 0
+        more = 0
         if EARLY:
-            factor = _factor(up, used, at, expanded, n, exists, group, first_end, second_end, up_stride, RANK,
+            factor = _factor(up, used, at, expanded, n, exists, first, first_end, second_end, up_stride, RANK,
                              RANKS)  # fmt: skip
             if GATED:
-                more = _factor(up + columns * RANK, used, at, expanded, n, exists, group, first_end,
+                more = _factor(up + columns * RANK, used, at, expanded, n, exists, first, first_end,
                                second_end, up_stride, RANK, RANKS)  # fmt: skip
         if PDL:
             tl.extra.cuda.gdc_wait()
-        total, other = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS,
-                               DEPTH, GATED, EVEN)  # fmt: skip
-        if not EARLY:
-            factor = _factor(up, used, at, expanded, n, exists, group, first_end, second_end, up_stride, RANK,
-                             RANKS)  # fmt: skip
-            if GATED:
-                more = _factor(up + columns * RANK, used, at, expanded, n, exists, group, first_end,
-                               second_end, up_stride, RANK, RANKS)  # fmt: skip
-        if at < expanded:
-            _wait(arrived, tl.load(counts) * GROUPS * SHRUNK_PARTS, PDL)
-        while at < expanded:
-            its_at = at
-            its_group = group
-            at += tl.where(group == last, part_count * (RANKS // RANK), 0)
-            group = tl.where(group == last, first, group + 1)
-            following = _factor(up, used, at, expanded, n, exists, group, first_end, second_end, up_stride,
-                                RANK, RANKS)  # fmt: skip
-            if GATED:
-                more_following = _factor(up + columns * RANK, used, at, expanded, n, exists, group, first_end,
-                                         second_end, up_stride, RANK, RANKS)  # fmt: skip
-            given = _given(shrunk, used, its_at, expanded, its_slots, rows, its_group, RANK, RANKS, GROUPS,
+        if not OWN:
+            _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, factor, more, n, exists,
+                             m < rows, its_slots, counts, expanded, part, at, first, last, begin, end, rows,
+                             columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
+                             ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, GATED, BIAS, BIASED,
+                             SPLIT, EVEN, EARLY, PDL)  # fmt: skip
+        else:
+            version = versions_of(own, its_slots, own_stride)
+            left = m < rows
+            while tl.sum(left.to(tl.int32), 0) > 0:
+                its = tl.max(tl.where(left, version, LEAST), 0)
+                mine = left & (version == its)
+                left = left & (version != its)
+                _adapted_product(x, at_version(weight, its), bias, out, up, biases, used, shrunk, arrived,
+                                 factor, more, n, exists, mine, tl.where(mine, its_slots, -1), counts,
+                                 expanded, part, at, first, last, begin, end, rows, columns, depth,
+                                 part_count, first_end, second_end, up_stride, bias_stride, ROWS_PAD, COLUMNS,
+                                 DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, GATED, BIAS, BIASED, SPLIT, EVEN,
+                                 EARLY, PDL)  # fmt: skip
+
+
+@triton.jit
+def _adapted_product(
+    x, weight, bias, out, up, biases, used, shrunk, arrived, factor, more, n, exists, real, its_slots, counts,
+    expanded, part, at, first, last, begin, end, rows, columns, depth, part_count, first_end, second_end,
+    up_stride, bias_stride,
+    ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, GROUPS: tl.constexpr, SHRUNK_PARTS: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the product of the `real` rows by one version of the weight, and what their adapters add."""
+    total, other = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS,
+                           DEPTH, GATED, EVEN)  # fmt: skip
+    if not EARLY:
+        factor = _factor(up, used, at, expanded, n, exists, first, first_end, second_end, up_stride, RANK,
+                         RANKS)  # fmt: skip
+        if GATED:
+            more = _factor(up + columns * RANK, used, at, expanded, n, exists, first, first_end,
+                           second_end, up_stride, RANK, RANKS)  # fmt: skip
+    if at < expanded:
+        _wait(arrived, tl.load(counts) * GROUPS * SHRUNK_PARTS, PDL)
+    group = first
+    while at < expanded:
+        its_at = at
+        its_group = group
+        at += tl.where(group == last, part_count * (RANKS // RANK), 0)
+        group = tl.where(group == last, first, group + 1)
+        following = _factor(up, used, at, expanded, n, exists, group, first_end, second_end, up_stride,
+                            RANK, RANKS)  # fmt: skip
+        if GATED:
+            more_following = _factor(up + columns * RANK, used, at, expanded, n, exists, group, first_end,
+                                     second_end, up_stride, RANK, RANKS)  # fmt: skip
+        given = _given(shrunk, used, its_at, expanded, its_slots, rows, its_group, RANK, RANKS, GROUPS,
+                       SHRUNK_PARTS)  # fmt: skip
+        total = tl.dot(given.to(factor.dtype), factor, total, input_precision="ieee")
+        factor = following
+        if GATED:
+            given = _given(shrunk, used, its_at, expanded, its_slots, rows, 1, RANK, RANKS, GROUPS,
                            SHRUNK_PARTS)  # fmt: skip
-            total = tl.dot(given.to(factor.dtype), factor, total, input_precision="ieee")
-            factor = following
-            if GATED:
-                given = _given(shrunk, used, its_at, expanded, its_slots, rows, 1, RANK, RANKS, GROUPS,
-                               SHRUNK_PARTS)  # fmt: skip
-                other = tl.dot(given.to(more.dtype), more, other, input_precision="ieee")
-                more = more_following
-        if BIASED:
-            its = biases + its_slots[:, None].to(tl.int64) * bias_stride + n[None, :]
-            has = (its_slots >= 0)[:, None] & exists[None, :]
-            total += tl.load(its, mask=has, other=0.0).to(tl.float32)
-        store_product(out, bias, total, other, n, exists, part, rows, columns, ROWS_PAD, GATED, BIAS,
-                      SPLIT)  # fmt: skip
+            other = tl.dot(given.to(more.dtype), more, other, input_precision="ieee")
+            more = more_following
+    if BIASED:
+        its = biases + its_slots[:, None].to(tl.int64) * bias_stride + n[None, :]
+        has = (its_slots >= 0)[:, None] & exists[None, :]
+        total += tl.load(its, mask=has, other=0.0).to(tl.float32)
+    store_product(out, bias, total, other, n, exists, real, part, rows, columns, GATED, BIAS,
+                  SPLIT)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["own"])
+def owned_gemm_rows(
+    x,  # [rows, depth]
+    weight,  # [columns, depth], the base's
+    bias,  # [columns], only if BIAS
+    out,  # [rows, columns]
+    own,  # as of `adapted_gemm_rows`, as what follows
+    slots,
+    rows,
+    columns,
+    depth,
+    own_stride,
+    ROWS_PAD: tl.constexpr,  # of one program
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Compute the product of any number of rows, each by its own version of the weight."""
+    block = tl.program_id(0).to(tl.int64) * ROWS_PAD  # side by side, so that all read the same weights
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = n < columns
+    m = tl.arange(0, ROWS_PAD)
+    left = block + m < rows
+    its_slots = tl.load(slots + block + m, mask=left, other=-1)
+    version = versions_of(own, its_slots, own_stride)
+    rows -= block.to(tl.int32)
+    x += block * depth
+    while tl.sum(left.to(tl.int32), 0) > 0:
+        its = tl.max(tl.where(left, version, LEAST), 0)
+        mine = left & (version == its)
+        left = left & (version != its)
+        total, other = product(x, at_version(weight, its), n, exists, 0, depth, rows, columns, depth,
+                               ROWS_PAD, COLUMNS, DEPTH, False, EVEN)  # fmt: skip
+        store_product(out + block * columns, bias, total, other, n, exists, mine, 0, rows, columns, False,
+                      BIAS, False)  # fmt: skip
 
 
 @triton.jit
@@ -337,20 +415,22 @@ def prepare_rows(
     counters,
     COUNT_PAD: tl.constexpr,
     COUNTERS_PAD: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """Write the slot of each row, the slots that have rows, and their number; set the counters to 0.
+    """Write the slot of each row; FEW: and the slots that have rows, and their number; set counters to 0.
 
     The tiles of one slot are side by side.
     """
-    t = tl.arange(0, COUNT_PAD)
-    slot = tl.load(tiles + t * (1 + TILE_ROWS), mask=t < count, other=-1)
-    before = tl.load(tiles + (t - 1) * (1 + TILE_ROWS), mask=(t > 0) & (t < count), other=-1)
-    starts = (slot >= 0) & (slot != before)
-    tl.store(used + tl.cumsum(starts.to(tl.int32), 0) - 1, slot, mask=starts)
-    tl.store(counts, tl.sum((slot >= 0).to(tl.int32), 0))
-    tl.store(counts + 1, tl.sum(starts.to(tl.int32), 0))
-    row = tiles + (t * (1 + TILE_ROWS) + 1)[:, None] + tl.arange(0, TILE_ROWS)[None, :]
-    row = tl.load(row, mask=(t < count)[:, None], other=-1)
-    tl.store(slots + row, tl.broadcast_to(slot[:, None], row.shape), mask=row >= 0)
-    c = tl.arange(0, COUNTERS_PAD)
-    tl.store(arrived + c, c * 0, mask=c < counters)
+    tile = tiles + tl.program_id(0) * (1 + TILE_ROWS)
+    rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
+    tl.store(slots + rows, tl.load(tile) + rows * 0, mask=rows >= 0)
+    if FEW and tl.program_id(0) == 0:
+        t = tl.arange(0, COUNT_PAD)
+        slot = tl.load(tiles + t * (1 + TILE_ROWS), mask=t < count, other=-1)
+        before = tl.load(tiles + (t - 1) * (1 + TILE_ROWS), mask=(t > 0) & (t < count), other=-1)
+        starts = (slot >= 0) & (slot != before)
+        tl.store(used + tl.cumsum(starts.to(tl.int32), 0) - 1, slot, mask=starts)
+        tl.store(counts, tl.sum((slot >= 0).to(tl.int32), 0))
+        tl.store(counts + 1, tl.sum(starts.to(tl.int32), 0))
+        c = tl.arange(0, COUNTERS_PAD)
+        tl.store(arrived + c, c * 0, mask=c < counters)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from site_engine.cuda.kernels.version_kernels import version_of_row
+
 LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
@@ -44,8 +46,8 @@ def skinny_gemm_rows(
         tl.extra.cuda.gdc_wait()
     total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
                         GATED, EVEN)  # fmt: skip
-    store_product(out, bias, total, up, n, exists, tl.program_id(1), rows, columns, ROWS_PAD, GATED, BIAS,
-                  SPLIT)  # fmt: skip
+    store_product(out, bias, total, up, n, exists, tl.arange(0, ROWS_PAD) < rows, tl.program_id(1), rows,
+                  columns, GATED, BIAS, SPLIT)  # fmt: skip
 
 
 @triton.jit
@@ -83,13 +85,15 @@ def product(
 
 @triton.jit
 def store_product(
-    out, bias, total, up, n, exists, part, rows, columns,
-    ROWS_PAD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    out, bias, total, up, n, exists, real, part, rows, columns,
+    GATED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write a product: SPLIT: in float32 as a part, else with the bias or gated, in the type of `out`."""
-    m = tl.arange(0, ROWS_PAD)
-    out_at = out + m[:, None] * columns + n[None, :]
-    keep = (m < rows)[:, None] & exists[None, :]
+    """Write the `real` rows of a product: SPLIT: in float32 as a part, else with the bias or gated, in the
+    type of `out`.
+    """
+    m = tl.arange(0, real.shape[0])
+    out_at = out + m[:, None].to(tl.int64) * columns + n[None, :]
+    keep = real[:, None] & exists[None, :]
     if SPLIT:
         tl.store(out_at + part * rows * columns, total, mask=keep)
     else:
@@ -110,23 +114,28 @@ def fetch_lines(lines):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["own"])
 def add_parts_norm(
     parts,  # [PARTS, rows, SIZE], float32: their sum is added
     residual,  # [rows, SIZE]: becomes residual + added
     weight,  # [SIZE]
     out,  # [rows, SIZE]: the sum, normed by its root mean square
     epsilon,
+    own,  # as of `version_of_row`, as what follows
+    slots,
+    own_stride,
     part_stride,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add and normalize as `add_norm` does, for a product that comes in parts."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
+    weight = version_of_row(weight, own, slots, own_stride, OWN)
     scale = tl.load(weight + at, mask=here, other=0.0)
     if PDL:  # the next kernel must not crowd the product that is waited for here
         tl.extra.cuda.gdc_wait()
