@@ -130,7 +130,7 @@ def test_an_adapter_of_another_base_is_refused(
     write(folder / "odd" / "adapter_model.safetensors", shapes)
     found = planned(folder, "H200", of_adapter(folder, "odd"), of_adapter(folder))
     assert complaint in found.refused["odd"]
-    assert [each.id for each in found.variants] == ["lora", "tuned"]
+    assert [each.id for each in found.variants] == ["lora"]
 
 
 def test_files_that_are_cut_pickled_or_no_safetensors_are_refused(folder: Path) -> None:
