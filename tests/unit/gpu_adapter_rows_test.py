@@ -18,6 +18,7 @@ from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
+from site_engine.cuda.own_layers import UNIT_BYTES
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.projections import Projection, Size
 
@@ -136,3 +137,37 @@ def test_a_step_without_adapters_is_the_base_s_bit_for_bit() -> None:
         given, weight, _ = scene.product(projection)
         adapted = product(given, weight, scene.step.product(LAYER, projection))
         assert torch.equal(adapted, product(given, weight))
+
+
+@pytest.mark.parametrize("projection", list(Projection))
+def test_each_row_is_computed_by_its_version_of_the_weight(scene: Scene, projection: Projection) -> None:
+    """Two slots share a version, the third and the base have the base's."""
+    given, weight, wanted = scene.product(projection)
+    version = scene.some(*weight.shape) * weight.shape[1] ** -0.5
+    own = torch.zeros(SLOTS, dtype=torch.int64)
+    own[[0, 3]] = (version.data_ptr() - weight.data_ptr()) // UNIT_BYTES
+    other = [row for row, slot in enumerate(scene.slots) if slot in {0, 3}]
+    wanted[other] += given[other] @ (version - weight).t()
+    adapters = scene.step.product(LAYER, projection)._replace(own=own)
+    if projection is Projection.QUERY_KEY_VALUE:
+        got = skinny_gemm.whole(given, weight, None, adapters, pdl=False)
+    elif projection is Projection.GATE_UP:
+        gate, up = wanted.chunk(2, -1)
+        wanted = F.silu(gate) * up
+        got = skinny_gemm.gated(given, weight, adapters, pdl=False)
+    else:
+        got = skinny_gemm.parts(given, weight, adapters, pdl=False).sum(0)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+def test_versions_of_many_rows_are_computed_without_adapters(rows: int) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    given, weight, version = (
+        torch.randn(*shape, generator=draw) for shape in ((rows, 70), (40, 70), (40, 70))
+    )
+    own = torch.tensor([0, (version.data_ptr() - weight.data_ptr()) // UNIT_BYTES])
+    slots = torch.randint(-1, 2, (rows,), generator=draw, dtype=torch.int32)
+    got = skinny_gemm.owned(given, weight, weight[:, 0].contiguous(), skinny_gemm.Versions(own, slots))
+    wanted = torch.where((slots == 1)[:, None], given @ version.t(), given @ weight.t()) + weight[:, 0]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
