@@ -415,7 +415,7 @@ def main() -> int:
     parser.add_argument("--peer", type=lambda text: [each for each in text.split(",") if each], default=[])
     parser.add_argument("--only", choices=PARTS, default="peers")
     parser.add_argument("--tools", type=Path, help="the folder of litellm's and smg's programs")
-    parser.add_argument("--python", default=sys.executable, help="another Python 3.11 for Mico's gateway")
+    parser.add_argument("--python", default=sys.executable, help="another Python 3.11 for Mico and bare")
     parser.add_argument("--folder", type=Path, help="keep logs here")
     parser.add_argument("--scale", type=float, default=1.0, help="fewer or more of everything")
     parser.add_argument("--queries", type=int, default=200_000, help="of the part memory")

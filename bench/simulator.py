@@ -153,11 +153,11 @@ def loss(queries: int, sites: int) -> dict[str, Any]:
     return {"queries": queries, "sites": sites, "lost": lost, "by_tries": dict(sorted(tries.items()))}
 
 
-def burst(sites: int, slots: int, policy: str) -> dict[str, Any]:
+def burst(sites: int, slots: int, policy: str, seed: int) -> dict[str, Any]:
     """Send five queries for each idle site at once, with reports of a second ago."""
     each = ",".join(f"{ceil(sites / len(SLOWER))}x{slots}@{slower}" for slower in SLOWER)
     specs = tuple(sites_of(each))
-    random = Random(7)
+    random = Random(seed)
     lengths = [random.randint(150, 250) for _ in range(5 * len(specs))]
     queries = [
         (Query(number, 2.0, 96, tokens), expected(96, float(tokens))) for number, tokens in enumerate(lengths)
@@ -173,6 +173,7 @@ def burst(sites: int, slots: int, policy: str) -> dict[str, Any]:
     return {
         "policy": policy,
         "slots": slots,
+        "seed": seed,
         "jain_of_share_over_speed": round(jain([tokens[spec.name] * spec.cost.base_s for spec in specs]), 4),
         "mean_s_per_token": round(found.mean_normalized_latency, 4),
         "p99_s_per_token": round(found.p99_normalized_latency, 4),
@@ -222,8 +223,8 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
     if "loss" in options.only:
         yield "loss", partial(loss, max(1, queries // 5), sites)
     if "burst" in options.only:
-        for policy, slots in product(("mico", "token_balanced"), (4, 16)):
-            yield f"burst {policy} {slots}", partial(burst, sites, slots, policy)
+        for seed, policy, slots in product(options.burst_seeds, ("mico", "token_balanced"), (4, 16)):
+            yield f"burst {policy} {slots} seed {seed}", partial(burst, sites, slots, policy, seed)
     if "day" in options.only:
         yield "day", partial(day, max(1, queries // 5), loses=False)
         yield "day with a cloud lost at noon", partial(day, max(1, queries // 5), loses=True)
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=1_000)
     parser.add_argument("--gateways", type=int, default=50)
     parser.add_argument("--only", default="curve,loss,burst,day,size", help="parts, separated by commas")
+    parser.add_argument("--burst-seeds", type=int, nargs="+", default=[7], help="of the lengths of bursts")
     options = parser.parse_args()
     options.only = options.only.split(",")
     found: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -11,7 +10,14 @@ from pathlib import Path
 
 from mico.local.plan import free_port
 from predictor.artifact import LEXICAL_NAME, SHIPPED
-from tests.support.gateway_process import GatewayProcess, Workspace, mico, process, wait_until_answering
+from tests.support.gateway_process import (
+    GatewayProcess,
+    Workspace,
+    interpreter,
+    mico,
+    process,
+    wait_until_answering,
+)
 from tests.support.scripted_upstream import MODEL
 
 KEY = "sk-measured"
@@ -49,7 +55,8 @@ async def smg(workspace: Workspace) -> AsyncIterator[GatewayProcess]:
 async def bare(workspace: Workspace) -> AsyncIterator[GatewayProcess]:
     port = free_port()
     ports = ("--http-port", port, "--grpc-port", workspace.link_port)
-    async with process("bare", workspace, sys.executable, "-m", "bench.studies.bare", *ports) as started:
+    command = (*interpreter(workspace), "-m", "bench.studies.bare", *ports)
+    async with process("bare", workspace, *command) as started:
         await wait_until_answering(f"http://127.0.0.1:{port}/ready", started, workspace.folder)
         yield GatewayProcess("bare", port, "none", started, workspace.folder / "bare.log")
 

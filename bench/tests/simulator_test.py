@@ -20,4 +20,4 @@ def test_every_query_of_every_part_is_answered() -> None:
     assert lost["lost"] == 0
     assert sum(lost["by_tries"].values()) == 300
     assert lost["by_tries"][2] > 0, "some of the lost sites had work"
-    assert 0.5 < burst(10, 4, "mico")["jain_of_share_over_speed"] <= 1.0
+    assert 0.5 < burst(10, 4, "mico", seed=7)["jain_of_share_over_speed"] <= 1.0

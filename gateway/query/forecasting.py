@@ -1,5 +1,5 @@
-"""Forecasts queries in batches on a thread: the queries that arrive while one batch runs make up the next. A
-query that is answered alone, as the one before it, is forecast on the event loop at once.
+"""Forecasts queries in batches: on the event loop those that arrive in one turn of it, if that is quick, and
+others on a thread, where those that arrive while one batch runs make up the next.
 
 Outcomes come back here, to learn from and to measure drift. No text outlives its query, unless an outcome log
 is given.
@@ -42,9 +42,11 @@ MAX_BATCH_LINES = 2
 millisecond, and an interactive query waits for those of two bunches at most, however many lines wait.
 """
 MAX_INLINE_S = 0.002
-"""Time for which a query that is answered alone may block the event loop, judged by texts of that length: it
-saves two thread switches, and the processor's caches stay warm.
+"""CPU time for which a batch may block the event loop, judged by batches of as many characters. On the thread
+a small batch costs several times as much: both threads wake each other and hand over the interpreter.
 """
+QUERY_CHARS = 50
+"""A query takes as long as so many more characters of text."""
 MAX_AWAITED = 20_000
 """Queries whose outcome is awaited; the oldest are dropped first."""
 RELOAD_EVERY_S = 10.0
@@ -80,6 +82,10 @@ class ForecastRequest(NamedTuple):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self.future.get_loop()
+
+    @property
+    def chars(self) -> int:
+        return len(self.features.text) + QUERY_CHARS
 
 
 class WaitingRequests:
@@ -134,8 +140,8 @@ class ForecastService(Collector):
         self._reload_every_s = reload_every_s
         self._learn_after_s = -inf
         self._learned_counts: Counter[str] = Counter()
-        self._alone = False  # no other query was live when the last one came
-        self._inline_chars = -1  # texts up to this length were forecast within MAX_INLINE_S
+        self._inline_chars = -1  # batches of so many characters were forecast within MAX_INLINE_S
+        self._arrivals: list[ForecastRequest] = []  # in this turn of the event loop
         self._requests = WaitingRequests()
         self._thread: Thread | None = None
         self._reload_task: asyncio.Task[None] | None = None
@@ -159,9 +165,10 @@ class ForecastService(Collector):
         self._awaited[query.id] = AwaitedOutcome(request.features, query.sampling.max_tokens or inf)
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
-        before, self._alone = self._alone, len(self._awaited) == 1
-        if self._alone and before and len(request.features.text) <= self._inline_chars:
-            _resolve([request], self._forecast_batch([request]))
+        if query.lane is Lane.INTERACTIVE:
+            if not self._arrivals:
+                request.loop.call_soon(self._forecast_arrivals)
+            self._arrivals.append(request)
         else:
             self._enqueue(request, query.lane)
         return request.future
@@ -175,6 +182,15 @@ class ForecastService(Collector):
     def _request_of(self, query: Query) -> ForecastRequest:
         known = features(query, self._parent_of(query.model))
         return ForecastRequest(known, asyncio.get_running_loop().create_future())
+
+    def _forecast_arrivals(self) -> None:
+        """Forecast what came in a turn of the event loop."""
+        arrivals, self._arrivals = self._arrivals, []
+        if sum(each.chars for each in arrivals) <= self._inline_chars:
+            _resolve(arrivals, self._forecast_batch(arrivals))
+        else:
+            for each in arrivals:
+                self._enqueue(each, Lane.INTERACTIVE)
 
     def _enqueue(self, request: ForecastRequest, lane: Lane) -> None:
         if self._thread is None:
@@ -244,20 +260,17 @@ class ForecastService(Collector):
                 batch[0].loop.call_soon_threadsafe(_resolve, batch, forecasts)
 
     def _forecast_batch(self, batch: list[ForecastRequest]) -> list[Forecast] | Exception:
-        began_s = time.monotonic()
+        began_s = time.thread_time()
         try:
             return self._run_forecaster([each.features for each in batch])
         except Exception as exc:  # noqa: BLE001 - raised where the forecasts are awaited
             return exc
         finally:
-            if len(batch) == 1:
-                self._record_inline_time(len(batch[0].features.text), time.monotonic() - began_s)
-
-    def _record_inline_time(self, chars: int, seconds: float) -> None:
-        if seconds > MAX_INLINE_S:
-            self._inline_chars = min(self._inline_chars, chars - 1)
-        else:
-            self._inline_chars = max(self._inline_chars, chars)
+            chars = sum(each.chars for each in batch)
+            if time.thread_time() - began_s > MAX_INLINE_S:
+                self._inline_chars = min(self._inline_chars, chars - 1)
+            else:
+                self._inline_chars = max(self._inline_chars, chars)
 
     def _run_forecaster(self, queries: list[Features]) -> list[Forecast]:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Protocol
 
@@ -64,7 +65,11 @@ class DatabaseWriter:
 
 
 class BulkInsert:
-    """INSERT of many rows through the driver: SQLAlchemy compiles it once and binds no row."""
+    """INSERT of many rows through the driver: SQLAlchemy compiles it once and binds no row.
+
+    On SQLite the rows are one statement. As one statement each, its thread would give up the interpreter and
+    take it back for every row, and each time the event loop would stop for it.
+    """
 
     def __init__(self, engine: AsyncEngine, table: Table) -> None:
         compiled = insert_new(engine.dialect.name, table).compile(dialect=engine.dialect)
@@ -74,8 +79,15 @@ class BulkInsert:
         self._json = [column.name for column in table.columns if isinstance(column.type, JSON)]
 
     async def execute(self, connection: AsyncConnection, rows: Sequence[object]) -> None:
-        if rows:
-            await connection.exec_driver_sql(self._statement, [self._values(row) for row in rows])
+        if not rows:
+            return
+        values = [self._values(row) for row in rows]
+        if connection.dialect.name == "sqlite":
+            one_row = f"({', '.join('?' * len(values[0]))})"
+            statement = self._statement.replace(one_row, ", ".join([one_row] * len(rows)))
+            await connection.exec_driver_sql(statement, tuple(chain.from_iterable(values)))
+        else:
+            await connection.exec_driver_sql(self._statement, values)
 
     def _values(self, row: object) -> Any:
         values: dict[str, Any] = msgspec.to_builtins(row)

@@ -80,7 +80,7 @@ def _children(pid: int) -> list[str]:
 class Workspace:
     """A folder for logs and settings, and the ports of the upstream.
 
-    `python` runs Mico's gateway, of the sources in `tree`; it finds this interpreter's packages.
+    `python` runs Mico's gateway and `bare`, of the sources in `tree`; it finds this interpreter's packages.
     """
 
     folder: Path
@@ -89,6 +89,15 @@ class Workspace:
     upstream_port: int = field(default_factory=free_port)
     link_port: int = field(default_factory=free_port)
     tree: Path = field(default_factory=Path.cwd)
+
+
+def interpreter(workspace: Workspace) -> tuple[str, ...]:
+    """Return the command that runs the workspace's Python, with the sources in its tree."""
+    tree = workspace.tree.absolute()
+    if (workspace.python, tree) == (sys.executable, Path.cwd()):
+        return (workspace.python,)
+    packages = os.pathsep.join((str(tree), sysconfig.get_path("platlib"), os.environ.get("PYTHONPATH", "")))
+    return ("env", f"--chdir={tree}", f"PYTHONPATH={packages}", workspace.python)
 
 
 @asynccontextmanager
@@ -174,14 +183,7 @@ async def mico(
     if workers > 1:  # a setting that older gateways do not know
         settings["workers"] = workers
     (folder / "gateway.toml").write_text(to_toml(settings))
-    tree = workspace.tree.absolute()
-    packages = os.pathsep.join((str(tree), sysconfig.get_path("platlib"), os.environ.get("PYTHONPATH", "")))
-    python = (
-        (workspace.python,)
-        if (workspace.python, tree) == (sys.executable, Path.cwd())
-        else ("env", f"--chdir={tree}", f"PYTHONPATH={packages}", workspace.python)
-    )
-    command = (*python, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
+    command = (*interpreter(workspace), "-m", "mico", "gateway", "--config", folder / "gateway.toml")
     upgrade(url)  # not in a thread: two at once would share Alembic's context
     async with open_store(url, folder, pepper=PEPPER, serving=False) as store:
         _, secret = await store.keys.create_key("bench", "shop", act=ACT)

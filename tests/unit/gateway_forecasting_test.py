@@ -13,7 +13,13 @@ import msgspec
 import pytest
 
 from gateway.domain import Caller, Lane, Outcome, Query, Sampling, Status
-from gateway.query.forecasting import MAX_BATCH, MAX_BATCH_LINES, MAX_LEARNED_CHARS, ForecastService
+from gateway.query.forecasting import (
+    MAX_BATCH,
+    MAX_BATCH_LINES,
+    MAX_LEARNED_CHARS,
+    QUERY_CHARS,
+    ForecastService,
+)
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
@@ -66,21 +72,25 @@ def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_lat
     asyncio.run(scenario())
 
 
+LONG = "l" * 2 * QUERY_CHARS
+
+
 class Watched:
-    """Tells where it forecast each text: on the loop's thread or beside it."""
+    """Tells which texts it forecast together, and whether on the loop's thread or beside it."""
 
     name = "watched"
 
     def __init__(self) -> None:
-        self.on_loop: list[bool] = []
+        self.batches: list[tuple[list[str], bool]] = []
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
-        self.on_loop += [threading.current_thread() is threading.main_thread()] * len(queries)
+        on_loop = threading.current_thread() is threading.main_thread()
+        self.batches.append(([each.text for each in queries], on_loop))
         return [Forecast((0, 100), (1.0,), self.name) for _ in queries]
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_loop(
+def test_only_what_comes_in_one_turn_and_is_known_to_be_quick_is_forecast_on_the_loop(
     quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.query.forecasting.MAX_INLINE_S", float("inf") if quick else -1.0)
@@ -89,23 +99,24 @@ def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_lo
     async def scenario() -> None:
         forecasts = ForecastService(watched, HistogramForecaster())
 
-        async def alone(name: str, text: str) -> None:
-            await forecasts.request(Query(name, "m", text, Sampling(), Caller("k", "t"), 0.0, 100.0))
-            forecasts.observe(outcome(name, 5))
+        async def together(*texts: str) -> None:
+            await asyncio.gather(*(forecasts.request(query(text, text)) for text in texts))
 
         async with asyncio.timeout(60):
-            await forecasts.request_ahead(query("a line of a batch"))  # that nobody is answered yet
-            for number, text in enumerate(["hi", "hi", "hello", "hello"]):
-                await alone(f"q{number}", text)  # the first of its length is not known to be quick
-            await forecasts.request(query("running"))
-            await alone("beside", "hi")
-            forecasts.observe(outcome("running", 5))
-            await alone("after", "hi")
+            await together(LONG)  # the first of its length is not known to be quick
+            await together(LONG)
+            await together("a", "b")
+            await together(LONG, "c")  # together longer than what was quick
+            line = msgspec.structs.replace(query("hi", "hi"), lane=Lane.BATCH)
+            await asyncio.gather(forecasts.request(line), forecasts.request_ahead(line))
         await forecasts.close()
 
     asyncio.run(scenario())
-    found = [False, False, True, False, True, True, False, False]
-    assert watched.on_loop == (found if quick else [False] * len(found))
+    on_loop = {text: on_loop for texts, on_loop in watched.batches[1:] for text in texts}
+    assert not watched.batches[0][1]
+    assert on_loop == {LONG: False, "a": quick, "b": quick, "c": False, "hi": False}
+    if quick:
+        assert watched.batches[1:3] == [([LONG], True), (["a", "b"], True)]
 
 
 FORECAST = Forecast((0, 100), (1.0,), "a")
@@ -315,6 +326,7 @@ def test_an_interactive_query_waits_for_the_lines_of_two_bunches_at_most() -> No
         while not begun.is_set():  # noqa: ASYNC110 - of a thread
             await asyncio.sleep(0.001)
         waiting += [forecasts.request(query(f"q{n}", "chat")) for n in range(3 * MAX_BATCH)]
+        await asyncio.sleep(0)  # the turn of the event loop in which they came is over
         goes_on.set()
         async with asyncio.timeout(60):
             await asyncio.gather(*waiting)
