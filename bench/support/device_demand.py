@@ -94,7 +94,7 @@ class StepCost(NamedTuple):
     each_adapter: float
 
     def of(self, plan: SchedulePlan, chains: Mapping[str, str]) -> float:
-        adapters = {chains[chunk.request.id] for chunk in plan.chunks} - {""}
+        adapters = {chains.get(chunk.request.id, "") for chunk in plan.chunks} - {""}
         prompts = sum(chunk.length for chunk in plan.prefills)
         base = self.always + self.each_row * len(plan.decodes) + self.each_prompt_token * prompts
         return base + (self.adapted + self.each_adapter * len(adapters) if adapters else 0.0)
@@ -122,6 +122,7 @@ class CountedMember:
         self._device, self._adapted = device, frozenset(adapted)
         self._lengths: dict[str, int] = {}
         self._chains: dict[str, str] = {}
+        began_s = device.at_s
 
         def seconds(plan: SchedulePlan) -> float:
             took_s = cost.of(plan, self._chains)
@@ -131,6 +132,7 @@ class CountedMember:
         self._engine = CountedEngine(
             self._lengths, seconds, kv_tokens=kv_tokens, slots=rows, token_budget=2048
         )
+        device.at_s = began_s  # an engine measures some iterations before it serves
 
     @property
     def has_work(self) -> bool:

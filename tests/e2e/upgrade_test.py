@@ -14,7 +14,7 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -110,6 +110,8 @@ class Federation:
     keys: dict[int, str] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     preferred: int = 0
+    unanswered: list[int] = field(default_factory=lambda: [0, 0])  # queries sent to each gateway
+    changed: threading.Condition = field(default_factory=threading.Condition)
     started: int = 0
 
     def start(self, build: Build, name: str, *arguments: str) -> None:
@@ -186,16 +188,39 @@ class Federation:
         sites = answer.json()["sites"] if answer.status_code == 200 else []
         return {site["name"] for site in sites if site["state"] == "ready"}
 
-    def ask(self, prompt: str) -> str:
-        """Ask as through a balancer, which tries the other gateway if one takes no connection."""
-        preferred = self.preferred
+    @contextmanager
+    def chosen(self, *, other: bool) -> Iterator[int]:
+        """Choose the preferred gateway, or the other; it is not stopped before the answer has begun."""
+        with self.changed:
+            number = 1 - self.preferred if other else self.preferred
+            self.unanswered[number] += 1
         try:
-            return self.ask_gateway(preferred, prompt)
-        except httpx.ConnectError:
-            return self.ask_gateway(1 - preferred, prompt)
+            yield number
+        finally:
+            with self.changed:
+                self.unanswered[number] -= 1
+                self.changed.notify_all()
 
-    def ask_gateway(self, number: int, prompt: str) -> str:
-        """Return the text of a stream, with how it ended."""
+    def prefer(self, number: int) -> None:
+        """Send new queries to a gateway, and wait until those sent to the other have begun to be answered."""
+        with self.changed:
+            self.preferred = number
+            assert self.changed.wait_for(lambda: not self.unanswered[1 - number], JOINED_WITHIN_S)
+
+    def ask(self, prompt: str) -> str:
+        """Return the text of a stream, with how it ended.
+
+        As through a balancer, which tries the other gateway if one takes no connection.
+        """
+        with ExitStack() as stack:
+            try:
+                response = self.begin(stack, prompt, other=False)
+            except httpx.ConnectError:
+                response = self.begin(stack, prompt, other=True)
+            return text_of(response)
+
+    def begin(self, stack: ExitStack, prompt: str, *, other: bool) -> httpx.Response:
+        """Return the answer of a gateway once it has begun; it lasts as long as `stack`."""
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": prompt}],
@@ -204,22 +229,26 @@ class Federation:
             "ignore_eos": True,
             "stream": True,
         }
-        url = f"http://127.0.0.1:{self.http_ports[number]}/v1/chat/completions"
-        headers = {"authorization": f"Bearer {self.keys[number]}"}
-        text, finish = "", ""
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
-            if response.status_code != 200:
-                return f"status {response.status_code}: {response.read().decode()}"
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    return f"error after {text!r}: {chunk['error']}"
-                for choice in chunk["choices"]:
-                    text += choice["delta"].get("content") or ""
-                    finish = choice["finish_reason"] or finish
-        return f"{text} [{finish}]"
+        with self.chosen(other=other) as number:
+            url = f"http://127.0.0.1:{self.http_ports[number]}/v1/chat/completions"
+            headers = {"authorization": f"Bearer {self.keys[number]}"}
+            return stack.enter_context(httpx.stream("POST", url, json=body, headers=headers, timeout=120))
+
+
+def text_of(response: httpx.Response) -> str:
+    if response.status_code != 200:
+        return f"status {response.status_code}: {response.read().decode()}"
+    text, finish = "", ""
+    for line in response.iter_lines():
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        if "error" in chunk:
+            return f"error after {text!r}: {chunk['error']}"
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+    return f"{text} [{finish}]"
 
 
 @contextmanager
@@ -240,7 +269,7 @@ def federation_of(build: Build, folder: Path, model: Path) -> Iterator[Federatio
 
 def replace_gateway(federation: Federation, build: Build, number: int) -> None:
     """Replace a gateway behind a balancer: new queries go to the other one first."""
-    federation.preferred = 1 - number
+    federation.prefer(1 - number)
     federation.stop(f"gateway-{number}")
     federation.start_gateway(build, number)
     federation.wait_until_complete()
