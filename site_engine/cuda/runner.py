@@ -212,8 +212,12 @@ class DeviceRunner:
         """Capture the graphs of a shape: every rank of a group in the same order."""
         with self._together(shape):
             self._step(shape)
-            if self._arenas is not None:
-                self._step(shape._replace(tiles=self._arenas.tiles(shape.tokens)))
+            if self._arenas is None:
+                return
+            adapted = shape._replace(tiles=self._arenas.tiles(shape.tokens))
+            self._step(adapted)
+            if self._arenas.own is not None and not shape.blocks:
+                self._step(adapted._replace(owned=True))
 
     def _warm_rules(self) -> None:
         """Compile what samples rows with rules, on a step of padding."""
@@ -236,7 +240,12 @@ class DeviceRunner:
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas
         if arenas is not None and any(chunk.request.has_adapter for chunk in plan.chunks):
-            shape = shape._replace(tiles=arenas.tiles(shape.tokens))
+            owned = arenas.own is not None and any(
+                chunk.request.variant in arenas.own for chunk in plan.chunks
+            )
+            # steps with prompts run eagerly then: their graphs would be captured for few
+            graph = shape.graph and not (owned and shape.blocks)
+            shape = shape._replace(tiles=arenas.tiles(shape.tokens), owned=owned, graph=graph)
         if len(at) > shape.patches:
             self.patch(Patches(at, pages))
             at, pages = [], []
@@ -314,7 +323,12 @@ class DeviceRunner:
 
     def _fresh_lengths(self, plan: SchedulePlan, shape: Shape) -> FreshLengths | None:
         """Return lengths for PyTorch's varlen attention if all chunks begin their prompt, outside a graph."""
-        if shape.graph or not self._cuda or any(scheduled.start for scheduled in plan.prefills):
+        if (
+            shape.graph
+            or shape.owned
+            or not self._cuda
+            or any(scheduled.start for scheduled in plan.prefills)
+        ):
             return None
         return FreshLengths(len(plan.decodes), [scheduled.length for scheduled in plan.prefills])
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain as joined
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,7 +106,7 @@ def overlapped_engine(
     """Build an engine that launches each step before it reads the one before, with Triton kernels.
 
     Raises ModelNotSupported unless the device's logits equal those of the packed runner: within the tolerance
-    of the data type, with an adapter within the limit that certifies variants.
+    of the data type, with variants within the limit that certifies variants.
     """
     from site_engine.cuda.llama_forward import LlamaForward
 
@@ -118,18 +119,16 @@ def overlapped_engine(
     reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
-    checked: list[tuple[LoadedVariant | None, float]] = [
-        (None, certify.limit(model.dtype, len(model.layers)))
-    ]
-    if arenas is not None and variants is not None:
-        trial = arenas.trial(model)
-        checked.append((trial, variants.certifier.reference(trial).limit))
-    for variant, limit in checked:
+    trials: Iterable[LoadedVariant] = () if arenas is None else arenas.trials(model)
+    for variant in joined((None,), trials):  # each trial takes the place of the one before
+        limit = certify.limit(model.dtype, len(model.layers))
+        if variant is not None and variants is not None:
+            limit = variants.certifier.reference(variant).limit
         off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
         if not off <= limit:
             raise ModelNotSupported(
                 f"{type(model.model).__name__} computes other logits here than the reference"
-                f"{'' if variant is None else ', with an adapter'}: "
+                f"{'' if variant is None else ', with a variant'}: "
                 f"they differ by {off:.1e} of the largest (limit {limit:.1e})"
             )
     return SiteEngine(model, runner, settings, clock, variants)
