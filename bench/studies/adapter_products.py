@@ -150,6 +150,8 @@ class Scene:
         settings = EngineSettings(slots=64, kv_tokens=66 * 256, prefix_cache=False)
         reference = packed_runner(self.model, settings)
         self.runner: Any = device_runner(self.model, settings, reference, forward, self.arenas)
+        if device == "cuda":  # the memory that graphs share is there as long as one of them
+            self._first = self.step(1, 0)
 
     def projection_of(self, adapters: skinny_gemm.Adapters) -> Projection:
         addresses = [arena.up.untyped_storage().data_ptr() for arena in self.arenas._arenas]

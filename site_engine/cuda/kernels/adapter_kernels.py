@@ -128,8 +128,8 @@ def expand_rows(
         tl.store(to, added.to(out.dtype.element_ty), mask=written)
 
 
-# `count` grows with the rows, `own` has any place in its table: compile once
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["own"])
+# compile once for any number of rows and tiles, and for any layer's place in `scales` and `own`
+@triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=["scales", "own"])
 def adapted_gemm_rows(
     x,  # [rows, depth]
     weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
