@@ -51,7 +51,6 @@ class Way(NamedTuple):
 
     tile: Tile | None = None
     shrunk_parts: int = 0
-    early: bool | None = None
     programs: int = 0  # of a product in parts
     ranks: int = 0
 
@@ -59,7 +58,6 @@ class Way(NamedTuple):
         shown = [
             "tile {} x {}, {} warps, {} stages".format(*self.tile) if self.tile else "",
             f"shrunk in {self.shrunk_parts}" if self.shrunk_parts else "",
-            "" if self.early is None else "factors early" if self.early else "factors late",
             f"{self.programs} programs" if self.programs else "",
             f"{self.ranks} ranks a dot" if self.ranks else "",
         ]
@@ -68,20 +66,16 @@ class Way(NamedTuple):
 
 def ways(projection: Projection, rows: int) -> list[Way]:
     """Return what is tried."""
-    late, fine = Way(early=False), Way(shrunk_parts=8)
     if projection is Projection.GATE_UP:
-        tiles = [(64, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6),
-                 (64, 128, 8, 3), (32, 128, 4, 5)]  # fmt: skip
-        more = [late, Way(shrunk_parts=2), Way(shrunk_parts=4), Way(ranks=128), Way(early=False, ranks=128)]
+        tiles = [(32, 128, 4, 3), (32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 8, 3)]
+        more = [Way(shrunk_parts=2), Way(shrunk_parts=4), Way(ranks=128)]
     elif projection is Projection.QUERY_KEY_VALUE:
-        tiles = [(32, 128, 4, 4), (32, 128, 4, 5), (32, 128, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4),
-                 (64, 64, 4, 6), (16, 128, 4, 5)]  # fmt: skip
-        more = [late, Way(shrunk_parts=1), Way(shrunk_parts=2), fine, Way(ranks=128)]
+        tiles = [(32, 128, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (16, 128, 4, 5)]
+        more = [Way(shrunk_parts=1), Way(shrunk_parts=2), Way(shrunk_parts=8), Way(ranks=128)]
     else:
-        tiles = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (32, 128, 4, 4),
-                 (32, 128, 4, 5), (64, 128, 8, 4)]  # fmt: skip
-        more = [late, Way(shrunk_parts=2), fine, Way(shrunk_parts=16), Way(programs=192), Way(programs=384),
-                Way(tile=Tile(64, 128, 4, 4), programs=192), Way(ranks=128)]  # fmt: skip
+        tiles = [(64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (32, 128, 4, 4)]
+        more = [Way(shrunk_parts=2), Way(shrunk_parts=8), Way(programs=192), Way(programs=384),
+                Way(tile=Tile(64, 128, 4, 4), programs=384), Way(ranks=128)]  # fmt: skip
     wide = [Way(tile=Tile(*tile)) for tile in tiles if rows <= skinny_gemm.FEW_ROWS or tile[0] > 16]
     return [Way(), *more, *wide]
 
@@ -89,14 +83,12 @@ def ways(projection: Projection, rows: int) -> list[Way]:
 @contextmanager
 def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
     """Launch the kernels of products with adapters as chosen."""
-    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "EARLY", "RANKS", "PROGRAMS")
+    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "RANKS", "PROGRAMS")
     before = {name: getattr(skinny_gemm, name) for name in names}
 
     def launch(*given: Any, **more: Any) -> None:
         *tensors, tile, part_depth, adapters = given
         way = Way() if adapters is None else chosen.get(scene.projection_of(adapters), Way())
-        if way.early is not None:
-            skinny_gemm.EARLY = way.early
         if way.ranks:
             skinny_gemm.RANKS = way.ranks
         if way.shrunk_parts:
@@ -104,7 +96,7 @@ def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
         try:
             before["_launch"](*tensors, way.tile or tile, part_depth, adapters, **more)
         finally:
-            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "EARLY", "RANKS"):
+            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "RANKS"):
                 setattr(skinny_gemm, name, before[name])
 
     def parts(hidden: Any, weight: Any, adapters: Any = None, **more: Any) -> Any:

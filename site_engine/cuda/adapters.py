@@ -21,7 +21,7 @@ from site_engine.core.chain import Block, BlockKind, Chain, ServedVariant
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.kernels import adapter_kernels
 from site_engine.cuda.own_layers import OwnLayers
-from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters, Versions
+from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters, Versions, side_by_side
 from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
@@ -278,11 +278,13 @@ class AdapterArenas:
         tokens, depth = given.shape
         width = down.shape[2]
         part_depth = -(-depth // (PARTS * DEPTH_BLOCK)) * DEPTH_BLOCK
-        parts = -(-depth // part_depth)
+        parts, groups = -(-depth // part_depth), width // self.rank
+        together, ranks = side_by_side(groups, self.rank)
         shrunk = torch.empty(parts, tokens, width, dtype=torch.float32, device=given.device)
-        adapter_kernels.shrink_rows[(len(tiles), width // self.rank, parts)](
-            given, down[:, layer], scales[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0),
-            scales.stride(0), part_depth, RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
+        adapter_kernels.shrink_rows[(len(tiles), groups // together, parts)](
+            given, down[:, layer], scales[:, layer], tiles, shrunk, tokens, depth, down.stride(0),
+            scales.stride(0), part_depth, RANK=self.rank, GROUPS=groups, TOGETHER=together, WIDTH=ranks,
+            DEPTH=DEPTH_BLOCK, num_warps=4,
         )  # fmt: skip
         return shrunk
 

@@ -21,7 +21,8 @@ NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with 
 RANKS = 64  # of several adapters that one dot expands: more take more registers than three programs have
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
 GATED_SHRUNK_PARTS = 1  # there, since the product takes long
-EARLY = True  # adapters' factors are read before a product, and wait in registers
+TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
+REGISTERS: int | None = None  # of a thread of a product with adapters, at most
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
 
@@ -166,15 +167,24 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         return
     down, up, scales, biases, ends, which, own, arrived = adapters
     groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
+    together, width = side_by_side(groups, rank)
     blocks = -(-depth // tile.depth)
     shrunk_depth = -(-blocks // (GATED_SHRUNK_PARTS if common["GATED"] else SHRUNK_PARTS)) * tile.depth
     shrunk_parts = -(-depth // shrunk_depth)
     shrunk = hidden.new_empty(shrunk_parts, rows, groups * rank, dtype=torch.float32)
-    adapter_kernels.adapted_gemm_rows[(count * groups * shrunk_parts + grid[0] * grid[1],)](
+    if REGISTERS and hidden.is_cuda:
+        common["maxnreg"] = REGISTERS
+    adapter_kernels.adapted_gemm_rows[(count * groups // together * shrunk_parts + grid[0] * grid[1],)](
         *given, down, up, scales, biases, *which, shrunk, arrived, arrived if own is None else own,
         rows, columns, depth, part_depth, shrunk_depth, grid[1], count, *ends,
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
-        0 if own is None else own.stride(0), RANK=rank, RANKS=RANKS, GROUPS=groups,
-        SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
-        OWN=own is not None, EARLY=EARLY and own is None, **common,
+        0 if own is None else own.stride(0), RANK=rank, RANKS=max(RANKS, rank), GROUPS=groups,
+        TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
+        OWN=own is not None, **common,
     )  # fmt: skip
+
+
+def side_by_side(groups: int, rank: int) -> tuple[int, int]:
+    """Return how many groups one program shrinks, and their ranks, rounded up to a power of two."""
+    together = groups if groups * rank <= TOGETHER_RANKS else 1
+    return together, 1 << (together * rank - 1).bit_length()

@@ -71,10 +71,9 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     }
     adapted = {
         "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
-        "EARLY": True,
-        "OWN": False,
+        "OWN": False, "TOGETHER": 1,
     }  # fmt: skip
-    own = {"OWN": True, "EARLY": False}
+    own = {"OWN": True}
     decode = [
         (
             attention_kernels.decode_rows,
@@ -88,10 +87,10 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for model, paged in ((LLAMA, PAGED), (QWEN, ODD))
     ]
     adapters = [
-        (kernel, {"RANK": rank, **more}, {"num_warps": 4})
+        (kernel, {"RANK": rank, "WIDTH": more.get("TOGETHER", 1) * rank, **more}, {"num_warps": 4})
         for rank in (16, 64)
         for kernel, more in (
-            (adapter_kernels.shrink_rows, {"DEPTH": 128}),
+            (adapter_kernels.shrink_rows, {"DEPTH": 128, "GROUPS": 3, "TOGETHER": 1}),
             (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "BIASED": False}),
             (adapter_kernels.expand_rows, {"PARTS": 1, "COLUMNS": 128, "BIASED": True}),
             (
@@ -99,7 +98,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
                 thin | adapted | {"GROUPS": 3, "BIASED": True, "COLUMNS": 32},
             ),
             (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
-            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True}),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "TOGETHER": 2, "GATED": True}),
             (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True} | own),
             (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),
         )

@@ -13,74 +13,65 @@ from site_engine.cuda.kernels.version_kernels import at_version, versions_of
 
 TILE_ROWS = tl.constexpr(16)
 LEAST = tl.constexpr(-(1 << 62))
+NOWHERE = tl.constexpr(-2)  # the slot of no row
 
 
 @triton.jit
 def shrink_rows(
     x,  # [tokens, depth]
-    down,  # [slots, layers, groups * RANK, depth], from the layer on
-    scales,  # [slots, layers, groups] in float32, from the layer on
+    down,  # [slots, layers, GROUPS * RANK, depth], from the layer on
+    scales,  # [slots, layers, GROUPS] in float32, from the layer on
     tiles,  # [tiles, 1 + TILE_ROWS]: slot, or -1 for the base; tokens, or -1 for none
-    shrunk,  # [parts, tokens, groups * RANK] in float32
+    shrunk,  # [parts, tokens, GROUPS * RANK] in float32
     tokens,
     depth,
-    width,  # groups * RANK
     slot_stride,
     scale_stride,
     part_depth,
     RANK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOGETHER: tl.constexpr,  # groups of one program
+    WIDTH: tl.constexpr,  # at least their ranks
     DEPTH: tl.constexpr,  # of one block
 ):
-    """Compute each part of the depth of scale * (x down^T), for the rows of one tile and one group."""
-    _shrink(x, down, scales, tiles, shrunk, tl.program_id(0), tl.program_id(1), tl.program_id(2),
-            tokens, depth, width, slot_stride, scale_stride, part_depth, RANK, DEPTH)  # fmt: skip
+    """Compute each part of the depth of scale * (x down^T), for the rows of one tile and some groups."""
+    tile = tiles + tl.program_id(0) * (1 + TILE_ROWS)
+    slot = tl.load(tile)
+    if slot >= 0:
+        _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, tl.program_id(1) * TOGETHER,
+                tl.program_id(2), tokens, depth, slot_stride, scale_stride, part_depth, RANK, GROUPS,
+                TOGETHER, WIDTH, DEPTH)  # fmt: skip
 
 
 @triton.jit
 def _shrink(
-    x,
-    down,
-    scales,
-    tiles,
-    shrunk,
-    number,  # of the tile
-    group,
-    part,
-    tokens,
-    depth,
-    width,
-    slot_stride,
-    scale_stride,
-    part_depth,
-    RANK: tl.constexpr,
+    x, down, scales, tile, slot, shrunk, group, part, tokens, depth, slot_stride, scale_stride, part_depth,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-):
-    tile = tiles + number * (1 + TILE_ROWS)
-    slot = tl.load(tile).to(tl.int64)
-    if slot >= 0:
-        rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
-        real = rows >= 0
-        at = tl.where(real, rows, 0).to(tl.int64)
-        ranks = group * RANK + tl.arange(0, RANK)
-        k = tl.arange(0, DEPTH)
-        begin = part * part_depth
-        end = tl.minimum(begin + part_depth, depth)
-        total = tl.zeros([TILE_ROWS, RANK], tl.float32)
-        for block in range(begin, end, DEPTH):
-            inside = block + k < end
-            some = tl.load(
-                x + at[:, None] * depth + block + k[None, :],
-                mask=real[:, None] & inside[None, :],
-                other=0.0,
-            )
-            factor = tl.load(
-                down + slot * slot_stride + ranks[None, :] * depth + block + k[:, None],
-                mask=inside[:, None],
-                other=0.0,
-            )
-            total = tl.dot(some, factor, total, input_precision="ieee")
-        to = shrunk + (part * tokens + at[:, None]) * width + ranks[None, :]
-        tl.store(to, total * tl.load(scales + slot * scale_stride + group), mask=real[:, None])
+):  # fmt: skip
+    rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
+    real = rows >= 0
+    at = tl.where(real, rows, 0).to(tl.int64)
+    exists = tl.arange(0, WIDTH) < TOGETHER * RANK
+    ranks = group * RANK + tl.where(exists, tl.arange(0, WIDTH), 0)
+    k = tl.arange(0, DEPTH)
+    begin = part * part_depth
+    end = tl.minimum(begin + part_depth, depth)
+    total = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
+    for block in range(begin, end, DEPTH):
+        inside = block + k < end
+        some = tl.load(
+            x + at[:, None] * depth + block + k[None, :], mask=real[:, None] & inside[None, :], other=0.0
+        )
+        factor = tl.load(
+            down + slot * slot_stride + ranks[None, :] * depth + block + k[:, None],
+            mask=inside[:, None] & exists[None, :],
+            other=0.0,
+        )
+        total = tl.dot(some, factor, total, input_precision="ieee")
+    scale = tl.load(scales + slot * scale_stride + ranks // RANK)
+    to = shrunk + (part * tokens + at[:, None]) * (GROUPS * RANK) + ranks[None, :]
+    tl.store(to, total * scale[None, :], mask=real[:, None] & exists[None, :])
 
 
 @triton.jit
@@ -135,15 +126,15 @@ def adapted_gemm_rows(
     weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
     bias,  # [columns], only if BIAS
     out,  # [rows, columns]; SPLIT: [parts, rows, columns] in float32
-    down,  # [slots, layers, groups * RANK, depth], from the layer on, as `up`, `scales` and `biases`
+    down,  # [slots, layers, GROUPS * RANK, depth], from the layer on, as `up`, `scales` and `biases`
     up,  # [slots, layers, columns (GATED: twice as many), RANK]
-    scales,  # [slots, layers, groups] in float32
+    scales,  # [slots, layers, GROUPS] in float32
     biases,  # [slots, layers, columns], only if BIASED
     tiles,  # [count, 1 + TILE_ROWS]: slot, or -1 for the base; tokens, or -1 for none
     slots,  # [rows]: of each row, or -1 for the base
     used,  # [count]: the slots of the step's rows, each once
     counts,  # [2]: tiles with a slot, slots in `used`
-    shrunk,  # [SHRUNK_PARTS, rows, groups * RANK] in float32
+    shrunk,  # [SHRUNK_PARTS, rows, GROUPS * RANK] in float32
     arrived,  # [1]: 0; counts the programs that have shrunk rows
     own,  # [slots, layers, numbers], only if OWN: where the slot's version of `weight` lies
     rows,
@@ -166,6 +157,8 @@ def adapted_gemm_rows(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,  # of several adapters, that one dot expands
     GROUPS: tl.constexpr,
+    TOGETHER: tl.constexpr,  # groups that one program shrinks
+    WIDTH: tl.constexpr,  # at least their ranks
     SHRUNK_PARTS: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -173,27 +166,28 @@ def adapted_gemm_rows(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     OWN: tl.constexpr,  # some rows have own versions of the weight, each of which is read once
-    EARLY: tl.constexpr,  # the first factors are read before the product, and kept in registers
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
     """Compute the base's product and add what adapters make of the same rows.
 
     The first programs shrink rows to the rank. The others compute the base's product, then wait for the
-    first, which the device starts before them, and expand.
+    first, which the device starts before them, and expand. Tiles without a slot wait for nothing, so that
+    programs of products take their place while the kernel before runs.
     """
-    number = tl.program_id(0) - count * GROUPS * SHRUNK_PARTS
+    jobs: tl.constexpr = GROUPS // TOGETHER * SHRUNK_PARTS  # of a tile
+    number = tl.program_id(0) - count * jobs
     if number < 0:
         job = tl.program_id(0)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
-        slot = tl.load(tiles + job % count * (1 + TILE_ROWS))
+        tile = tiles + job % count * (1 + TILE_ROWS)
+        slot = tl.load(tile)
         if slot >= 0:
-            which = job // count
-            _shrink(x, down, scales, tiles, shrunk, job % count, which % GROUPS, which // GROUPS, rows,
-                    depth, GROUPS * RANK, down_stride, scale_stride, shrunk_part_depth, RANK,
-                    DEPTH)  # fmt: skip
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+                tl.extra.cuda.gdc_wait()
+            _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, job // count // SHRUNK_PARTS * TOGETHER,
+                    job // count % SHRUNK_PARTS, rows, depth, down_stride, scale_stride, shrunk_part_depth,
+                    RANK, GROUPS, TOGETHER, WIDTH, DEPTH)  # fmt: skip
             tl.debug_barrier()  # every thread's stores come before the counter
             tl.atomic_add(arrived, 1, sem="release")
     else:
@@ -211,91 +205,95 @@ def adapted_gemm_rows(
                 fetch_lines(lines)
                 if GATED:
                     fetch_lines(lines + columns * depth)
-        m = tl.arange(0, ROWS_PAD)
-        its_slots = tl.load(slots + m, mask=m < rows, other=-1)
+        its_slots = tl.load(slots + tl.arange(0, ROWS_PAD), mask=tl.arange(0, ROWS_PAD) < rows, other=-1)
         expanded = tl.load(counts + 1)
-        # of a product in parts, each part adds what some of the slots do
-        at = part * (RANKS // RANK)
-        first = _group(number % blocks * COLUMNS, first_end, second_end)
-        last = _group(tl.minimum(number % blocks * COLUMNS + COLUMNS, columns) - 1, first_end, second_end)
-        factor = 0
-        more = 0
-        if EARLY:
-            factor = _factor(up, used, at, expanded, n, exists, first, first_end, second_end, up_stride, RANK,
-                             RANKS)  # fmt: skip
-            if GATED:
-                more = _factor(up + columns * RANK, used, at, expanded, n, exists, first, first_end,
-                               second_end, up_stride, RANK, RANKS)  # fmt: skip
+        shrinking = tl.load(counts) * jobs
         if PDL:
             tl.extra.cuda.gdc_wait()
         if not OWN:
-            _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, factor, more, n, exists,
-                             m < rows, its_slots, counts, expanded, part, at, first, last, begin, end, rows,
-                             columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
+            _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists,
+                             tl.arange(0, ROWS_PAD) < rows, its_slots, shrinking, expanded, part, begin, end,
+                             rows, columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
                              ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, GATED, BIAS, BIASED,
-                             SPLIT, EVEN, EARLY, PDL)  # fmt: skip
+                             SPLIT, EVEN, PDL)  # fmt: skip
         else:
             version = versions_of(own, its_slots, own_stride)
-            left = m < rows
+            left = tl.arange(0, ROWS_PAD) < rows
             while tl.sum(left.to(tl.int32), 0) > 0:
                 its = tl.max(tl.where(left, version, LEAST), 0)
                 mine = left & (version == its)
                 left = left & (version != its)
-                _adapted_product(x, at_version(weight, its), bias, out, up, biases, used, shrunk, arrived,
-                                 factor, more, n, exists, mine, tl.where(mine, its_slots, -1), counts,
-                                 expanded, part, at, first, last, begin, end, rows, columns, depth,
-                                 part_count, first_end, second_end, up_stride, bias_stride, ROWS_PAD, COLUMNS,
-                                 DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, GATED, BIAS, BIASED, SPLIT, EVEN,
-                                 EARLY, PDL)  # fmt: skip
+                _adapted_product(x, at_version(weight, its), bias, out, up, biases, used, shrunk, arrived, n,
+                                 exists, mine, tl.where(mine, its_slots, -1), shrinking, expanded, part,
+                                 begin, end, rows, columns, depth, part_count, first_end, second_end,
+                                 up_stride, bias_stride, ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS,
+                                 SHRUNK_PARTS, GATED, BIAS, BIASED, SPLIT, EVEN, PDL)  # fmt: skip
 
 
 @triton.jit
 def _adapted_product(
-    x, weight, bias, out, up, biases, used, shrunk, arrived, factor, more, n, exists, real, its_slots, counts,
-    expanded, part, at, first, last, begin, end, rows, columns, depth, part_count, first_end, second_end,
-    up_stride, bias_stride,
+    x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists, real, its_slots, shrinking, expanded,
+    part, begin, end, rows, columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
     ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, GROUPS: tl.constexpr, SHRUNK_PARTS: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of the `real` rows by one version of the weight, and what their adapters add."""
     total, other = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS,
                            DEPTH, GATED, EVEN)  # fmt: skip
-    if not EARLY:
-        factor = _factor(up, used, at, expanded, n, exists, first, first_end, second_end, up_stride, RANK,
-                         RANKS)  # fmt: skip
-        if GATED:
-            more = _factor(up + columns * RANK, used, at, expanded, n, exists, first, first_end,
-                           second_end, up_stride, RANK, RANKS)  # fmt: skip
+    # of a product in parts, each part adds what some of the slots do
+    at = part * (RANKS // RANK)
+    step = part_count * (RANKS // RANK)
     if at < expanded:
-        _wait(arrived, tl.load(counts) * GROUPS * SHRUNK_PARTS, PDL)
-    group = first
-    while at < expanded:
-        its_at = at
-        its_group = group
-        at += tl.where(group == last, part_count * (RANKS // RANK), 0)
-        group = tl.where(group == last, first, group + 1)
-        following = _factor(up, used, at, expanded, n, exists, group, first_end, second_end, up_stride,
-                            RANK, RANKS)  # fmt: skip
+        _wait(arrived, shrinking, PDL)
         if GATED:
-            more_following = _factor(up + columns * RANK, used, at, expanded, n, exists, group, first_end,
-                                     second_end, up_stride, RANK, RANKS)  # fmt: skip
-        given = _given(shrunk, used, its_at, expanded, its_slots, rows, its_group, RANK, RANKS, GROUPS,
-                       SHRUNK_PARTS)  # fmt: skip
-        total = tl.dot(given.to(factor.dtype), factor, total, input_precision="ieee")
-        factor = following
-        if GATED:
-            given = _given(shrunk, used, its_at, expanded, its_slots, rows, 1, RANK, RANKS, GROUPS,
-                           SHRUNK_PARTS)  # fmt: skip
-            other = tl.dot(given.to(more.dtype), more, other, input_precision="ieee")
-            more = more_following
+            total = _expand(total, shrunk, up, used, its_slots, 0, at, expanded, step, n, exists, rows,
+                            up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS)  # fmt: skip
+            other = _expand(other, shrunk, up + columns * RANK, used, its_slots, 1, at, expanded, step, n,
+                            exists, rows, up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS)  # fmt: skip
+        else:
+            its_group = (n >= first_end).to(tl.int32) + (n >= second_end).to(tl.int32)
+            for group in range(tl.min(its_group, 0), tl.max(tl.where(exists, its_group, 0), 0) + 1):
+                total = _expand(total, shrunk, up, used, its_slots, group, at, expanded, step, n,
+                                exists & (its_group == group), rows, up_stride, RANK, RANKS, GROUPS,
+                                SHRUNK_PARTS)  # fmt: skip
     if BIASED:
         its = biases + its_slots[:, None].to(tl.int64) * bias_stride + n[None, :]
         has = (its_slots >= 0)[:, None] & exists[None, :]
         total += tl.load(its, mask=has, other=0.0).to(tl.float32)
     store_product(out, bias, total, other, n, exists, real, part, rows, columns, GATED, BIAS,
                   SPLIT)  # fmt: skip
+
+
+@triton.jit
+def _expand(
+    total, shrunk, up, used, slots, group, first, expanded, step, n, exists, rows, up_stride,
+    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return `total` [rows, columns] with what the slots from `first` on expand the shrunk rows of a group to.
+
+    The ranks of several slots are side by side in one dot; a row has zeros at those of other slots.
+    """
+    m = tl.arange(0, slots.shape[0])
+    at = shrunk + (m * GROUPS + group)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    given = tl.zeros([slots.shape[0], RANK], tl.float32)
+    for part in tl.static_range(PARTS):  # `.cg`: other programs have written them since this one began
+        given += tl.load(at + part * rows * GROUPS * RANK, mask=(slots >= 0)[:, None], other=0.0,
+                         cache_modifier=".cg")  # fmt: skip
+    given = given.to(up.dtype.element_ty)[:, None, :]
+    given = tl.reshape(tl.broadcast_to(given, [slots.shape[0], RANKS // RANK, RANK]), [slots.shape[0], RANKS])
+    rank = tl.arange(0, RANKS) % RANK
+    for begin in range(first, expanded, step):
+        number = begin + tl.arange(0, RANKS) // RANK
+        slot = tl.load(used + number, mask=number < expanded, other=NOWHERE)
+        factor = tl.load(
+            up + slot.to(tl.int64)[:, None] * up_stride + (n[None, :] * RANK + rank[:, None]),
+            mask=(slot >= 0)[:, None] & exists[None, :],
+            other=0.0,
+        )
+        its = tl.where(slots[:, None] == slot[None, :], given, 0.0)
+        total = tl.dot(its, factor, total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["own"])
@@ -334,55 +332,6 @@ def owned_gemm_rows(
                                ROWS_PAD, COLUMNS, DEPTH, False, EVEN)  # fmt: skip
         store_product(out + block * columns, bias, total, other, n, exists, mine, 0, rows, columns, False,
                       BIAS, False)  # fmt: skip
-
-
-@triton.jit
-def _group(column, first_end, second_end):
-    """Return the group of a column, of three at most."""
-    return (column >= first_end).to(tl.int32) + (column >= second_end).to(tl.int32)
-
-
-@triton.jit
-def _factor(
-    up,
-    used,
-    at,
-    expanded,
-    n,
-    exists,
-    group,
-    first_end,
-    second_end,
-    up_stride,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """Return what expands to columns `n` of a group [RANKS, columns], for the slots from `at` on."""
-    s = at + tl.arange(0, RANKS // RANK)
-    slot = tl.load(used + s, mask=s < expanded, other=-1).to(tl.int64)[:, None, None]
-    there = exists & (_group(n, first_end, second_end) == group)
-    r = tl.arange(0, RANK)
-    its = up + slot * up_stride + (n[None, :] * RANK + r[:, None])[None, :, :]
-    its = tl.load(its, mask=(slot >= 0) & there[None, None, :], other=0.0)
-    return tl.reshape(its, [RANKS, n.shape[0]])
-
-
-@triton.jit
-def _given(
-    shrunk, used, at, expanded, slots, rows, group,
-    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Return the shrunk rows of a group [rows, RANKS], each at the ranks of its own slot, else zeros."""
-    s = at + tl.arange(0, RANKS // RANK)
-    slot = tl.load(used + s, mask=s < expanded, other=-1)
-    own = ((slot[None, :] == slots[:, None]) & (slots >= 0)[:, None])[:, :, None]
-    m = tl.arange(0, slots.shape[0])
-    its = shrunk + (m[:, None] * GROUPS * RANK + tl.arange(0, RANK)[None, :])[:, None, :] + group * RANK
-    given = tl.zeros([slots.shape[0], RANKS // RANK, RANK], tl.float32)
-    for part in tl.static_range(PARTS):  # `.cg`: other programs have written them since this one began
-        some = its + part * rows * GROUPS * RANK
-        given += tl.load(tl.broadcast_to(some, given.shape), mask=own, other=0.0, cache_modifier=".cg")
-    return tl.reshape(given, [slots.shape[0], RANKS])
 
 
 @triton.jit
