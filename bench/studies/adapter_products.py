@@ -65,38 +65,45 @@ class Way(NamedTuple):
 
 
 def ways(projection: Projection, rows: int) -> list[Way]:
-    """Return what is tried."""
+    """Return what is more."""
+    few = rows <= skinny_gemm.FEW_ROWS
     if projection is Projection.GATE_UP:
-        tiles = [(32, 128, 4, 3), (32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 8, 3)]
-        more = [Way(shrunk_parts=2), Way(shrunk_parts=4), Way(ranks=128)]
+        more = [Way(ranks=64), Way(ranks=256)]
+        tiles = (
+            [(32, 128, 4, 3), (64, 64, 4, 4)] if few else [(64, 64, 4, 5), (64, 64, 4, 6), (64, 128, 4, 3)]
+        )
+        more += [Way(Tile(*tile)) for tile in tiles]
     elif projection is Projection.QUERY_KEY_VALUE:
-        tiles = [(32, 128, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (16, 128, 4, 5)]
-        more = [Way(shrunk_parts=1), Way(shrunk_parts=2), Way(shrunk_parts=8), Way(ranks=128)]
+        more = [Way(ranks=128 if few else 64), Way(shrunk_parts=2)]
+        tiles = (
+            [(32, 128, 4, 4), (32, 128, 4, 5)] if few else [(64, 64, 4, 4), (32, 64, 4, 6), (32, 128, 4, 4)]
+        )
+        more += [Way(Tile(*tile)) for tile in tiles]
     else:
-        tiles = [(64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (32, 128, 4, 4)]
-        more = [Way(shrunk_parts=2), Way(shrunk_parts=8), Way(programs=192), Way(programs=384),
-                Way(tile=Tile(64, 128, 4, 4), programs=384), Way(ranks=128)]  # fmt: skip
-    wide = [Way(tile=Tile(*tile)) for tile in tiles if rows <= skinny_gemm.FEW_ROWS or tile[0] > 16]
-    return [Way(), *more, *wide]
+        more = [Way(ranks=128 if few else 64), Way(programs=192), Way(programs=384)]
+        tiles = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6)]
+        more += [Way(Tile(*tile)) for tile in tiles]
+        more += [Way(Tile(*tile), programs=192 if few else 384) for tile in tiles[2:]]
+    return [Way(), *more]
 
 
 @contextmanager
 def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
     """Launch the kernels of products with adapters as chosen."""
-    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "RANKS", "PROGRAMS")
+    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "FEW_RANKS", "RANKS", "PROGRAMS")
     before = {name: getattr(skinny_gemm, name) for name in names}
 
     def launch(*given: Any, **more: Any) -> None:
         *tensors, tile, part_depth, adapters = given
         way = Way() if adapters is None else chosen.get(scene.projection_of(adapters), Way())
         if way.ranks:
-            skinny_gemm.RANKS = way.ranks
+            skinny_gemm.RANKS = skinny_gemm.FEW_RANKS = way.ranks
         if way.shrunk_parts:
             skinny_gemm.SHRUNK_PARTS = skinny_gemm.GATED_SHRUNK_PARTS = way.shrunk_parts
         try:
             before["_launch"](*tensors, way.tile or tile, part_depth, adapters, **more)
         finally:
-            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "RANKS"):
+            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "FEW_RANKS", "RANKS"):
                 setattr(skinny_gemm, name, before[name])
 
     def parts(hidden: Any, weight: Any, adapters: Any = None, **more: Any) -> Any:

@@ -270,7 +270,7 @@ def _expand(
     total, shrunk, up, used, slots, group, first, expanded, step, n, exists, rows, up_stride,
     RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return `total` [rows, columns] with what the slots from `first` on expand the shrunk rows of a group to.
+    """Return `total` [rows, columns] with what slots from `first` on expand the shrunk rows of a group to.
 
     The ranks of several slots are side by side in one dot; a row has zeros at those of other slots.
     """
