@@ -65,7 +65,7 @@ class Way(NamedTuple):
 
 
 def ways(projection: Projection, rows: int) -> list[Way]:
-    """Return what is more."""
+    """Return what is tried."""
     few = rows <= skinny_gemm.FEW_ROWS
     if projection is Projection.GATE_UP:
         more = [Way(ranks=64), Way(ranks=256)]
@@ -90,20 +90,20 @@ def ways(projection: Projection, rows: int) -> list[Way]:
 @contextmanager
 def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
     """Launch the kernels of products with adapters as chosen."""
-    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "FEW_RANKS", "RANKS", "PROGRAMS")
+    names = ("_launch", "parts", "SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "WIDE_RANKS", "RANKS", "PROGRAMS")
     before = {name: getattr(skinny_gemm, name) for name in names}
 
     def launch(*given: Any, **more: Any) -> None:
         *tensors, tile, part_depth, adapters = given
         way = Way() if adapters is None else chosen.get(scene.projection_of(adapters), Way())
         if way.ranks:
-            skinny_gemm.RANKS = skinny_gemm.FEW_RANKS = way.ranks
+            skinny_gemm.RANKS = skinny_gemm.WIDE_RANKS = way.ranks
         if way.shrunk_parts:
             skinny_gemm.SHRUNK_PARTS = skinny_gemm.GATED_SHRUNK_PARTS = way.shrunk_parts
         try:
             before["_launch"](*tensors, way.tile or tile, part_depth, adapters, **more)
         finally:
-            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "FEW_RANKS", "RANKS"):
+            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "WIDE_RANKS", "RANKS"):
                 setattr(skinny_gemm, name, before[name])
 
     def parts(hidden: Any, weight: Any, adapters: Any = None, **more: Any) -> Any:

@@ -17,11 +17,12 @@ from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
 MAX_ROWS = 64
 FEW_ROWS = 16
 PROGRAMS = 256  # of a product in parts; half of it with the most rows
-LONG = 2  # times as deep as wide
+SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
-RANKS, FEW_RANKS = 128, 64  # of several adapters that one dot expands; with few rows, unless gated
+RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
 GATED_SHRUNK_PARTS = 1  # there, since the product takes long
+AHEAD = True  # adapters' factors are fetched while the kernel before still runs
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
@@ -88,7 +89,7 @@ def whole(
     if not narrow and rows > FEW_ROWS and adapters is None:
         return torch.nn.functional.linear(hidden, weight, bias)
     out = hidden.new_empty(rows, weight.shape[0])
-    wide = Tile(32, 128, 4, 6) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
+    wide = Tile(32, 128, 4, 6 if adapters is None else 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
     tile = Tile(16, 128, 4, 4) if narrow else wide
     _launch(hidden, weight, bias, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
     return out
@@ -101,9 +102,12 @@ def parts(
     rows, depth = hidden.shape
     columns = weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
-    if adapters is not None and (rows > FEW_ROWS or depth > LONG * columns):
-        tile = tile._replace(stages=3)  # room for programs that shrink, which take long or are many
     programs = PROGRAMS if rows < MAX_ROWS else PROGRAMS // 2
+    if adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
+        if depth > LONG * columns:
+            tile = tile._replace(stages=3)
+        else:
+            programs = SHORT_PROGRAMS
     blocks = -(-depth // tile.depth)
     each = max(2, -(-blocks // max(1, programs // -(-columns // tile.columns))))
     out = hidden.new_empty(-(-blocks // each), rows, columns, dtype=torch.float32)
@@ -170,7 +174,7 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     down, up, scales, biases, ends, which, own, arrived = adapters
     groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
     together, width = side_by_side(groups, rank)
-    ranks = FEW_RANKS if rows <= FEW_ROWS and not common["GATED"] else RANKS
+    ranks = RANKS if common["GATED"] or columns < NARROW_COLUMNS else WIDE_RANKS
     blocks = -(-depth // tile.depth)
     shrunk_depth = -(-blocks // (GATED_SHRUNK_PARTS if common["GATED"] else SHRUNK_PARTS)) * tile.depth
     shrunk_parts = -(-depth // shrunk_depth)
@@ -181,7 +185,7 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
         0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
         TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
-        OWN=own is not None, **common,
+        OWN=own is not None, AHEAD=AHEAD, **common,
     )  # fmt: skip
 
 

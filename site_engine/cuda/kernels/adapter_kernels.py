@@ -166,6 +166,7 @@ def adapted_gemm_rows(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     OWN: tl.constexpr,  # some rows have own versions of the weight, each of which is read once
+    AHEAD: tl.constexpr,  # factors are fetched before `x` is ready
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
@@ -184,6 +185,11 @@ def adapted_gemm_rows(
         if slot >= 0:
             if PDL:
                 tl.extra.cuda.gdc_launch_dependents()
+                if AHEAD:
+                    _fetch_down(down + slot.to(tl.int64) * down_stride,
+                                job // count // SHRUNK_PARTS * TOGETHER,
+                                job // count % SHRUNK_PARTS * shrunk_part_depth, depth, shrunk_part_depth,
+                                RANK, TOGETHER, WIDTH, DEPTH)  # fmt: skip
                 tl.extra.cuda.gdc_wait()
             _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, job // count // SHRUNK_PARTS * TOGETHER,
                     job // count % SHRUNK_PARTS, rows, depth, down_stride, scale_stride, shrunk_part_depth,
@@ -209,6 +215,13 @@ def adapted_gemm_rows(
         expanded = tl.load(counts + 1)
         shrinking = tl.load(counts) * jobs
         if PDL:
+            if AHEAD:
+                first = number % blocks * COLUMNS
+                _fetch_up(up, used, part, part_count, expanded, first, columns, up_stride, RANK, RANKS,
+                          COLUMNS)  # fmt: skip
+                if GATED:
+                    _fetch_up(up, used, part, part_count, expanded, columns + first, 2 * columns, up_stride,
+                              RANK, RANKS, COLUMNS)  # fmt: skip
             tl.extra.cuda.gdc_wait()
         if not OWN:
             _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists,
@@ -263,6 +276,31 @@ def _adapted_product(
         total += tl.load(its, mask=has, other=0.0).to(tl.float32)
     store_product(out, bias, total, other, n, exists, real, part, rows, columns, GATED, BIAS,
                   SPLIT)  # fmt: skip
+
+
+@triton.jit
+def _fetch_down(
+    down, group, begin, depth, part_depth,
+    RANK: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Fetch what a part of the depth is shrunk by."""
+    ranks = group * RANK + tl.minimum(tl.arange(0, WIDTH), TOGETHER * RANK - 1)
+    for block in range(begin, tl.minimum(begin + part_depth, depth), DEPTH):
+        line = tl.minimum(block + tl.arange(0, DEPTH // LINE) * LINE, depth - 1)
+        fetch_lines(down + ranks[:, None] * depth + line[None, :])
+
+
+@triton.jit
+def _fetch_up(
+    up, used, part, part_count, expanded, first, columns, up_stride,
+    RANK: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Fetch what a part of the slots expands to the columns from `first` on."""
+    for begin in range(part * (RANKS // RANK), expanded, part_count * (RANKS // RANK)):
+        number = tl.minimum(begin + tl.arange(0, RANKS // RANK), expanded - 1)
+        slot = tl.load(used + number).to(tl.int64)
+        at = tl.minimum(first * RANK + tl.arange(0, COLUMNS * RANK // LINE) * LINE, columns * RANK - 1)
+        fetch_lines(up + slot[:, None] * up_stride + at[None, :])
 
 
 @triton.jit
