@@ -135,7 +135,8 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        plan = self._scheduler.plan(began, 0 if self._expects else None, self.training.prompt_tokens)
+        most_new, most_prompts = 0 if self._expects else None, self.training.prompt_tokens
+        plan = self._scheduler.plan(began, max_new=most_new, max_prompt_tokens=most_prompts)
         if plan:
             try:
                 self._rules.begin(plan)

@@ -150,6 +150,7 @@ class EngineThread:
             if moved is not None:
                 self._live.pop(request_id)
             self._calls.append(partial(reply, moved))
+            self._post_calls()  # before the next iteration
 
         self._ask(run)
 
@@ -239,7 +240,6 @@ class EngineThread:
         """Run the queued operations, a due iteration and a load report, then post the results."""
         while self._operations:
             self._operations.popleft()()
-        self._post_calls()  # no answer waits for an iteration
         if self._engine.has_work and self._clock() >= self._ready_s:
             self._iterate()
         self._operations.extend(self._after_iteration)
