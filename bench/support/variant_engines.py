@@ -126,7 +126,7 @@ class Scene:
                 runner._arenas._packed = prepared._arenas._packed  # the same for any number of slots
                 if warm:
                     warm_graphs(engine, self.tokens_of_row)
-        assert engine._variants is not None
+        assert isinstance(engine._variants, VariantStore)
         engine._variants._served.update({chain: self.store.served[chain] for chain in chains})
         return engine
 
@@ -164,7 +164,7 @@ class Scene:
     @property
     def store(self) -> VariantStore:
         """The variants of `engine`."""
-        assert self.engine._variants is not None
+        assert isinstance(self.engine._variants, VariantStore)
         return self.engine._variants
 
     def forget(self, count: int) -> None:

@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from site_engine.core.request import Request, Sampling
@@ -27,7 +28,7 @@ from site_engine.cuda.batch_layout import (
 )
 from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.ruled_rows import Ranked, RuledRows
-from site_engine.model.logit_rules import LogitRules
+from site_engine.model.logit_rules import LogitRules, to_device
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 from site_engine.model.tensor_group import TensorGroup
 
@@ -201,6 +202,7 @@ class DeviceRunner:
             for shape in self._packer.mixed_shapes(tokens, longest):
                 self.warm_shape(shape)
         self._warm_rules()
+        self.patch(Patches([0], [0]))
         return len(self._steps)
 
     def rehearse(self) -> None:
@@ -283,8 +285,8 @@ class DeviceRunner:
         """Write entries of the page table."""
         where = self._device.where
         with self._together(patches):
-            index = torch.tensor(patches.at, dtype=torch.long).to(where)
-            self._device.table.view(-1)[index] = torch.tensor(patches.pages, dtype=torch.int32).to(where)
+            index = to_device(np.array(patches.at, dtype=np.int64), where)
+            self._device.table.view(-1)[index] = to_device(np.array(patches.pages, dtype=np.int32), where)
 
     def _together(self, message: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._group is None else self._group.step(message)

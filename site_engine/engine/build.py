@@ -19,6 +19,7 @@ from site_engine.errors import ModelNotSupported
 from site_engine.model import certify
 from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
+from site_engine.model.page_copies import PageCopies
 from site_engine.model.runner import Forward, PackedRunner
 from site_engine.model.sleep_memory import SleepMemory
 from site_engine.variants import grouped
@@ -210,8 +211,13 @@ def allocate_kv_cache(
     pages = tokens // settings.page_size
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    where = model.dtype, model.device
-    return KVCache(model.layers, pages, settings.page_size, *where, group=model.group, memory=memory)
+    copies = PageCopies
+    if model.device.type == "cuda":
+        from site_engine.cuda.page_copies import DevicePageCopies
+
+        copies = DevicePageCopies
+    shape = model.layers, pages, settings.page_size, model.dtype, model.device
+    return KVCache(*shape, group=model.group, memory=memory, copies=copies)
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

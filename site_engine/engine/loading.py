@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +16,7 @@ from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.inbox import InboxAddress
 from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
-from site_engine.engine.engine_thread import Engine
+from site_engine.engine.engine_interface import Engine
 from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
 from site_engine.text.detokenize import TokenNames, Vocabulary
@@ -54,6 +54,7 @@ class Loaded(NamedTuple):
     slots_bytes: int = 0  # of the slots for adapters
     sleeper: Turns | None = None
     open_inbox: Callable[[], InboxAddress | None] = lambda: None
+    meet: Callable[[Sequence[InboxAddress]], None] = lambda inboxes: None
 
 
 def load_engine(
@@ -95,7 +96,8 @@ def load_engine(
     weights_bytes = sum(each.nbytes for each in model.model.parameters())
     adapters_bytes = slots_bytes(engine) if on_gpu else 0
     sizes = settings.slots, weights_bytes, adapters_bytes
-    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, engine.inbox.open)
+    moves = engine.inbox.open, engine.inbox.meet
+    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, *moves)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:

@@ -16,6 +16,7 @@ from site_engine.cuda.kernels import (
     adapter_kernels,
     attention_kernels,
     layer_kernels,
+    page_kernels,
     rank_kernels,
     sampling_kernels,
     skinny_gemm_kernels,
@@ -28,7 +29,9 @@ FLOATS = {
     "total", "inbox", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
-LONGS = {"own", "ids", "positions", "wanted_out", "targets", "distances"}
+LONGS = {
+    "own", "ids", "positions", "wanted_out", "targets", "distances", "rooms", "starts", "pages", "packed",
+}  # fmt: skip
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
@@ -138,6 +141,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
         (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
+        *((page_kernels.copy_pages, {"PACK": pack, "BLOCK": 1024}, {}) for pack in (True, False)),
         (layer_kernels.best_of_span, {"SPAN": 8192, "PDL": pdl}, {"num_warps": 8}),
         (layer_kernels.best_of_row, {"SPANS_PAD": 32, "PDL": pdl}, {"num_warps": 1}),
         (

@@ -95,6 +95,12 @@ class FakeEngine:
             tokens = run.tokens if run else 0
             self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
 
+    def expect(self) -> None:
+        """Do nothing: each iteration is computed when it is launched."""
+
+    def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
+        return False
+
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
         known = self.running.pop(request_id, None) or self.pending.pop(request_id, None)
         return [], None if known is None else Moved(0.0)
