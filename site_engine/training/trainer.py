@@ -244,8 +244,10 @@ class Trainer:
             slices = run_micro_batch(self._model, self.adapter, self._adapted, packed, 1)
             with closing(slices):
                 backward = 0
-                while backward < REHEARSED_LAYERS and (kind := next(slices, None)) is not None:
+                for kind in slices:
                     backward += kind is Slice.BACKWARD
+                    if backward > REHEARSED_LAYERS:  # what is yielded is timed, and must be computed
+                        break
                     yield kind
 
     def _some(self, size: int) -> list[Example]:

@@ -125,6 +125,23 @@ def test_a_job_that_was_warmed_up_gives_the_same_adapter_and_knows_what_slices_t
     assert equal(warmed.adapter.tensors(), plain.adapter.tensors())
 
 
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_a_rehearsal_foresees_what_slices_take(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice that is timed is computed: one that was cut off would promise the next for nothing."""
+    now_s, backward = [0.0], SlicedModel.backward
+
+    def timed(self: SlicedModel, number: int, *given: Any) -> Any:
+        now_s[0] += 0.01
+        return backward(self, number, *given)
+
+    monkeypatch.setattr(SlicedModel, "backward", timed)
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = layers
+    job = trainer(examples(4), model=random_model(config), clock=lambda: now_s[0])
+    job.warm_up()
+    assert job._costs.seconds(Slice.BACKWARD, job.train_tokens, now_s[0]) == pytest.approx(0.01)
+
+
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())
 def test_every_micro_batch_fits_a_size_and_there_are_few(
     limit: int, longest: int, data: st.DataObject
