@@ -109,7 +109,8 @@ class Trainer:
     def following(self) -> NextSlice:
         """What the next slice is expected to take."""
         cost = partial(self._costs.seconds, size=self._size, now_s=self._clock())
-        whole_s = len(self._model.layers) * (cost(Slice.FORWARD) + cost(Slice.BACKWARD))
+        layer_s = sum(map(cost, (Slice.FORWARD, Slice.RECOMPUTE, Slice.BACKWARD)))
+        whole_s = len(self._model.layers) * layer_s
         return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
     def run_slice(self, *, ahead: bool = False) -> float:
