@@ -277,14 +277,14 @@ def endless() -> TrainingOrder:
     return replace(order, recipe=replace(order.recipe, epochs=1000), valid=b"")
 
 
-def beside(trace: Path | None, chats: int, seconds: float) -> dict[str, object]:
+def beside(trace: Path | None, chats: int, first: int, loads: Sequence[float]) -> dict[str, object]:
     """Serve chats at parts of what the engine can, alone and beside a job without end; all on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     model = loader.load(str(DEMO))
-    coming = beside_chats.chats_of(trace, chats, model.vocab_size)
+    coming = beside_chats.chats_of(trace, chats, model.vocab_size, first)
     other = [sys.executable, "-m", "bench.tuning", "--trains"]
-    found = beside_chats.measure(model, endless(), coming, LOADS, seconds=seconds, other=other)
+    found = beside_chats.measure(model, endless(), coming, loads, other=other)
     figures = {**found, "trace": "at random" if trace is None else trace.stem, "kept": True}
     if importlib.util.find_spec("peft") is not None:
         figures["trainer_tokens_per_s_padded_packed"] = trainer_per_s(model)
@@ -323,8 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
     parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
     parser.add_argument("--trace", type=Path, help="arrivals and lengths of chats, as parquet")
-    parser.add_argument("--chats", type=int, default=400, help="of the trace")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--chats", type=int, default=200, help="of the trace, at each load")
+    parser.add_argument("--first", type=int, default=0, help="chat of the trace that comes first")
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of what the engine can")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--trains", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -351,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif part == "resume":
             figures[part] = resume(options.steps, options.kills)
         else:
-            figures[part] = beside(options.trace, options.chats, options.seconds)
+            figures[part] = beside(options.trace, options.chats, options.first, options.loads)
         for name, value in figures[part].items():
             print(f"  {name.replace('_', ' ')}: {value}", flush=True)
     print(json.dumps(figures))

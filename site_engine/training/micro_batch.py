@@ -23,6 +23,7 @@ class Slice(StrEnum):
     BEGIN = "begin"
     FORWARD = "forward"
     HEAD = "head"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
     UPDATE = "update"
 
@@ -74,9 +75,12 @@ def run_micro_batch(
     if gradient is not None:
         by_layer: list[list[torch.Tensor]] = []
         for number in reversed(range(len(model.layers))):
+            if model.recomputes:
+                yield Slice.RECOMPUTE
+            again = model.recompute(number, kept.pop(), begun)
             yield Slice.BACKWARD
             factors = {name: adapter.factors[name] for name in adapted[number]}
-            gradient, found = model.backward(number, kept.pop(), begun, gradient, factors)
+            gradient, found = model.backward(number, again, begun, gradient, factors)
             by_layer.insert(0, found)
         result.gradients = [each for layer in by_layer for each in layer]
     for loss, hits in sums:  # not before: a GPU would wait for the next launch
