@@ -33,7 +33,7 @@ LONGS = {"ids", "positions", "wanted_out", "targets", "distances", "rooms", "sta
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row", "capacity",
+    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row", "capacity", "offset",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
