@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -98,52 +98,74 @@ def note_computed(pool: EnginePool) -> list[int]:
     return found
 
 
+class Move(NamedTuple):
+    """Which move it was, and when it was asked for and had come over."""
+
+    request_id: str
+    number: int
+    asked_s: float
+    came_s: float
+
+
+async def move_while(
+    asking: asyncio.Task[float],
+    pool: EnginePool,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    before: int,
+) -> list[Move]:
+    """Move one request after another until all have ended or there were enough; `before`: moves."""
+    draw, found = random.Random(before), list[Move]()
+    while not asking.done():
+        running = [name for name in names if pool.where(name) is not None]
+        if running and before + len(found) < options.moves:
+            name = draw.choice(running)
+            source = pool.where(name)
+            target = draw.choice([place for place in pool.pids if place != source])
+            asked_s = time.perf_counter()
+            if pool.move(name, target):
+                while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
+                    await asyncio.sleep(0.0005)
+                if pool.where(name) == target:
+                    found.append(Move(name, before + len(found) + 1, asked_s, time.perf_counter()))
+        await asyncio.sleep(options.every_s)
+    return found
+
+
+def pause_steps(move: Move, times: Sequence[float], usual_s: float) -> float:
+    """Return by how many usual times without a token the longest during a move is longer than a usual one."""
+    first, last = bisect_right(times, move.asked_s), bisect_right(times, move.came_s)
+    longest_s = max(later - sooner for sooner, later in pairwise(times[first - 1 : last + 1]))
+    return (longest_s - usual_s) / usual_s
+
+
 async def moves(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """Move one request after another; a pause is the time without a token less a usual one, in usual ones."""
-    pool, draw = pool_of(on), random.Random(0)
-    vocabulary = on.facts.vocab_size
+    pool, vocabulary = pool_of(on), on.facts.vocab_size
     alone = requests("alone", options.rows, options.prompt, options.tokens, vocabulary)
     await on.ask(alone)
     pauses: list[tuple[float, int]] = []  # in steps, and which move it was
     computed = note_computed(pool)
-    asked_moves = rounds = 0
-    others: list[Request] = []
+    rounds, others = 0, list[Request]()
     while len(pauses) < options.moves:
-        asked = requests(f"moved {rounds}", options.rows, options.prompt, options.tokens, vocabulary)
-        others, rounds = asked, rounds + 1
-        asking = await begun(on, asked)
-        moved: list[tuple[str, float, float, int]] = []  # asked and come over when, and which move
-        while not asking.done():
-            running = [each.id for each in asked if pool.where(each.id) is not None]
-            if running and len(pauses) < options.moves:
-                name = draw.choice(running)
-                source = pool.where(name)
-                target = draw.choice([place for place in pool.pids if place != source])
-                asked_s = time.perf_counter()
-                if pool.move(name, target):
-                    asked_moves += 1
-                    while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
-                        await asyncio.sleep(0.0005)
-                    if pool.where(name) == target:
-                        moved.append((name, asked_s, time.perf_counter(), asked_moves))
-            await asyncio.sleep(options.every_s)
+        others = requests(f"moved {rounds}", options.rows, options.prompt, options.tokens, vocabulary)
+        rounds += 1
+        asking = await begun(on, others)
+        moved = await move_while(asking, pool, [each.id for each in others], options, len(pauses))
         await asking
-        for name, asked_s, came_s, number in moved:
-            times = [at_s for at_s, _ in on.answers.times[name]]
-            usual = statistics.median(later - sooner for sooner, later in pairwise(times))
-            first, last = bisect_right(times, asked_s), bisect_right(times, came_s)
-            longest = max(later - sooner for sooner, later in pairwise(times[first - 1 : last + 1]))
-            pauses.append(((longest - usual) / usual, number))
+        for each in moved:
+            times = [at_s for at_s, _ in on.answers.times[each.request_id]]
+            usual_s = statistics.median(later - sooner for sooner, later in pairwise(times))
+            pauses.append((pause_steps(each, times, usual_s), each.number))
         print(f"{len(pauses)} moves, {computed.count(0)} without keys and values", flush=True)
     if not whole(on, others):
         raise RuntimeError("an answer has too few or too many tokens")
     undisturbed, disturbed = await gaps(on, alone), await gaps(on, others)
     pauses.sort()
     return {
-        "asked": asked_moves,
+        "moves": len(pauses),
         "came_over": len(computed),
         "computed_again": computed.count(0),
-        "step_ms": round(1e3 * usual, 3),
+        "step_ms": round(1e3 * usual_s, 3),
         "pause_steps_p50": round(statistics.median(each for each, _ in pauses), 2),
         "pause_steps_p90": round(pauses[int(0.9 * len(pauses))][0], 2),
         "pause_steps_most": [(round(each, 2), number) for each, number in pauses[:-6:-1]],

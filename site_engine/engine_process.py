@@ -89,8 +89,7 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
         connection.sendall(pm.frame(pm.Refused(str(exc))))
         return 1
     make_thread = partial(EngineThread, loaded.engine, clock=time.monotonic, floor_s=config.iteration_floor_s)
-    given = compiler.compile, loaded.sleeper
-    server = EngineServer(connection, make_thread, time.monotonic, *given, meet=loaded.meet)
+    server = EngineServer(connection, make_thread, time.monotonic, compiler.compile, loaded.sleeper)
     compiler.wait()
     serving.set()
     inbox = loaded.open_inbox() if start.with_others else None

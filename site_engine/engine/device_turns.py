@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Moved, Output
-from site_engine.engine.engine_interface import Engine
+from site_engine.engine.engine_interface import Engine, Inbox
 from site_engine.engine.training_loop import TrainingLoop
 
 
@@ -95,6 +95,10 @@ class SharedEngine:
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def inbox(self) -> Inbox:
+        return self._engine.inbox
 
     @property
     def training(self) -> TrainingLoop:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.inbox import InboxPlace
+from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Moved, Output, Request
 
 if TYPE_CHECKING:
     from site_engine.engine.training_loop import TrainingLoop
+
+
+class Inbox(Protocol):
+    """Where keys and values of requests come from other engines, and go to them."""
+
+    def meet(self, inboxes: Iterable[InboxAddress]) -> None:
+        """Open the ways into inboxes of other engines before a request waits for that."""
 
 
 class Engine(Protocol):
@@ -45,6 +52,9 @@ class Engine(Protocol):
         """
 
     def remove_variant(self, variant_id: str) -> None: ...
+
+    @property
+    def inbox(self) -> Inbox: ...
 
     @property
     def training(self) -> TrainingLoop:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.inbox import InboxPlace
+from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
@@ -157,6 +157,10 @@ class EngineThread:
     def expect(self) -> None:
         """Be ready for a request that another engine is about to give up."""
         self._ask(self._engine.expect)
+
+    def meet(self, inboxes: Sequence[InboxAddress]) -> None:
+        """Open the ways to other engines, to which requests may move from here."""
+        self._ask(partial(self._engine.inbox.meet, inboxes))
 
     def request_load(self) -> None:
         """Report the load with the next pass."""

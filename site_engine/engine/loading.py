@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,7 +54,6 @@ class Loaded(NamedTuple):
     slots_bytes: int = 0  # of the slots for adapters
     sleeper: Turns | None = None
     open_inbox: Callable[[], InboxAddress | None] = lambda: None
-    meet: Callable[[Sequence[InboxAddress]], None] = lambda inboxes: None
 
 
 def load_engine(
@@ -96,8 +95,7 @@ def load_engine(
     weights_bytes = sum(each.nbytes for each in model.model.parameters())
     adapters_bytes = slots_bytes(engine) if on_gpu else 0
     sizes = settings.slots, weights_bytes, adapters_bytes
-    moves = engine.inbox.open, engine.inbox.meet
-    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, *moves)
+    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, engine.inbox.open)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TypeAlias
 
 from site_engine.core.chain import Chain
-from site_engine.core.inbox import InboxAddress
 from site_engine.core.request import Admission, Grammar, Moved, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
@@ -92,17 +91,12 @@ class EngineServer:
         clock: Callable[[], float],
         compile_grammar: CompileGrammar,
         sleeper: Turns | None = None,
-        *,
-        meet: Callable[[Sequence[InboxAddress]], None] = lambda inboxes: None,
     ) -> None:
-        """`make_thread` gets the function that runs what the engine thread posts; `meet` opens the ways into
-        inboxes of other engines.
-        """
+        """`make_thread` gets the function that runs what the engine thread posts."""
         self._connection = connection
         self._sender = Sender(connection)
         self._clock = clock
         self._compile_grammar = compile_grammar
-        self._meet = meet
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._compiling: set[int] = set()  # requests that wait for their grammar
         self._ends: dict[str, tuple[int, ...]] = {}  # the tokens that end answers of variants
@@ -166,7 +160,7 @@ class EngineServer:
             case pm.Expect():
                 self._expect(message)
             case pm.Meet():
-                self._thread.between(partial(self._meet, message.inboxes), lambda _: None)
+                self._thread.meet(message.inboxes)
 
     def _submit(self, message: pm.Submit) -> None:
         group = packing.to_requests(message)

@@ -163,7 +163,7 @@ class KVInbox:
         most = MAX_BYTES
         if self._kv_cache.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._kv_cache.device)
-            most = min(most, free_bytes // FREE_SHARE // PLACES)
+            most = min(most, int(free_bytes) // FREE_SHARE // PLACES)
         return max(1, min(self._kv_cache.pages, most // self._page_bytes)) * self._page_bytes
 
     def _place(self, memory: torch.Tensor, place: InboxPlace) -> torch.Tensor:

@@ -13,7 +13,7 @@ class PageCopies:
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor]) -> None:
-        self.page_bytes = sum(room[0].nbytes for room in rooms)
+        self.page_bytes = sum(int(room[0].nbytes) for room in rooms)
         self.rooms = in_words(rooms)
 
     def pack(self, pages: torch.Tensor, to: torch.Tensor) -> None:

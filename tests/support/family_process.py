@@ -44,7 +44,6 @@ def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
         model.eos_token_ids,
         settings.slots,
         open_inbox=engine.inbox.open,
-        meet=engine.inbox.meet,
     )
 
 

@@ -36,7 +36,8 @@ PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
     "slot_stride", "scale_stride", "bias_stride", "count", "inner_row", "shrunk_part_depth", "part_count",
-    "first_end", "second_end", "down_stride", "up_stride", "own_stride", "counters", "capacity",
+    "first_end", "second_end", "down_stride", "up_stride", "own_stride", "counters", "capacity", "size",
+    "offset",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
