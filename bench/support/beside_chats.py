@@ -89,7 +89,7 @@ def engine_of(model: LoadedModel, deferral: Deferral) -> SiteEngine:
 
 
 def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: float | None = None) -> Served:
-    """Answer chats that arrive `gap_s` apart on average, all if `seconds` is None, beside a new job if any."""
+    """Answer chats that arrive `gap_s` apart on average, beside a new job if any; without `seconds`, all."""
     began_s, waiting = time.monotonic(), list(reversed(chats))
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}

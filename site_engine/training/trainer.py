@@ -309,8 +309,7 @@ class Trainer:
                 )
                 result = yield from self._micro
             self._micro = None
-            total.loss_sum += result.loss_sum
-            total.correct += result.correct
+            total.sums += result.sums
             if total.gradients:
                 torch._foreach_add_(total.gradients, result.gradients)
             else:
