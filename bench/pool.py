@@ -3,12 +3,13 @@
     python -m bench.pool --devices cuda:0,cuda:1 --shape bench/models/llama-3.1-8b --do moves,loss
 
 Engine processes as a site starts them, one for each device, with random weights. `moves`: greedy answers to
-prompts of `--prompt` tokens, of which one after another moves to the other device until there were `--moves`;
-how long a stream pauses, in steps of its own. `loss`: the process of one device is killed while `--streams`
-answers run; the longest silence of those that it had. Each answer must have all of its tokens, and each token
-must be the best or nearly so where the engine is given all before it: the largest gap to the best logit is
-compared with that of answers that nobody disturbed. `--miniature` takes tiny models, for a CPU: `--devices
-cpu,cpu`. Exit status 1 if an answer is wrong. The last line is JSON.
+prompts of `--prompt` tokens, of which one after another moves to the other device until there were
+`--moves`; how long a stream pauses, in steps of its own, with the five longest pauses and which moves these
+were. `loss`: the process of one device is killed while `--streams` answers run; the longest silence of
+those that it had. Each answer must have all of its tokens, and each token must be the best or nearly so
+where the engine is given all before it: the largest gap to the best logit is compared with that of answers
+that nobody disturbed. `--miniature` takes tiny models, for a CPU: `--devices cpu,cpu`. Exit status 1 if an
+answer is wrong. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 
 from bench.ranks import MINIATURE, Engine, engine, requests
 from bench.support.random_folder import random_folder
-from site_engine.core.request import Request, Sampling
+from site_engine.core.request import Moved, Request, Sampling
+from site_engine.engine.process_answer import Answer
+from site_engine.engine.process_client import AdmissionReply
 from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
@@ -76,51 +80,95 @@ async def gaps(on: Engine, asked: Sequence[Request]) -> list[float]:
     return found
 
 
+def note_computed(pool: EnginePool) -> list[int]:
+    """Return the list to which the tokens are added that come over with each request that moves."""
+    found: list[int] = []
+
+    def noting(place: Callable[..., None]) -> Callable[..., None]:
+        def noted(answers: Sequence[Answer], reply: AdmissionReply, moved: Moved | None = None) -> None:
+            if moved is not None:
+                found.append(moved.computed)
+            place(answers, reply, moved)
+
+        return noted
+
+    for each in pool._replicas:
+        process: Any = each.process
+        process.place = noting(process.place)
+    return found
+
+
+class Move(NamedTuple):
+    """Which move it was, and when it was asked for and had come over."""
+
+    request_id: str
+    number: int
+    asked_s: float
+    came_s: float
+
+
+async def move_while(
+    asking: asyncio.Task[float],
+    pool: EnginePool,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    before: int,
+) -> list[Move]:
+    """Move one request after another until all have ended or there were enough; `before`: moves."""
+    draw, found = random.Random(before), list[Move]()
+    while not asking.done():
+        running = [name for name in names if pool.where(name) is not None]
+        if running and before + len(found) < options.moves:
+            name = draw.choice(running)
+            source = pool.where(name)
+            target = draw.choice([place for place in pool.pids if place != source])
+            asked_s = time.perf_counter()
+            if pool.move(name, target):
+                while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
+                    await asyncio.sleep(0.0005)
+                if pool.where(name) == target:
+                    found.append(Move(name, before + len(found) + 1, asked_s, time.perf_counter()))
+        await asyncio.sleep(options.every_s)
+    return found
+
+
+def pause_steps(move: Move, times: Sequence[float], usual_s: float) -> float:
+    """Return by how many usual times without a token the longest during a move is longer than a usual one."""
+    first, last = bisect_right(times, move.asked_s), bisect_right(times, move.came_s)
+    longest_s = max(later - sooner for sooner, later in pairwise(times[first - 1 : last + 1]))
+    return (longest_s - usual_s) / usual_s
+
+
 async def moves(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """Move one request after another; a pause is the time without a token less a usual one, in usual ones."""
-    pool, draw = pool_of(on), random.Random(0)
-    vocabulary = on.facts.vocab_size
+    pool, vocabulary = pool_of(on), on.facts.vocab_size
     alone = requests("alone", options.rows, options.prompt, options.tokens, vocabulary)
     await on.ask(alone)
-    pauses: list[float] = []
-    asked_moves = rounds = 0
-    others: list[Request] = []
+    pauses: list[tuple[float, int]] = []  # in steps, and which move it was
+    computed = note_computed(pool)
+    rounds, others = 0, list[Request]()
     while len(pauses) < options.moves:
-        asked = requests(f"moved {rounds}", options.rows, options.prompt, options.tokens, vocabulary)
-        others, rounds = asked, rounds + 1
-        asking = await begun(on, asked)
-        moved: dict[str, list[float]] = {each.id: [] for each in asked}
-        while not asking.done():
-            running = [each.id for each in asked if pool.where(each.id) is not None]
-            if running and len(pauses) < options.moves:
-                name = draw.choice(running)
-                source = pool.where(name)
-                target = draw.choice([place for place in pool.pids if place != source])
-                if pool.move(name, target):
-                    asked_moves += 1
-                    moved[name].append(time.perf_counter())
-                    while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
-                        await asyncio.sleep(0.0005)
-            await asyncio.sleep(options.every_s)
+        others = requests(f"moved {rounds}", options.rows, options.prompt, options.tokens, vocabulary)
+        rounds += 1
+        asking = await begun(on, others)
+        moved = await move_while(asking, pool, [each.id for each in others], options, len(pauses))
         await asking
-        for name, moments in moved.items():
-            times = [at_s for at_s, _ in on.answers.times[name]]
-            between = [later - sooner for sooner, later in pairwise(times)]
-            usual = statistics.median(between)
-            for at_s in moments:
-                after = next((at for at, one in enumerate(times) if one > at_s), 0)
-                window = between[max(0, after - 1) : after + 2]
-                if window:
-                    pauses.append((max(window) - usual) / usual)
+        for each in moved:
+            times = [at_s for at_s, _ in on.answers.times[each.request_id]]
+            usual_s = statistics.median(later - sooner for sooner, later in pairwise(times))
+            pauses.append((pause_steps(each, times, usual_s), each.number))
+        print(f"{len(pauses)} moves, {computed.count(0)} without keys and values", flush=True)
     if not whole(on, others):
         raise RuntimeError("an answer has too few or too many tokens")
     undisturbed, disturbed = await gaps(on, alone), await gaps(on, others)
     pauses.sort()
     return {
-        "asked": asked_moves,
-        "pause_steps_p50": round(statistics.median(pauses), 2),
-        "pause_steps_p90": round(pauses[int(0.9 * len(pauses))], 2),
-        "pause_steps_most": round(pauses[-1], 2),
+        "moves": len(pauses),
+        "came_over": len(computed),
+        "computed_again": computed.count(0),
+        "step_ms": round(1e3 * usual_s, 3),
+        "pause_steps_p50": round(statistics.median(each for each, _ in pauses), 2),
+        "pause_steps_p90": round(pauses[int(0.9 * len(pauses))][0], 2),
+        "pause_steps_most": [(round(each, 2), number) for each, number in pauses[:-6:-1]],
         "gap_undisturbed": round(max(undisturbed), 4),
         "gap_moved": round(max(disturbed), 4),
         "wrong": max(disturbed) > max(GAP * max(undisturbed), SMALLEST_GAP),

@@ -1,10 +1,11 @@
-"""Measure fine-tuning beside serving: against Trainer and peft, killed and resumed, and beside chats.
+"""Measure fine-tuning beside serving: against Trainer and peft, killed and resumed, shared and beside chats.
 
-On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,learns,resume,beside`. Each
-part prints its figures; the last line is all of them as JSON. `exactness`, which trains as Trainer does step
-by step, and `learns`, from other factors and in another order, need peft. `beside` serves chats that
-arrive as in a trace at parts of what the engine can, alone and beside training: by slices, by the rule of the
-paper, and by turns with a process that trains; its figures mean something only on quiet cores.
+On a CPU in float32, with the demo model: `python -m bench.tuning --only exactness,learns`. Each part prints
+its figures; the last line is all of them as JSON. `exactness`, which trains as Trainer does step by step, and
+`learns`, from other factors and in another order, need peft. `resume` kills a process that trains. `tenants`
+trains jobs of two. `beside` serves chats that arrive as in a trace at parts of what the engine can, alone and
+beside training: by slices, by the rule of the paper, and by turns with a process that trains; its figures
+mean something only on quiet cores.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ from site_engine.training.job import open_job
 from site_engine.training.snapshot import Snapshot
 
 DEMO = Path(__file__).parents[1] / "mico/demo_model/weights"
-PARTS = ("exactness", "learns", "resume", "beside")
-BATCH, EPOCHS, KILLS, TRAINER_STEPS = 8, 4, 3, 24
+PARTS = ("exactness", "learns", "resume", "tenants", "beside")
+BATCH, EPOCHS, KILLS, TRAINER_STEPS, TENANTS_S = 8, 4, 3, 24, 15.0
 LOADS = (0.1, 0.3, 0.6, 0.9)
 MAX_LOSS_DIFFERENCE, MAX_VALID_DIFFERENCE, MAX_LEARNED_DIFFERENCE = 1e-4, 5e-3, 1e-2
+MAX_TENANTS_DIFFERENCE = 0.1
 COLOURS = ("red", "green", "blue", "white", "black", "yellow")
 NOTES = ("soon", "today", "later", "never")
 """Of which an answer has one at random, that nobody can learn: held-out losses are far from 0 then."""
@@ -166,6 +168,33 @@ def learns(count: int, texts: int) -> dict[str, object]:
     }
 
 
+def tenants() -> dict[str, object]:
+    """Train one job of a tenant and three of another, alone and beside two chats without end."""
+    model = loader.load(str(DEMO))
+    engine, figures, kept = engine_of(model), dict[str, object](), True
+    for number, tenant in enumerate(("acme", "zeta", "zeta", "zeta")):
+        order = replace(endless(), job_id=str(number), tenant=tenant)
+        order = replace(order, recipe=replace(order.recipe, batch_size=BATCH * (1 + number)))
+        engine.training.begin(order.job_id, tenant, open_job(model, order, time.monotonic))
+    for chats in (0, 2):
+        used_s = {**engine.training._used_s}
+        began_s, running = time.monotonic(), set[str]()
+        while (now_s := time.monotonic()) - began_s < TENANTS_S:
+            for name in {f"chat {number}" for number in range(chats)} - running:
+                engine.submit(Request(name, [5, 6, 7], Sampling(max_tokens=96, ignore_eos=True)))
+                running.add(name)
+            running -= {output.request_id for output in engine.step() if output.finish is not None}
+        taken_s = {name: each - used_s[name] for name, each in engine.training._used_s.items()}
+        off = abs(taken_s["acme"] / taken_s["zeta"] - 1.0)
+        kept = kept and off <= MAX_TENANTS_DIFFERENCE
+        figures[f"beside_{chats}_chats"] = {
+            "device_s": {name: round(each, 2) for name, each in taken_s.items()},
+            "of_s": round(now_s - began_s, 2),
+            "difference": round(off, 4),
+        }
+    return {**figures, "kept": kept}
+
+
 def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
     return [
         tokenizer.apply_chat_template([line["messages"][0]], add_generation_prompt=True, return_dict=False)
@@ -277,14 +306,14 @@ def endless() -> TrainingOrder:
     return replace(order, recipe=replace(order.recipe, epochs=1000), valid=b"")
 
 
-def beside(trace: Path | None, chats: int, seconds: float) -> dict[str, object]:
+def beside(trace: Path | None, chats: int, first: int, loads: Sequence[float]) -> dict[str, object]:
     """Serve chats at parts of what the engine can, alone and beside a job without end; all on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     model = loader.load(str(DEMO))
-    coming = beside_chats.chats_of(trace, chats, model.vocab_size)
+    coming = beside_chats.chats_of(trace, chats, model.vocab_size, first)
     other = [sys.executable, "-m", "bench.tuning", "--trains"]
-    found = beside_chats.measure(model, endless(), coming, LOADS, seconds=seconds, other=other)
+    found = beside_chats.measure(model, endless(), coming, loads, other=other)
     figures = {**found, "trace": "at random" if trace is None else trace.stem, "kept": True}
     if importlib.util.find_spec("peft") is not None:
         figures["trainer_tokens_per_s_padded_packed"] = trainer_per_s(model)
@@ -323,8 +352,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
     parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
     parser.add_argument("--trace", type=Path, help="arrivals and lengths of chats, as parquet")
-    parser.add_argument("--chats", type=int, default=400, help="of the trace")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--chats", type=int, default=200, help="of the trace, at each load")
+    parser.add_argument("--first", type=int, default=0, help="chat of the trace that comes first")
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of what the engine can")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--trains", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -350,8 +380,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures[part] = learns(options.rows, options.texts)
         elif part == "resume":
             figures[part] = resume(options.steps, options.kills)
+        elif part == "tenants":
+            figures[part] = tenants()
         else:
-            figures[part] = beside(options.trace, options.chats, options.seconds)
+            figures[part] = beside(options.trace, options.chats, options.first, options.loads)
         for name, value in figures[part].items():
             print(f"  {name.replace('_', ' ')}: {value}", flush=True)
     print(json.dumps(figures))

@@ -3,9 +3,8 @@
     python -m bench.variants --model bench/models/llama-3.1-8b --tenants 1,8,32,64
 
 A folder with nothing but a config.json gets random weights, adapters are random too. All in one run: whatever
-is compared is measured in turns. On a CPU the ratios show that the bench runs, no more. Own layers, which
-engines on a GPU refuse, are not measured. Prints a JSON line for each measurement as it is made, and at the
-end what it claims beside its limits.
+is compared is measured in turns. On a CPU the ratios show that the bench runs, no more. Prints a JSON line
+for each measurement as it is made, and at the end what it claims beside its limits.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
 many times as far as those of base rows of the same steps do by rounding.
 """
 CHECKED_CHAINS, CHECKED_QUERIES = 5, 24
+OWN_CHAINS = 4  # the base and variants that own layers
 EIGHT = 8  # the tenants, and the rows of each, in the claims on a few tenants
 MANY, MANY_ROWS = 32, 2
 MANY_QUERIES, ZIPF = 4, (1.0, 1.5)  # queries for each adapter; demand falls with the rank to this power
@@ -162,6 +162,28 @@ class Bench(Claims):
                 what = f"turns: {count} x {rows // count} rows, times the throughput of engines in turn"
                 self.claim(f"{what}, whole answers", alone_s / together_s, 5.0, at_least=True)
                 self.claim(f"{what}, steps", speedup, 5.0, at_least=True)
+
+    def own(self) -> None:
+        """Compare the base and variants that own some of its layers, together, with engines in turn."""
+        scene, share = self.scene, self.asked.own
+        on_gpu = scene.model.device.type == "cuda"
+        base_bytes = sum(each.nbytes for each in scene.model.model.parameters())
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        chains = [*scene.own_layers(OWN_CHAINS - 1, share), BASE]
+        own_bytes = torch.cuda.memory_allocated() - before if on_gpu else 0
+        rows = OWN_CHAINS * EIGHT
+        found = self.in_turns({
+            "in turn": (scene.base, [BASE], EIGHT), "together": (scene.engine, chains, rows)
+        })  # fmt: skip
+        speedup = OWN_CHAINS * statistics.fmean(found["in turn"]) / statistics.fmean(found["together"])
+        memory = (base_bytes + own_bytes) / (OWN_CHAINS * base_bytes)
+        self.log(phase="own", chains=OWN_CHAINS, rows=rows, share_of_layers=share, base_bytes=base_bytes,
+                 own_bytes=own_bytes, in_turn=described(found["in turn"]),
+                 together=described(found["together"]))  # fmt: skip
+        what = f"own: {share:.0%} of the layers, {OWN_CHAINS} x {EIGHT} rows"
+        self.claim(f"{what}, steps, times engines in turn", speedup, 2.0, at_least=True)
+        if on_gpu:
+            self.claim(f"{what}, memory of as many engines", memory, 0.408, at_least=False)
 
     def peft(self) -> None:
         """Serve the same queries by transformers and peft, in mixed batches."""
@@ -303,7 +325,7 @@ def described(took_s: Sequence[float]) -> dict[str, float]:
 
 
 PHASES = ("exact", "base", "steps", "turns", "live", "peft")
-MORE_PHASES = ("many",)
+MORE_PHASES = ("many", "own")
 
 
 def arguments() -> argparse.Namespace:
@@ -322,6 +344,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=128, help="of a pass, and tokens of a whole answer")
     parser.add_argument("--rounds", type=int, default=3, help="passes of each case, in turns")
     parser.add_argument("--many", type=int, default=1000, help="adapters of the phase many, which --do names")
+    parser.add_argument("--own", type=float, default=0.2, help="share of layers in the phase own, likewise")
     parser.add_argument("--many-slots", type=int, default=8, help="of them in the engine at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="no phase begins after so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -342,8 +365,7 @@ def main() -> int:
         scene = Scene(asked.model, asked.device, Path(temporary), sizes)
         bench = Bench(scene, Path(temporary), asked)
         bench.log(model=asked.model, device=device, torch=torch.__version__, graphs=scene.graphs,
-                  transformers=transformers.__version__, own="not measured: engines on a GPU refuse them",
-                  **sizes._asdict())  # fmt: skip
+                  transformers=transformers.__version__, **sizes._asdict())  # fmt: skip
         for name in asked.do.split(","):
             if time.perf_counter() - began_s > asked.seconds:
                 bench.log(phase=name, error="no time")

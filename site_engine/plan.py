@@ -238,7 +238,7 @@ def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
         )
     if own.keys() == {EMBEDDINGS}:
         return
-    what = "it is a fine-tuned model" if variant.model else ""
+    what = ""
     for name, shape in own.items() if variant.adapter else ():
         module = name.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer", "")
         if module not in slots.modules:

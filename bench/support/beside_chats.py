@@ -28,6 +28,8 @@ BETWEEN_S = 0.05
 """Bound of the time between tokens while a job is trained."""
 WAIT_S = 0.4
 WARM_UP = 8
+ALONE_S = 15.0
+"""For which a job trains alone."""
 
 
 class Chat(NamedTuple):
@@ -44,14 +46,20 @@ class Served(NamedTuple):
     trained_per_s: float
     per_token_s: list[float]  # from arrival to the end, of each chat that ended
 
+    def marks_s(self) -> tuple[float, float, float]:
+        """Return the 99th percentile and the longest of the first tokens, and the 99th between tokens."""
+        return p99(self.first_s), max(self.first_s, default=0.0), p99(self.between_s)
 
-def chats_of(trace: Path | None, count: int, vocabulary: int) -> list[Chat]:
-    """Return the first chats of a trace; without one arrivals at random, of lengths as chats have them."""
-    draw, rows = Random(5), list[tuple[float, float, float]]()
+
+def chats_of(trace: Path | None, count: int, vocabulary: int, first: int = 0) -> list[Chat]:
+    """Return the chats of a trace from a first one on; without a trace arrivals at random, of lengths as
+    chats have them.
+    """
+    draw, rows = Random(5 + first), list[tuple[float, float, float]]()
     if trace is not None:
         import pandas as pd
 
-        frame = pd.read_parquet(trace).head(count)
+        frame = pd.read_parquet(trace)[first : first + count]
         rows = list(zip(frame["arrival_s"], frame["prompt_tokens"], frame["response_tokens"], strict=True))
     for _ in range(count - len(rows)):
         at = draw.expovariate(1.0) + (rows[-1][0] if rows else 0.0)
@@ -81,7 +89,7 @@ def engine_of(model: LoadedModel, deferral: Deferral) -> SiteEngine:
 
 
 def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: float | None = None) -> Served:
-    """Answer chats that arrive `gap_s` apart on average, all if `seconds` is None."""
+    """Answer chats that arrive `gap_s` apart on average, beside a new job if any; without `seconds`, all."""
     began_s, waiting = time.monotonic(), list(reversed(chats))
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -109,12 +117,13 @@ def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: floa
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
             trained += [event.trained_tokens] if isinstance(event, StepDone) else []
-    tokens = trained[-1] - trained[0] if trained else 0
+    tokens = trained[-1] if trained else 0
     return Served(first_s, between_s, tokens / (time.monotonic() - began_s), per_token_s)
 
 
 def p99(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=100)[98] if len(values) > 1 else 0.0
+    """Return the 99th percentile, which is at most the longest: of few values others lie beyond."""
+    return statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else 0.0
 
 
 class OtherProcess:
@@ -149,11 +158,10 @@ def measure(
     chats: Sequence[Chat],
     loads: Sequence[float],
     *,
-    seconds: float,
     other: Sequence[str],
 ) -> dict[str, Any]:
-    """Serve at parts of what the engine can, alone, beside training by both rules, and beside a process that
-    trains, which the command `other` starts.
+    """Answer the same chats at parts of what the engine can, alone, beside training by both rules, and beside
+    a process that trains, which the command `other` starts.
     """
 
     def trains(deferral: Deferral) -> SiteEngine:
@@ -164,23 +172,26 @@ def measure(
     began_s = time.monotonic()
     serve(engine_of(model, Deferral.SLICE), chats, 0.0)
     chat_s = (time.monotonic() - began_s) / len(chats)
-    training_per_s = serve(trains(Deferral.SLICE), (), 1.0, seconds).trained_per_s
+    training_per_s = serve(trains(Deferral.SLICE), (), 1.0, ALONE_S).trained_per_s
     found: dict[str, Any] = {"chats_per_s": 1 / chat_s, "training_alone_tokens_per_s": training_per_s}
     for load in loads:
         gap_s = chat_s / load
-        alone = serve(engine_of(model, Deferral.SLICE), chats, gap_s, seconds)
-        figures: dict[str, tuple[float, ...]] = {"alone": (p99(alone.first_s), p99(alone.between_s))}
+        alone = serve(engine_of(model, Deferral.SLICE), chats, gap_s)
+        figures: dict[str, tuple[float, ...]] = {"alone": alone.marks_s()}
         found[f"at {load}"] = figures
         for rule in (*Deferral, "two processes"):
             if isinstance(rule, Deferral):
-                beside = serve(trains(rule), chats, gap_s, seconds)
+                beside = serve(trains(rule), chats, gap_s)
             else:
                 engine = engine_of(model, Deferral.SLICE)
-                beside = OtherProcess(other).beside(partial(serve, engine, chats, gap_s, seconds))
+                beside = OtherProcess(other).beside(partial(serve, engine, chats, gap_s))
             share = beside.trained_per_s / training_per_s if training_per_s else 0.0
-            figures[str(rule)] = (p99(beside.first_s), p99(beside.between_s), share)
-        print(
-            f"  load {load}: p99 of first token and between tokens in s, share of training alone: {figures}",
-            flush=True,
-        )
+            figures[str(rule)] = (*beside.marks_s(), share)
+        print(f"  load {load}:", flush=True)
+        for name, (first_s, longest_s, between_s, *trained) in figures.items():
+            print(
+                f"    {name}: first token p99 {1000 * first_s:.1f} ms, longest {1000 * longest_s:.1f}; "
+                f"between tokens p99 {1000 * between_s:.1f}; of training alone {trained}",
+                flush=True,
+            )
     return found

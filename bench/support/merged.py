@@ -26,7 +26,8 @@ def merged(model: Any, variant: LoadedVariant) -> Iterator[None]:
         weight = model.get_submodule(name).weight.data
         down, up, scale = change.low_rank
         kept.append((weight, weight.clone()))
-        weight += (scale * (up.float() @ down.float())).to(weight.dtype)
+        down, up = (factor.to(weight.device).float() for factor in (down, up))
+        weight += (scale * (up @ down)).to(weight.dtype)
     try:
         yield
     finally:

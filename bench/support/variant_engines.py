@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from bench.engine import load_plain
-from site_engine.core.chain import Variant
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Request, Sampling, State
 from site_engine.engine.build import overlapped_engine, packed_engine, warm_graphs
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.variants.changes import LoadedVariant
+from site_engine.variants.changes import Change, LoadedVariant
+from site_engine.variants.grouped import group_module
 from site_engine.variants.store import VariantStore
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -125,14 +126,45 @@ class Scene:
                 runner._arenas._packed = prepared._arenas._packed  # the same for any number of slots
                 if warm:
                     warm_graphs(engine, self.tokens_of_row)
-        assert engine._variants is not None
+        assert isinstance(engine._variants, VariantStore)
         engine._variants._served.update({chain: self.store.served[chain] for chain in chains})
         return engine
+
+    def own_layers(self, count: int, share: float) -> list[str]:
+        """Let the engine serve variants of which each owns this share of the layers; return their chains.
+
+        They are made on the device, without files, and not certified.
+        """
+        chains = []
+        body = self.model.model.model
+        layers = len(body.layers)
+        owned = range(layers - round(share * layers), layers)
+        for number in range(count):
+            draw = torch.Generator(self._device).manual_seed(number)
+            changes = {}
+            for name, module in body.named_modules():
+                parts = name.split(".")
+                if parts[0] != "layers" or len(parts) < 3 or int(parts[1]) not in owned:
+                    continue
+                if (weight := module._parameters.get("weight")) is None:
+                    continue
+                own = copy.copy(module)
+                noise = torch.randn(weight.shape[0], device=weight.device, generator=draw).to(weight)
+                changed = weight.detach() * (1 + 0.1 * noise).view(-1, *[1] * (weight.dim() - 1))
+                own._parameters = {**module._parameters, "weight": torch.nn.Parameter(changed, False)}
+                own.__dict__.pop("forward", None)
+                changes[f"model.{name}"] = Change(own=own)
+                group_module(f"model.{name}", module)
+            name = f"own-{number}"
+            variant = LoadedVariant(Chain(name, name, (), 0, ()), changes)
+            self.store._served[name] = self.store._prepare(variant)
+            chains.append(name)
+        return chains
 
     @property
     def store(self) -> VariantStore:
         """The variants of `engine`."""
-        assert self.engine._variants is not None
+        assert isinstance(self.engine._variants, VariantStore)
         return self.engine._variants
 
     def forget(self, count: int) -> None:

@@ -7,7 +7,8 @@ the joined projections of `llama_forward.py`, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,22 +17,23 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from site_engine.core.chain import Chain, ServedVariant
+from site_engine.core.chain import Block, BlockKind, Chain, ServedVariant
 from site_engine.core.scheduler import SchedulePlan
-from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapter_kernels
-from site_engine.cuda.skinny_gemm import Shrink
+from site_engine.cuda.own_layers import OwnLayers
+from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters, Versions, side_by_side
 from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
 from site_engine.variants.grouped import group_module
-from site_engine.variants.projections import MODULES, SERVED_ON_GPU, Projection, Size, slot_rank
+from site_engine.variants.projections import MODULES, NORMS, SERVED_ON_GPU, Projection, Size, slot_rank
 
 TILE_ROWS = 16
 TILE_NUMBERS = 1 + TILE_ROWS
 DEPTH_BLOCK = 128
 PARTS = 4  # of the depth, so that few rows occupy many programs
 SPAN_COLUMNS = 128
+COUNTER_NUMBERS = 4  # of which one counts: Triton compiles again for addresses that are not aligned
 
 
 class Packed(NamedTuple):
@@ -53,21 +55,25 @@ class Arena(NamedTuple):
     spans: torch.Tensor  # [spans, 3], int32
 
 
-class Factors(NamedTuple):
-    """What all slots have for one layer of a projection: [slots, ...]."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scales: torch.Tensor
-
-
 class AdapterArenas:
     """Room for adapters of up to `rank` in each of `slots`, for all `layers` of a model."""
 
-    def __init__(self, sizes: Sequence[Size], layers: int, slots: int, rank: int, like: torch.Tensor) -> None:
-        """`sizes`: in the order of `Projection`; `like` has the data type and the device."""
+    def __init__(  # noqa: PLR0917
+        self,
+        sizes: Sequence[Size],
+        layers: int,
+        slots: int,
+        rank: int,
+        like: torch.Tensor,
+        own: OwnLayers | None = None,
+    ) -> None:
+        """`sizes`: in the order of `Projection`; `like` has the data type and the device.
+
+        Without `own` no variant may have layers of its own.
+        """
+        self.own = own
         self.slots, self.rank = slots, slot_rank(rank)
-        self._layers, self._sizes = layers, sizes
+        self.layers, self._sizes = layers, sizes
         self._like = like
         self._packed: WeakKeyDictionary[LoadedVariant, list[Packed]] = WeakKeyDictionary()
         self.slot_of: WeakKeyDictionary[ServedVariant, int] = WeakKeyDictionary()
@@ -75,10 +81,11 @@ class AdapterArenas:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for arena in self._arenas for tensor in arena)
+        arenas_bytes = sum(int(tensor.nbytes) for arena in self._arenas for tensor in arena)
+        return arenas_bytes + (0 if self.own is None else self.own.bytes)
 
     def _arena(self, size: Size) -> Arena:
-        groups, like, shape = len(size.columns), self._like, (self.slots, self._layers)
+        groups, like, shape = len(size.columns), self._like, (self.slots, self.layers)
         bounds = np.cumsum((0, *size.columns))
         spans = [
             (group, at, min(at + SPAN_COLUMNS, int(end)))
@@ -100,26 +107,43 @@ class AdapterArenas:
         """
         known = {
             f"model.layers.{layer}.{module}"
-            for layer in range(self._layers)
+            for layer in range(self.layers)
             for each in MODULES.values()
             for module in each
         }
+        norms = {f"model.layers.{layer}.{norm}" for layer in range(self.layers) for norm in NORMS}
         for name, change in variant.changes.items():
-            if change.own is not None or name not in known:
+            owned = change.own is not None and self.own is not None
+            if name not in (known | norms if owned else known) or (change.own is not None and not owned):
                 raise VariantRefused(f"{variant.chain.id} changes {name}; {SERVED_ON_GPU}")
         if variant.rank > self.rank:
             raise VariantRefused(f"{variant.chain.id} has rank {variant.rank}; slots here have {self.rank}")
         changes = dict(variant.changes)
         packed = [self._pack(changes, projection) for projection in Projection]
-        rank = max(variant.rank, 1) if changes else 0  # biases alone need a slot, too
-        blocks = tuple(each._replace(in_host=bool(rank)) for each in variant.chain.blocks)
+        rank = max(variant.rank, 1) if changes else 0  # biases and own layers alone need a slot, too
+        blocks = tuple(
+            each._replace(in_host=rank > 0 and not self._on_device(each, changes))
+            for each in variant.chain.blocks
+        )
         chain = variant.chain._replace(blocks=blocks)
         prepared = replace(variant, chain=chain, changes=changes, rank=rank)
         self._packed[prepared] = packed
+        if self.own is not None:
+            self.own.prepare(prepared, changes)
         return prepared
 
-    def trial(self, model: LoadedModel) -> LoadedVariant:
-        """Place a random adapter of every projection, with which the kernels are certified; return it."""
+    def _on_device(self, block: Block, changes: Mapping[str, Change]) -> bool:
+        """Return whether a block is weights, in place of the base's."""
+        return block.kind is BlockKind.LAYERS and any(
+            change.own is not None
+            for name, change in changes.items()
+            if block.first <= int(name.split(".")[2]) < block.last
+        )
+
+    def trials(self, model: LoadedModel) -> Iterator[LoadedVariant]:
+        """Place random variants with which the kernels are certified, one after the other in the first slot:
+        an adapter of every projection, then with it a first layer of its own.
+        """
         draw = torch.Generator().manual_seed(0)
         changes = {}
         for name, module in model.model.named_modules():
@@ -135,6 +159,28 @@ class AdapterArenas:
                     bias = torch.randn(columns, generator=draw).to(module.weight) * 0.5
                 changes[name] = Change(bias=bias, low_rank=LowRank(down, up, 0.5))
                 group_module(name, module)
+        yield self._trial(changes)
+        if self.own is None:
+            return
+        changes = {name: change for name, change in changes.items() if ".layers.1." in name}
+        parts = [*(each for modules in MODULES.values() for each in modules), *NORMS]
+        for name in [f"model.layers.0.{each}" for each in parts]:
+            module = model.model.get_submodule(name)
+            own = copy.copy(module)
+            own.__dict__.pop("forward", None)
+            weight = module.weight.detach()
+            weight = weight * (1 + 0.5 * torch.randn(weight.shape[0], generator=draw).to(weight)).view(
+                -1, *[1] * (weight.dim() - 1)
+            )
+            own._parameters = {
+                **module._parameters,
+                "weight": torch.nn.Parameter(weight, requires_grad=False),
+            }
+            changes[name] = Change(own=own)
+            group_module(name, module)
+        yield self._trial(changes)
+
+    def _trial(self, changes: dict[str, Change]) -> LoadedVariant:
         variant = self.prepare(LoadedVariant(Chain("trial", "trial", (), 0, ()), changes, self.rank))
         self.place(variant, 0)
         return variant
@@ -150,9 +196,12 @@ class AdapterArenas:
         )
         first = 0
         for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
-            for layer in range(self._layers):
+            for layer in range(self.layers):
                 name = f"model.layers.{layer}.{module}"
                 change = changes.get(name, Change())
+                if self.own is not None and change.own is not None and change.own.bias is not None:
+                    difference = change.own.bias - self.own.bias(layer, projection, group)
+                    packed.biases[layer, first : first + columns].copy_(difference)
                 if change.bias is not None:
                     bias = packed.biases[layer, first : first + columns].copy_(change.bias)
                     changes[name] = change = change._replace(bias=bias)
@@ -177,6 +226,8 @@ class AdapterArenas:
         for arena, packed in zip(self._arenas, self._packed[variant], strict=True):
             for room, contents in zip(arena, packed, strict=False):
                 room[slot].copy_(contents, non_blocking=True)
+        if self.own is not None:
+            self.own.place(variant, slot)
         for before in [each for each, at in self.slot_of.items() if at == slot]:
             del self.slot_of[before]
         self.slot_of[variant] = slot
@@ -189,16 +240,16 @@ class AdapterArenas:
         """Write the tiles of a plan, of `padded` tokens with padding, into [tiles, TILE_NUMBERS].
 
         A tile has tokens of one adapter, by its slot, or of the base. Every token is in one: kernels read
-        slots by row.
+        slots by row. Padding goes with the last chunk, so that no weights are read for it alone.
         """
         tiles[:] = -1
         tokens: dict[int, list[int]] = {}
-        at = 0
+        at, slot = 0, -1
         for request, _, length, _ in plan.chunks:
             slot = self.slot_of[request.variant] if request.variant and request.has_adapter else -1
             tokens.setdefault(slot, []).extend(range(at, at + length))
             at += length
-        tokens.setdefault(-1, []).extend(range(at, padded))
+        tokens.setdefault(slot, []).extend(range(at, padded))
         used = 0
         for slot, rows in tokens.items():
             for begin in range(0, len(rows), TILE_ROWS):
@@ -210,104 +261,82 @@ class AdapterArenas:
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
-        self.expand(layer, projection, tiles, self._shrink(layer, projection, tiles, given), out, pdl=False)
+        _, up, _, biases, spans = self._arenas[projection]
+        shrunk = self._shrink(layer, projection, tiles, given)
+        parts, tokens, width = shrunk.shape
+        adapter_kernels.expand_rows[(len(tiles), len(spans))](
+            shrunk, up[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1], width,
+            up.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts, COLUMNS=SPAN_COLUMNS,
+            BIASED=biases.shape[2] > 0, num_warps=4,
+        )  # fmt: skip
         return out
 
     def _shrink(
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        down = self._arenas[projection].down
+        down, scales = self._arenas[projection].down, self._arenas[projection].scales
         tokens, depth = given.shape
         width = down.shape[2]
         part_depth = -(-depth // (PARTS * DEPTH_BLOCK)) * DEPTH_BLOCK
-        parts = -(-depth // part_depth)
+        parts, groups = -(-depth // part_depth), width // self.rank
+        together, ranks = side_by_side(groups, self.rank)
         shrunk = torch.empty(parts, tokens, width, dtype=torch.float32, device=given.device)
-        adapter_kernels.shrink_rows[(len(tiles), width // self.rank, parts)](
-            given, down[:, layer], tiles, shrunk, tokens, depth, width, down.stride(0), part_depth,
-            RANK=self.rank, DEPTH=DEPTH_BLOCK, num_warps=4,
+        adapter_kernels.shrink_rows[(len(tiles), groups // together, parts)](
+            given, down[:, layer], scales[:, layer], tiles, shrunk, tokens, depth, down.stride(0),
+            scales.stride(0), part_depth, RANK=self.rank, GROUPS=groups, TOGETHER=together, WIDTH=ranks,
+            DEPTH=DEPTH_BLOCK, num_warps=4,
         )  # fmt: skip
         return shrunk
 
-    def expand(
+    def product(
         self,
         layer: int,
         projection: Projection,
-        tiles: torch.Tensor,
-        shrunk: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        pdl: bool,
-    ) -> None:
-        """Add to `out` [tokens, columns], in place, what adapters make of the shrunk rows."""
-        _, up, scales, biases, spans = self._arenas[projection]
-        parts, tokens, width = shrunk.shape
-        adapter_kernels.expand_rows[(len(tiles), len(spans))](
-            shrunk, up[:, layer], scales[:, layer], biases[:, layer], tiles, spans, out, tokens, out.shape[1],
-            width, up.stride(0), scales.stride(0), biases.stride(0), RANK=self.rank, PARTS=parts,
-            COLUMNS=SPAN_COLUMNS, BIASED=biases.shape[2] > 0, PDL=pdl, **pdl_kwargs(pdl), num_warps=4,
-        )  # fmt: skip
-
-    def factors(self, layer: int, projection: Projection) -> Factors:
-        """Return the views of a layer that kernels get."""
-        arena = self._arenas[projection]
-        return Factors(arena.down[:, layer], arena.up[:, layer], arena.scales[:, layer])
+        rows: AdapterRows,
+        own: torch.Tensor | None,
+        arrived: torch.Tensor,
+    ) -> Adapters:
+        """Return what the kernel of a product needs to add to it what adapters do."""
+        down, up, scales, biases, _ = self._arenas[projection]
+        ends = [int(end) for end in np.cumsum(self._sizes[projection].columns)]
+        if projection is Projection.GATE_UP:  # whose groups are side by side in each program
+            ends = ends[-1:]
+        first_two = ends[0], ends[min(1, len(ends) - 1)]
+        factors = down[:, layer], up[:, layer], scales[:, layer], biases[:, layer]
+        return Adapters(*factors, first_two, rows, own, arrived)
 
 
 class StepAdapters:
     """The adapters of one step; where rows are few, computed in the kernels of the base's products."""
 
-    def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int) -> None:
-        """`tiles` [tiles, TILE_NUMBERS]: with every row of the step in one."""
-        self._arenas, self._tiles = arenas, tiles
-        self._slots = tiles.new_empty(rows)  # of each row
-        adapter_kernels.slots_of_rows[(len(tiles),)](tiles, self._slots, num_warps=1)
+    def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int, *, owned: bool = False) -> None:
+        """`tiles` [tiles, TILE_NUMBERS]: with every row of the step in one. `owned`: some rows have versions
+        of layers.
+        """
+        self._arenas, self._own = arenas, arenas.own if owned else None
+        count, counters = len(tiles), arenas.layers * len(Projection) * COUNTER_NUMBERS
+        self._rows = AdapterRows(tiles, *(tiles.new_empty(size) for size in (rows, count, 2)))
+        self._arrived = tiles.new_empty(arenas.layers, len(Projection), COUNTER_NUMBERS)
+        few = rows <= MAX_ROWS
+        if few or owned:
+            adapter_kernels.prepare_rows[(count,)](
+                *self._rows, self._arrived, count, counters, FEW=few,
+                COUNT_PAD=1 << (count - 1).bit_length() if few else 1,
+                COUNTERS_PAD=1 << (counters - 1).bit_length() if few else 1, num_warps=4,
+            )  # fmt: skip
 
     def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add to `out`, in place, what adapters make of `given`."""
-        return self._arenas.add(layer, projection, self._tiles, given, out)
+        return self._arenas.add(layer, projection, self._rows.tiles, given, out)
 
-    def shrink(self, layer: int, projection: Projection) -> Shrink:
-        """Return what a skinny GEMM needs to shrink its rows beside."""
-        return Shrink(self._arenas.factors(layer, projection).down, self._tiles, self._arenas.rank)
+    def product(self, layer: int, projection: Projection) -> Adapters:
+        """Return what the kernel of a product needs to add to it what adapters do."""
+        versions = self.versions(layer, projection)
+        own = None if versions is None else versions.own
+        return self._arenas.product(layer, projection, self._rows, own, self._arrived[layer, projection])
 
-    def expand(
-        self, layer: int, projection: Projection, shrunk: torch.Tensor, out: torch.Tensor, *, pdl: bool
-    ) -> torch.Tensor:
-        self._arenas.expand(layer, projection, self._tiles, shrunk, out, pdl=pdl)
-        return out
-
-    def gate(self, layer: int, both: torch.Tensor, shrunk: torch.Tensor, *, pdl: bool) -> torch.Tensor:
-        """Return silu(gate) * up of `both` [rows, 2 * size] with what adapters add."""
-        _, up, scales = self._arenas.factors(layer, Projection.GATE_UP)
-        rows, size = both.shape[0], both.shape[1] // 2
-        out = both.new_empty(rows, size)
-        adapter_kernels.expand_gate[(len(self._tiles), -(-size // SPAN_COLUMNS))](
-            both, shrunk, up, scales, self._tiles, out, rows, size, up.stride(0), scales.stride(0),
-            RANK=self._arenas.rank, PARTS=len(shrunk), COLUMNS=SPAN_COLUMNS, PDL=pdl, **pdl_kwargs(pdl),
-            num_warps=4,
-        )  # fmt: skip
-        return out
-
-    def add_parts_norm(  # noqa: PLR0917 - the tensors of one call
-        self,
-        layer: int,
-        projection: Projection,
-        parts: torch.Tensor,
-        shrunk: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-        *,
-        pdl: bool,
-    ) -> torch.Tensor:
-        """Add a product in parts, and what adapters add to it, to `residual`; return the norm of the sum."""
-        _, up, scales = self._arenas.factors(layer, projection)
-        rows, size = residual.shape
-        out = torch.empty_like(residual)
-        pad = 1 << (size - 1).bit_length()
-        adapter_kernels.expand_parts_norm[(rows,)](
-            parts, residual, weight, out, shrunk, up, scales, self._slots, epsilon, rows, up.stride(0),
-            scales.stride(0), RANK=self._arenas.rank, RANKS=min(16, self._arenas.rank), PARTS=len(parts),
-            SIZE=size, SIZE_PAD=pad, PDL=pdl, **pdl_kwargs(pdl), num_warps=16 if pad > 2048 else 8,
-        )  # fmt: skip
-        return out
+    def versions(self, layer: int, part: int) -> Versions | None:
+        """Return which versions of a part of a layer the rows have; None: all have the base's."""
+        if self._own is None or layer == self._arenas.layers:  # the last norm is the base's
+            return None
+        return self._own.versions(layer, part, self._rows.slots)

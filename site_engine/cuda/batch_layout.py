@@ -39,6 +39,7 @@ class Shape(NamedTuple):
     patches: int  # new entries of the page table
     graph: bool
     tiles: int = 0  # of rows with adapters; 0: the step is the base's alone
+    owned: bool = False  # some rows have own versions of layers
 
     @property
     def kernels(self) -> Shape:

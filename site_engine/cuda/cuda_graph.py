@@ -130,7 +130,9 @@ class Step:
         decode = prefill = adapters = None
         side = self._device.side if shape.graph else None
         if shape.tiles and self._arenas is not None:
-            adapters = StepAdapters(self._arenas, given.tiles.view(-1, TILE_NUMBERS), shape.tokens)
+            adapters = StepAdapters(
+                self._arenas, given.tiles.view(-1, TILE_NUMBERS), shape.tokens, owned=shape.owned
+            )
         if shape.items:
             chunk = self._device.chunk_tokens(shape.samples)
             decode = DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)

@@ -20,7 +20,9 @@ from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
 from site_engine.cuda.compile import TIMED_LAYERS, faster_split
 from site_engine.cuda.kernels import layer_kernels, rank_kernels, skinny_gemm_kernels
+from site_engine.cuda.own_layers import PARTS, OwnLayers, Part
 from site_engine.cuda.rank_sums import INBOX_ROWS, RankSums
+from site_engine.cuda.skinny_gemm import Adapters, Versions
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.loader import LoadedModel
@@ -47,22 +49,29 @@ class Norm(NamedTuple):
     epsilon: float
     ranks: RankSums | None = None
 
-    def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings of the ids and their norm."""
+    def embed(
+        self, ids: torch.Tensor, embedding: torch.Tensor, versions: Versions | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings of the ids and their norm, each by its version of the weight."""
         residual = embedding.new_empty(ids.shape[0], embedding.shape[1])
-        return residual, self._launch(layer_kernels.embed_norm, ids, embedding, residual)
+        more = _own(versions, ids)
+        return residual, self._launch(layer_kernels.embed_norm, ids, embedding, residual, **more)
 
-    def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add(
+        self, added: torch.Tensor, residual: torch.Tensor, versions: Versions | None = None
+    ) -> torch.Tensor:
         """Add `added` to `residual` in place and return the norm of the sum."""
         if self.ranks is not None:
             if self.ranks.exchanges(added.shape[0]):
                 return self.add_parts(added[None], residual, pdl=False)
             self.ranks.group.sum(added)
-        return self._launch(layer_kernels.add_norm, added, residual)
+        return self._launch(layer_kernels.add_norm, added, residual, **_own(versions, added))
 
-    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+    def add_parts(
+        self, parts: torch.Tensor, residual: torch.Tensor, versions: Versions | None = None, *, pdl: bool
+    ) -> torch.Tensor:
         """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum."""
-        kernel, more = skinny_gemm_kernels.add_parts_norm, {}
+        kernel, more = skinny_gemm_kernels.add_parts_norm, _own(versions, parts)
         if self.ranks is not None:
             if self.ranks.exchanges(parts.shape[1]):
                 kernel, more = rank_kernels.exchange_parts_norm, self.ranks.arguments
@@ -82,6 +91,14 @@ class Norm(NamedTuple):
             *given, self.weight, out, self.epsilon, **more, SIZE=size, SIZE_PAD=pad, num_warps=warps
         )
         return out
+
+
+def _own(versions: Versions | None, some: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a norm's kernel for versions of its weight; without any, `some` is not read."""
+    if versions is None:
+        return {"own": some, "slots": some, "own_stride": 0, "OWN": False}
+    own, slots = versions
+    return {"own": own, "slots": slots, "own_stride": own.stride(0), "OWN": True}
 
 
 class Layer(NamedTuple):
@@ -113,6 +130,9 @@ class LlamaForward:
         self._dim = model.layers[0].key_dim
         self._layers = layers
         self._last = last
+        self._modules = [
+            [[one.get_submodule(name) for name in names] for names in PARTS] for one in body.layers
+        ]
         self._rotary = rotary
         self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
         others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
@@ -134,11 +154,12 @@ class LlamaForward:
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = attention_context.current()
         assert isinstance(step, DeviceContext)
-        residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
+        residual, normed = self._layers[0].before.embed(
+            ids[0], self._embedding, _versions(step, 0, Part.NORM_BEFORE)
+        )
         skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
-        run = self._skinny_layer if skinny else self._layer
-        if step.adapters is not None:
-            run = self._adapted_skinny_layer if skinny else self._adapted_layer
+        large = self._layer if step.adapters is None else self._adapted_layer
+        run = self._skinny_layer if skinny else large
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
@@ -153,13 +174,19 @@ class LlamaForward:
     def _skinny_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        pdl, (weight, bias) = step.pdl, layer.query_key_value
-        joint = skinny_gemm.whole(normed, weight, bias, pdl=pdl)
+        """Compute a layer for few rows; what adapters add is computed in the kernels of the products."""
+        pdl, (weight, bias), number = step.pdl, layer.query_key_value, step.layer
+
+        def adapters(projection: Projection) -> Adapters | None:
+            return None if step.adapters is None else step.adapters.product(number, projection)
+
+        joint = skinny_gemm.whole(normed, weight, bias, adapters(Projection.QUERY_KEY_VALUE), pdl=pdl)
         attended = self._attend(step, joint, layer.scoring)
-        parts = skinny_gemm.parts(attended, layer.output.weight, pdl=pdl)
-        normed = layer.between.add_parts(parts, residual, pdl=pdl)
-        opened = skinny_gemm.gated(normed, layer.gate_up.weight, pdl=pdl)
-        return after.add_parts(skinny_gemm.parts(opened, layer.down.weight, pdl=pdl), residual, pdl=pdl)
+        parts = skinny_gemm.parts(attended, layer.output.weight, adapters(Projection.OUTPUT), pdl=pdl)
+        normed = layer.between.add_parts(parts, residual, _versions(step, number, Part.NORM_BETWEEN), pdl=pdl)
+        opened = skinny_gemm.gated(normed, layer.gate_up.weight, adapters(Projection.GATE_UP), pdl=pdl)
+        parts = skinny_gemm.parts(opened, layer.down.weight, adapters(Projection.DOWN), pdl=pdl)
+        return after.add_parts(parts, residual, _versions(step, number + 1, Part.NORM_BEFORE), pdl=pdl)
 
     def _adapted_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
@@ -167,38 +194,20 @@ class LlamaForward:
         """Compute a layer for rows of which some have adapters, added to the joint products."""
         adapters, number, width = step.adapters, step.layer, layer.down.weight.shape[1]
         assert adapters is not None
-        joint = adapters.add(number, Projection.QUERY_KEY_VALUE, normed, layer.query_key_value(normed))
-        attended = self._attend(step, joint, layer.scoring)
-        added = adapters.add(number, Projection.OUTPUT, attended, layer.output(attended))
-        normed = layer.between.add(added, residual)
-        both = adapters.add(number, Projection.GATE_UP, normed, layer.gate_up(normed))
-        opened = _opened(both[:, :width], both[:, width:])
-        return after.add(adapters.add(number, Projection.DOWN, opened, layer.down(opened)), residual)
 
-    def _adapted_skinny_layer(
-        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute a layer for few rows; adapters have programs in the kernels of the base's products."""
-        adapters, pdl, number = step.adapters, step.pdl, step.layer
-        assert adapters is not None
-        shrink = adapters.shrink(number, Projection.QUERY_KEY_VALUE)
-        joint, shrunk = skinny_gemm.shrunk_whole(normed, *layer.query_key_value, shrink, pdl=pdl)
-        adapters.expand(number, Projection.QUERY_KEY_VALUE, shrunk, joint, pdl=pdl)
+        def product(projection: Projection, linear: Linear, given: torch.Tensor) -> torch.Tensor:
+            versions = _versions(step, number, projection)
+            out = linear(given) if versions is None else skinny_gemm.owned(given, *linear, versions)
+            return adapters.add(number, projection, given, out)
+
+        joint = product(Projection.QUERY_KEY_VALUE, layer.query_key_value, normed)
         attended = self._attend(step, joint, layer.scoring)
-        shrink = adapters.shrink(number, Projection.OUTPUT)
-        both = skinny_gemm.shrunk_parts(attended, layer.output.weight, shrink, pdl=pdl)
-        between = layer.between
-        normed = adapters.add_parts_norm(
-            number, Projection.OUTPUT, *both, residual, between.weight, between.epsilon, pdl=pdl
-        )
-        shrink = adapters.shrink(number, Projection.GATE_UP)
-        both = skinny_gemm.shrunk_whole(normed, layer.gate_up.weight, None, shrink, pdl=pdl)
-        opened = adapters.gate(number, *both, pdl=pdl)
-        shrink = adapters.shrink(number, Projection.DOWN)
-        both = skinny_gemm.shrunk_parts(opened, layer.down.weight, shrink, pdl=pdl)
-        return adapters.add_parts_norm(
-            number, Projection.DOWN, *both, residual, after.weight, after.epsilon, pdl=pdl
-        )
+        added = product(Projection.OUTPUT, layer.output, attended)
+        normed = layer.between.add(added, residual, _versions(step, number, Part.NORM_BETWEEN))
+        both = product(Projection.GATE_UP, layer.gate_up, normed)
+        opened = _opened(both[:, :width], both[:, width:])
+        added = product(Projection.DOWN, layer.down, opened)
+        return after.add(added, residual, _versions(step, number + 1, Part.NORM_BEFORE))
 
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
         """Allocate room for adapters."""
@@ -211,7 +220,8 @@ class LlamaForward:
             Size(depth, (width, width), layer.gate_up.bias is not None),
             Size(width, (depth,), layer.down.bias is not None),
         ]
-        return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding)
+        own = None if self._last.ranks is not None else OwnLayers(self._modules, slots)
+        return AdapterArenas(sizes, len(self._layers), slots, rank, self._embedding, own)
 
     def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         rows, width = normed.shape[0], layer.down.weight.shape[1]
@@ -229,6 +239,11 @@ class LlamaForward:
         split = joint.view(tokens, -1, self._dim).transpose(0, 1)
         query, key, value = split[: self._heads], split[self._heads : heads], split[heads:]
         return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
+
+
+def _versions(step: DeviceContext, layer: int, part: int) -> Versions | None:
+    """Return which versions of a part of a layer the rows of a step have; None: all have the base's."""
+    return None if step.adapters is None else step.adapters.versions(layer, part)
 
 
 def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from site_engine.core.request import Request, Sampling
@@ -27,7 +28,7 @@ from site_engine.cuda.batch_layout import (
 )
 from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.ruled_rows import Ranked, RuledRows
-from site_engine.model.logit_rules import LogitRules
+from site_engine.model.logit_rules import LogitRules, to_device
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 from site_engine.model.tensor_group import TensorGroup
 
@@ -201,6 +202,7 @@ class DeviceRunner:
             for shape in self._packer.mixed_shapes(tokens, longest):
                 self.warm_shape(shape)
         self._warm_rules()
+        self.patch(Patches([0], [0]))
         return len(self._steps)
 
     def rehearse(self) -> None:
@@ -212,8 +214,12 @@ class DeviceRunner:
         """Capture the graphs of a shape: every rank of a group in the same order."""
         with self._together(shape):
             self._step(shape)
-            if self._arenas is not None:
-                self._step(shape._replace(tiles=self._arenas.tiles(shape.tokens)))
+            if self._arenas is None:
+                return
+            adapted = shape._replace(tiles=self._arenas.tiles(shape.tokens))
+            self._step(adapted)
+            if self._arenas.own is not None and not shape.blocks:
+                self._step(adapted._replace(owned=True))
 
     def _warm_rules(self) -> None:
         """Compile what samples rows with rules, on a step of padding."""
@@ -236,7 +242,12 @@ class DeviceRunner:
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas
         if arenas is not None and any(chunk.request.has_adapter for chunk in plan.chunks):
-            shape = shape._replace(tiles=arenas.tiles(shape.tokens))
+            owned = arenas.own is not None and any(
+                chunk.request.variant in arenas.own for chunk in plan.chunks
+            )
+            # steps with prompts run eagerly then: their graphs would be captured for few
+            graph = shape.graph and not (owned and shape.blocks)
+            shape = shape._replace(tiles=arenas.tiles(shape.tokens), owned=owned, graph=graph)
         if len(at) > shape.patches:
             self.patch(Patches(at, pages))
             at, pages = [], []
@@ -274,8 +285,8 @@ class DeviceRunner:
         """Write entries of the page table."""
         where = self._device.where
         with self._together(patches):
-            index = torch.tensor(patches.at, dtype=torch.long).to(where)
-            self._device.table.view(-1)[index] = torch.tensor(patches.pages, dtype=torch.int32).to(where)
+            index = to_device(np.array(patches.at, dtype=np.int64), where)
+            self._device.table.view(-1)[index] = to_device(np.array(patches.pages, dtype=np.int32), where)
 
     def _together(self, message: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._group is None else self._group.step(message)
@@ -314,7 +325,12 @@ class DeviceRunner:
 
     def _fresh_lengths(self, plan: SchedulePlan, shape: Shape) -> FreshLengths | None:
         """Return lengths for PyTorch's varlen attention if all chunks begin their prompt, outside a graph."""
-        if shape.graph or not self._cuda or any(scheduled.start for scheduled in plan.prefills):
+        if (
+            shape.graph
+            or shape.owned
+            or not self._cuda
+            or any(scheduled.start for scheduled in plan.prefills)
+        ):
             return None
         return FreshLengths(len(plan.decodes), [scheduled.length for scheduled in plan.prefills])
 

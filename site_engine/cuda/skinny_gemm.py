@@ -17,7 +17,13 @@ from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
 MAX_ROWS = 64
 FEW_ROWS = 16
 PROGRAMS = 256  # of a product in parts; half of it with the most rows
+SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
+RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
+SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
+GATED_SHRUNK_PARTS = 1  # there, since the product takes long
+AHEAD = True  # adapters' factors are fetched while the kernel before still runs
+TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
 
@@ -31,12 +37,37 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Shrink(NamedTuple):
-    """What adapters shrink rows by, for programs beside those of a product."""
+OWNED_ROWS, OWNED_TILE = 64, Tile(128, 64, 4, 3)
+"""Of a program where rows are many and have versions: each block of rows reads the weights again."""
+
+
+class AdapterRows(NamedTuple):
+    """Which rows of a step have which adapters, by their slots; the base's have -1."""
+
+    tiles: torch.Tensor  # [tiles, numbers]: as the kernels of adapters get them, every row in one
+    slots: torch.Tensor  # [rows]
+    used: torch.Tensor  # [tiles]: the slots that rows have, each once
+    counts: torch.Tensor  # [2]: tiles with a slot, slots in `used`
+
+
+class Versions(NamedTuple):
+    """Which version of a weight each row has."""
+
+    own: torch.Tensor  # [slots], int64: where those of slots lie, in units of 16 bytes from the base's
+    slots: torch.Tensor  # [rows]: the base's have -1
+
+
+class Adapters(NamedTuple):
+    """What adapters add to the rows of one product: the factors of all slots, and which rows have which."""
 
     down: torch.Tensor  # [slots, groups * rank, depth]
-    tiles: torch.Tensor  # [tiles, numbers]: as the kernels of adapters get them
-    rank: int
+    up: torch.Tensor  # [slots, columns, rank]
+    scales: torch.Tensor  # [slots, groups], float32
+    biases: torch.Tensor  # [slots, columns], without columns if adapters change none
+    ends: tuple[int, int]  # of the first two groups of columns, of three at most
+    rows: AdapterRows
+    own: torch.Tensor | None  # as of `Versions`; None: every row has the base's weight
+    arrived: torch.Tensor  # its first number is 0, and counts the programs that have shrunk rows
 
 
 def is_supported(device: torch.device) -> bool:
@@ -45,75 +76,73 @@ def is_supported(device: torch.device) -> bool:
 
 
 def whole(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapters: Adapters | None = None,
+    *,
+    pdl: bool,
 ) -> torch.Tensor:
     """Return hidden [rows, depth] times weight [columns, depth] transposed: [rows, columns]."""
     rows, depth = hidden.shape
     narrow = weight.shape[0] < NARROW_COLUMNS
-    if not narrow and rows > FEW_ROWS:
+    if not narrow and rows > FEW_ROWS and adapters is None:
         return torch.nn.functional.linear(hidden, weight, bias)
     out = hidden.new_empty(rows, weight.shape[0])
-    tile = Tile(16, 128, 4, 4) if narrow else Tile(32, 128, 4, 6)
-    _launch(hidden, weight, bias, out, tile, depth, pdl=pdl, prefetch=PREFETCH_LINES)
+    wide = Tile(32, 128, 4, 6 if adapters is None else 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
+    tile = Tile(16, 128, 4, 4) if narrow else wide
+    _launch(hidden, weight, bias, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
     return out
 
 
-def parts(hidden: torch.Tensor, weight: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+def parts(
+    hidden: torch.Tensor, weight: torch.Tensor, adapters: Adapters | None = None, *, pdl: bool
+) -> torch.Tensor:
     """Return the product as float32 sums over parts of the depth, [parts, rows, columns], to be added."""
     rows, depth = hidden.shape
     columns = weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
-    count, each = _split(rows, depth, columns, tile)
-    out = hidden.new_empty(count, rows, columns, dtype=torch.float32)
-    _launch(hidden, weight, None, out, tile, each * tile.depth, pdl=pdl, prefetch=0)
+    programs = PROGRAMS if rows < MAX_ROWS else PROGRAMS // 2
+    if adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
+        if depth > LONG * columns:
+            tile = tile._replace(stages=3)
+        else:
+            programs = SHORT_PROGRAMS
+    blocks = -(-depth // tile.depth)
+    each = max(2, -(-blocks // max(1, programs // -(-columns // tile.columns))))
+    out = hidden.new_empty(-(-blocks // each), rows, columns, dtype=torch.float32)
+    _launch(hidden, weight, None, out, tile, each * tile.depth, adapters, pdl=pdl, prefetch=0)
     return out
 
 
-def _split(rows: int, depth: int, columns: int, tile: Tile) -> tuple[int, int]:
-    """Return in how many parts the depth is cut, and the blocks of each."""
-    programs = PROGRAMS if rows < MAX_ROWS else PROGRAMS // 2
-    blocks = -(-depth // tile.depth)
-    each = max(2, -(-blocks // max(1, programs // -(-columns // tile.columns))))
-    return -(-blocks // each), each
-
-
-def shrunk_whole(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shrink: Shrink, *, pdl: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product as `whole` does, and the rows shrunk: [1, rows, groups * rank] in float32."""
-    rows, depth = hidden.shape
-    narrow = weight.shape[0] < NARROW_COLUMNS
-    wide = Tile(32, 128, 4, 6) if rows <= FEW_ROWS else Tile(64, 128, 4, 3)
-    out = hidden.new_empty(rows, weight.shape[0])
-    tile = Tile(16, 128, 4, 4) if narrow else wide
-    return out, _launch_shrunk(
-        hidden, weight, bias, out, shrink, tile, depth, pdl=pdl, prefetch=PREFETCH_LINES
-    )
-
-
-def shrunk_parts(
-    hidden: torch.Tensor, weight: torch.Tensor, shrink: Shrink, *, pdl: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product in parts as `parts` does, and as many parts of the rows shrunk."""
-    rows, depth = hidden.shape
-    columns = weight.shape[0]
-    # fewer stages than of `parts`: two programs fit on a multiprocessor, one of them may shrink
-    tile = Tile(32 if columns < NARROW_COLUMNS else 64, 128, 4, 3)
-    count, each = _split(rows, depth, columns, tile)
-    out = hidden.new_empty(count, rows, columns, dtype=torch.float32)
-    return out, _launch_shrunk(
-        hidden, weight, None, out, shrink, tile, each * tile.depth, pdl=pdl, prefetch=0
-    )
-
-
-def gated(hidden: torch.Tensor, gate_up: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+def gated(
+    hidden: torch.Tensor, gate_up: torch.Tensor, adapters: Adapters | None = None, *, pdl: bool
+) -> torch.Tensor:
     """Return silu(hidden gate) * (hidden up); `gate_up` has the gate's rows, then the up projection's."""
     rows, depth = hidden.shape
     columns = gate_up.shape[0] // 2
     out = hidden.new_empty(rows, columns)
     fine = rows <= FEW_ROWS and columns < 4 * NARROW_COLUMNS
     tile = Tile(32, 128, 4, 4) if fine else Tile(64, 128, 4, 3)
-    _launch(hidden, gate_up, None, out, tile, depth, pdl=pdl, prefetch=PREFETCH_LINES)
+    if adapters is not None and rows > FEW_ROWS:
+        tile = Tile(64, 64, 4, 4)
+    _launch(hidden, gate_up, None, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
+    return out
+
+
+def owned(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, versions: Versions
+) -> torch.Tensor:
+    """Return the product of any number of rows, each by its own version of the weight."""
+    (rows, depth), columns = hidden.shape, weight.shape[0]
+    out = hidden.new_empty(rows, columns)
+    tile = OWNED_TILE
+    adapter_kernels.owned_gemm_rows[(-(-rows // OWNED_ROWS), -(-columns // tile.columns))](
+        hidden, weight, weight if bias is None else bias, out, versions.own, versions.slots,
+        rows, columns, depth, versions.own.stride(0), ROWS_PAD=OWNED_ROWS, COLUMNS=tile.columns,
+        DEPTH=tile.depth, BIAS=bias is not None, EVEN=depth % tile.depth == 0,
+        num_warps=tile.warps, num_stages=tile.stages if hidden.element_size() == 2 else 1,
+    )  # fmt: skip
     return out
 
 
@@ -124,43 +153,43 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     out: torch.Tensor,
     tile: Tile,
     part_depth: int,
+    adapters: Adapters | None,
     *,
     pdl: bool,
     prefetch: int,
 ) -> None:
     rows, depth = hidden.shape
     columns = out.shape[-1]
-    skinny_gemm_kernels.skinny_gemm_rows[(-(-columns // tile.columns), -(-depth // part_depth))](
-        hidden, weight, weight if bias is None else bias, out, rows, columns, depth, part_depth,
-        ROWS_PAD=max(16, 1 << (rows - 1).bit_length()), COLUMNS=tile.columns, DEPTH=tile.depth,
-        GATED=weight.shape[0] != columns, BIAS=bias is not None, SPLIT=out.dim() == 3,
-        EVEN=(depth | part_depth) % tile.depth == 0, PDL=pdl, PREFETCH=prefetch, **pdl_kwargs(pdl),
-        num_warps=tile.warps, num_stages=tile.stages,
+    grid = (-(-columns // tile.columns), -(-depth // part_depth))
+    given = (hidden, weight, weight if bias is None else bias, out)
+    common = {
+        "ROWS_PAD": max(16, 1 << (rows - 1).bit_length()), "COLUMNS": tile.columns, "DEPTH": tile.depth,
+        "GATED": weight.shape[0] != columns, "BIAS": bias is not None, "SPLIT": out.dim() == 3,
+        "EVEN": (depth | part_depth) % tile.depth == 0, "PDL": pdl, "PREFETCH": prefetch, **pdl_kwargs(pdl),
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if adapters is None:
+        skinny_gemm_kernels.skinny_gemm_rows[grid](*given, rows, columns, depth, part_depth, **common)
+        return
+    down, up, scales, biases, ends, which, own, arrived = adapters
+    groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
+    together, width = side_by_side(groups, rank)
+    ranks = RANKS if common["GATED"] or columns < NARROW_COLUMNS else WIDE_RANKS
+    blocks = -(-depth // tile.depth)
+    shrunk_depth = -(-blocks // (GATED_SHRUNK_PARTS if common["GATED"] else SHRUNK_PARTS)) * tile.depth
+    shrunk_parts = -(-depth // shrunk_depth)
+    shrunk = hidden.new_empty(shrunk_parts, rows, groups * rank, dtype=torch.float32)
+    adapter_kernels.adapted_gemm_rows[(count * groups // together * shrunk_parts + grid[0] * grid[1],)](
+        *given, down, up, scales, biases, *which, shrunk, arrived, arrived if own is None else own,
+        rows, columns, depth, part_depth, shrunk_depth, grid[1], count, *ends,
+        down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
+        0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
+        TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
+        OWN=own is not None, AHEAD=AHEAD, **common,
     )  # fmt: skip
 
 
-def _launch_shrunk(  # noqa: PLR0917 - the tensors of one call
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    shrink: Shrink,
-    tile: Tile,
-    part_depth: int,
-    *,
-    pdl: bool,
-    prefetch: int,
-) -> torch.Tensor:
-    (rows, depth), columns = hidden.shape, out.shape[-1]
-    down, tiles, rank = shrink
-    width, parts, count = down.shape[1], -(-depth // part_depth), len(tiles)
-    shrunk = hidden.new_empty(parts, rows, width, dtype=torch.float32)
-    grid = (-(-columns // tile.columns) + count * (width // rank), parts)
-    adapter_kernels.skinny_gemm_shrink_rows[grid](
-        hidden, weight, weight if bias is None else bias, out, down, tiles, shrunk,
-        rows, columns, depth, part_depth, width, down.stride(0), count,
-        ROWS_PAD=max(16, 1 << (rows - 1).bit_length()), COLUMNS=tile.columns, DEPTH=tile.depth, RANK=rank,
-        BIAS=bias is not None, SPLIT=out.dim() == 3, EVEN=(depth | part_depth) % tile.depth == 0,
-        PDL=pdl, PREFETCH=prefetch, **pdl_kwargs(pdl), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return shrunk
+def side_by_side(groups: int, rank: int) -> tuple[int, int]:
+    """Return how many groups one program shrinks, and their ranks, rounded up to a power of two."""
+    together = groups if groups * rank <= TOGETHER_RANKS else 1
+    return together, 1 << (together * rank - 1).bit_length()

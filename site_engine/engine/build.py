@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain as joined
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from site_engine.errors import ModelNotSupported
 from site_engine.model import certify
 from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
+from site_engine.model.page_copies import PageCopies
 from site_engine.model.runner import Forward, PackedRunner
 from site_engine.model.sleep_memory import SleepMemory
 from site_engine.variants import grouped
@@ -105,7 +107,7 @@ def overlapped_engine(
     """Build an engine that launches each step before it reads the one before, with Triton kernels.
 
     Raises ModelNotSupported unless the device's logits equal those of the packed runner: within the tolerance
-    of the data type, with an adapter within the limit that certifies variants.
+    of the data type, with variants within the limit that certifies variants.
     """
     from site_engine.cuda.llama_forward import LlamaForward
 
@@ -118,18 +120,16 @@ def overlapped_engine(
     reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
-    checked: list[tuple[LoadedVariant | None, float]] = [
-        (None, certify.limit(model.dtype, len(model.layers)))
-    ]
-    if arenas is not None and variants is not None:
-        trial = arenas.trial(model)
-        checked.append((trial, variants.certifier.reference(trial).limit))
-    for variant, limit in checked:
+    trials: Iterable[LoadedVariant] = () if arenas is None else arenas.trials(model)
+    for variant in joined((None,), trials):  # each trial takes the place of the one before
+        limit = certify.limit(model.dtype, len(model.layers))
+        if variant is not None and variants is not None:
+            limit = variants.certifier.reference(variant).limit
         off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
         if not off <= limit:
             raise ModelNotSupported(
                 f"{type(model.model).__name__} computes other logits here than the reference"
-                f"{'' if variant is None else ', with an adapter'}: "
+                f"{'' if variant is None else ', with a variant'}: "
                 f"they differ by {off:.1e} of the largest (limit {limit:.1e})"
             )
     return SiteEngine(model, runner, settings, clock, variants)
@@ -211,8 +211,13 @@ def allocate_kv_cache(
     pages = tokens // settings.page_size
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    where = model.dtype, model.device
-    return KVCache(model.layers, pages, settings.page_size, *where, group=model.group, memory=memory)
+    copies = PageCopies
+    if model.device.type == "cuda":
+        from site_engine.cuda.page_copies import DevicePageCopies
+
+        copies = DevicePageCopies
+    shape = model.layers, pages, settings.page_size, model.dtype, model.device
+    return KVCache(*shape, group=model.group, memory=memory, copies=copies)
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Moved, Output
-from site_engine.engine.engine_thread import Engine
+from site_engine.engine.engine_interface import Engine, Inbox
 from site_engine.engine.training_loop import TrainingLoop
 
 
@@ -84,6 +84,8 @@ class SharedEngine:
         self._member = member
         self._longest_s = longest_s
         self.submit: Callable[..., Admission] = engine.submit
+        self.expect: Callable[[], None] = engine.expect
+        self.send_ahead: Callable[..., bool] = engine.send_ahead
         self.export: Callable[..., tuple[Sequence[Output], Moved | None]] = engine.export
         self.cancel: Callable[[str], object] = engine.cancel
         self.release: Callable[[Sequence[str]], Sequence[str]] = engine.release
@@ -93,6 +95,10 @@ class SharedEngine:
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def inbox(self) -> Inbox:
+        return self._engine.inbox
 
     @property
     def training(self) -> TrainingLoop:

@@ -16,7 +16,6 @@ from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import (
     Admission,
     Finish,
-    Grammar,
     Moved,
     Output,
     RejectionReason,
@@ -34,7 +33,6 @@ from site_engine.engine.settings import EngineSettings
 from site_engine.engine.sleeper import sleeper_of
 from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
-from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.kv_swap import host_swap
@@ -42,10 +40,13 @@ from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
 from site_engine.model.sampler import Alternatives, Sampled, Sampler
+from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
 
 MAX_NEW_WHILE_OVERLAPPED = 32
 """Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
+EXPECTED_WITHIN = 32
+"""Steps within which a request comes that another engine is about to give up."""
 
 
 class SiteEngine:
@@ -73,7 +74,7 @@ class SiteEngine:
         self._kv_cache = runner.kv_cache
         self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of one request
         self._model = model
-        self._variants = variants
+        self._variants = variants or BaseAlone()
         self._clock = clock
         poison = Poison(self._kv_cache) if settings.debug_poison else None
         self._pool = PagePool(self._kv_cache.pages, self._kv_cache.page_size, poison)
@@ -90,7 +91,7 @@ class SiteEngine:
             token_budget=self._token_budget,
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
-            adapters=None if variants is None else variants.slots,
+            adapters=self._variants.slots,
             write_virtual=self._kv_cache.write_virtual,
             fit=self._meter.fit,
         )
@@ -107,6 +108,7 @@ class SiteEngine:
         self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
+        self._expects = 0  # steps within which a request may come that is begun
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
@@ -116,6 +118,11 @@ class SiteEngine:
                 self._publish_pending()  # a slice would delay its tokens
                 return self._take_outputs()
             if self._pending is None and self.training.run_slice(self._published_s):
+                return self._take_outputs()
+        if self._expects:
+            self._expects -= 1
+            if self._pending is not None:
+                self._publish_pending()  # what comes would wait for one more step that is launched ahead
                 return self._take_outputs()
         if self._needs_host:
             self._publish_pending()
@@ -128,7 +135,8 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        plan = self._scheduler.plan(began, max_prompt_tokens=self.training.prompt_tokens)
+        most_new, most_prompts = 0 if self._expects else None, self.training.prompt_tokens
+        plan = self._scheduler.plan(began, max_new=most_new, max_prompt_tokens=most_prompts)
         if plan:
             try:
                 self._rules.begin(plan)
@@ -148,7 +156,8 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        plan = self._scheduler.plan(began, MAX_NEW_WHILE_OVERLAPPED, self.training.prompt_tokens)
+        most_new = 0 if self._expects else MAX_NEW_WHILE_OVERLAPPED
+        plan = self._scheduler.plan(began, most_new, self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
         self._pending, self._launched_s = None, began
         if plan:
@@ -181,7 +190,7 @@ class SiteEngine:
         """
         if request.id in self._live:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
-        variants = {} if self._variants is None else self._variants.served
+        variants = self._variants.served
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
         validate_request(request, self.limit_tokens, self._model.vocab_size, variants, moved)
@@ -198,7 +207,7 @@ class SiteEngine:
             request.remaining = RemainingCurve.exactly(request.max_tokens)
         position = len(queue)
         if request.grammar is not None:
-            self._start_grammar(request, request.grammar)
+            request.guide = self._rules.start(request.grammar, self.settings.slots, self._model.vocab_size)
         ends = self._model.eos_token_ids if request.variant is None else request.variant.eos_token_ids
         processor = OutputProcessor(request, self._model.vocabulary, ends)
         finish = processor.replay()
@@ -219,51 +228,45 @@ class SiteEngine:
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
         if moved is not None:
+            self._expects = 0
             request.take_up(moved)
-            if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)):
+            if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)) is not None:
                 self._swap.put(request.id, kept)
                 request.swapped = moved.computed
                 return self._scheduler.adopt(request)
         return self._scheduler.queue.push(request)
 
+    def expect(self) -> None:
+        """Until a request comes that another engine gives up, launch no step ahead and start no others."""
+        self._expects = EXPECTED_WITHIN
+
+    def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
+        """Begin to copy what a request has computed to a place; return whether to ask again after a step."""
+        processor = self._live.get(request_id)
+        return processor is not None and self.inbox.send_ahead(processor.request, to)
+
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
         """Take a request out, for another engine; return the outputs that were under way, which may end it.
 
-        Its keys and values are copied to the place `to`, if it has any. What the engine has charged its
-        tenant becomes what the request took here.
+        Its keys and values are copied to the place `to`, if it has any, but for those that were sent ahead.
+        What the engine has charged its tenant becomes what the request took here.
         """
-        self._publish_pending()
-        outputs = self._take_outputs()
         processor = self._live.get(request_id)
-        if processor is None:
+        computed = 0 if processor is None else self.inbox.send(processor.request, to)
+        self._publish_pending()  # behind which the copies are queued
+        self.inbox.sent(to)
+        outputs = self._take_outputs()
+        if processor is None or request_id not in self._live:
             return outputs, None
-        request = processor.request
-        moved, computed = request.to_move(), request.computed
-        pages = request.pages[: self._pool.pages_for(computed)] if request.row >= 0 else []
-        unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
-        if pages and not unread_prompt and self.inbox.send(pages, to):
-            moved = moved._replace(computed=computed, place=to)
-        self._forget(request)
+        moved = processor.request.to_move()._replace(computed=computed, place=to if computed else None)
+        self._forget(processor.request)
         return outputs, moved
-
-    def _start_grammar(self, request: Request, grammar: Grammar) -> None:
-        """Start at the grammar's beginning, also for a resumed request: its tokens are replayed."""
-        if self._rules.masks is None:
-            from site_engine.model.grammar_bitmask import GrammarBitmask  # imported where grammars are used
-
-            self._rules.masks = GrammarBitmask(self.settings.slots, self._model.vocab_size)
-        request.guide = grammar.start()
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
         """Load, check and certify a variant, on any thread; return the function that publishes it.
 
         Raises VariantRefused, as the returned function does.
         """
-        if self._variants is None:
-            raise VariantRefused(
-                f"{variant.id}: this engine serves its base alone; on a GPU it needs adapter_slots, "
-                "and a model of the Llama family"
-            )
         return self._variants.load(variant)
 
     def add_variant(self, variant: Variant) -> Chain:
@@ -273,13 +276,10 @@ class SiteEngine:
     @property
     def variants(self) -> Mapping[str, Chain]:
         """The variants that take requests, by id."""
-        served = {} if self._variants is None else self._variants.served
-        return {variant_id: each.chain for variant_id, each in served.items()}
+        return {variant_id: each.chain for variant_id, each in self._variants.served.items()}
 
     def remove_variant(self, variant_id: str) -> None:
         """Refuse new requests of a variant; those that are here end with it. Raises VariantRefused."""
-        if self._variants is None:
-            raise VariantRefused(f"{variant_id} is not served here")
         self._variants.remove(variant_id)
 
     def cancel(self, request_id: str) -> None:

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.inbox import InboxPlace
-from site_engine.core.load import LoadFigures
+from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
+from site_engine.engine.engine_interface import Engine
 from site_engine.engine_client import Group, Listener, LoadSeen
 from site_engine.errors import EngineBroken, NotServed, Reason, TrainingRefused, VariantRefused
 
 if TYPE_CHECKING:
-    from site_engine.engine.training_loop import TrainingLoop
     from site_engine.training.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -41,35 +40,6 @@ STALLED_AFTER_S = 2.0
 """An iteration has stalled if it takes so much longer than twice the time that a full batch should take. A
 slow one taken for a stall costs little: the gateways move what others can take, and come back.
 """
-
-
-class Engine(Protocol):
-    """The engine as its thread uses it; synchronous, called by one thread only."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: Request, moved: Moved | None = None) -> Admission: ...
-    def cancel(self, request_id: str) -> object: ...
-
-    def export(self, request_id: str, to: InboxPlace | None) -> tuple[Sequence[Output], Moved | None]:
-        """Take a request out, for another engine, and copy its keys and values to the place `to`, if any;
-        return also what was under way, which may end it.
-        """
-
-    def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
-    def step(self) -> Sequence[Output]: ...
-    def load(self) -> LoadFigures: ...
-
-    def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Load and certify a variant, on any thread and for long; return what publishes it between two
-        iterations. Both raise VariantRefused.
-        """
-
-    def remove_variant(self, variant_id: str) -> None: ...
-
-    @property
-    def training(self) -> TrainingLoop:
-        """Its jobs; without any, nothing of it is called."""
 
 
 @dataclass(slots=True)
@@ -97,6 +67,7 @@ class EngineThread:
         self._clock = clock
         self._floor_s = floor_s
         self._operations: deque[Callable[[], None]] = deque()
+        self._after_iteration: list[Callable[[], None]] = []  # operations of the next turn
         self._wakeup = threading.Condition()
         self.listener = Listener(_ignore, _ignore, _ignore)
         self._ending = False
@@ -162,21 +133,34 @@ class EngineThread:
         self.between(lambda: [self._release_group(each) for each in groups], reply)
 
     def export(self, request_id: str, to: InboxPlace | None, reply: Callable[[Moved | None], None]) -> None:
-        """Take a request out of the engine, for another, where its keys and values have a place, or not.
+        """Take a request out of the engine, for another, where its keys and values have a place, or not. They
+        are sent ahead while it goes on.
 
-        Replies with nothing if it is not here.
+        Replies with nothing if it is not here; nothing is written to the place any more then.
         """
 
         def run() -> None:
             moved = None
-            if request_id in self._live and not self._broken:
+            if not self._broken:
+                if self._engine.send_ahead(request_id, to):
+                    self._after_iteration.append(run)
+                    return
                 outputs, moved = self._engine.export(request_id, to)
                 self._publish(outputs)
             if moved is not None:
                 self._live.pop(request_id)
             self._calls.append(partial(reply, moved))
+            self._post_calls()  # before the next iteration
 
         self._ask(run)
+
+    def expect(self) -> None:
+        """Be ready for a request that another engine is about to give up."""
+        self._ask(self._engine.expect)
+
+    def meet(self, inboxes: Sequence[InboxAddress]) -> None:
+        """Open the ways to other engines, to which requests may move from here."""
+        self._ask(partial(self._engine.inbox.meet, inboxes))
 
     def request_load(self) -> None:
         """Report the load with the next pass."""
@@ -262,6 +246,8 @@ class EngineThread:
             self._operations.popleft()()
         if self._engine.has_work and self._clock() >= self._ready_s:
             self._iterate()
+        self._operations.extend(self._after_iteration)
+        self._after_iteration.clear()
         self._report_load()
         self._post_calls()
 

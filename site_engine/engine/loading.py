@@ -16,7 +16,7 @@ from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.inbox import InboxAddress
 from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
-from site_engine.engine.engine_thread import Engine
+from site_engine.engine.engine_interface import Engine
 from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
 from site_engine.text.detokenize import TokenNames, Vocabulary

@@ -2,8 +2,8 @@
 
 90 is the GPU's compute capability in tenths; a folder needs no more than its config.json. The steps that an
 engine captures before it serves run over tensors without memory, and what they would launch is compiled into
-Triton's cache (TRITON_CACHE_DIR) under the key by which the engine finds it. Does not know models that torch
-compiles, nor adapters.
+Triton's cache (TRITON_CACHE_DIR) under the key by which the engine finds it, with what adapters of the usual
+rank need. Does not know models that torch compiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from site_engine.cuda.first_launch import launch_first
-from site_engine.cuda.llama_forward import llama_forward
+from site_engine.cuda.llama_forward import LlamaForward, llama_forward
 from site_engine.engine.build import WARM_CONTEXT_TOKENS, device_runner, packed_runner
 from site_engine.engine.loading import SLOTS_ON_GPU
 from site_engine.engine.settings import EngineSettings
@@ -27,6 +27,7 @@ from site_engine.errors import ModelNotSupported
 from site_engine.model.hf_attention import install_hook, probe_layers
 from site_engine.model.loader import LoadedModel, context_tokens_of
 from site_engine.text.detokenize import TokenNames
+from site_engine.variants.projections import ADAPTER_SLOTS
 
 DTYPE = torch.bfloat16
 NOWHERE = torch.device("meta")
@@ -85,7 +86,7 @@ def model_of(folder: Path, device: torch.device = NOWHERE) -> LoadedModel:
 
 
 def compile_steps(model: LoadedModel, slots: int = SLOTS_ON_GPU) -> int:
-    """Compile what an engine launches by default with this model and return the number of its graphs.
+    """Compile what an engine launches by default with this model and its variants; return how many graphs.
 
     Raises ModelNotSupported for one whose layers are not fused.
     """
@@ -93,7 +94,10 @@ def compile_steps(model: LoadedModel, slots: int = SLOTS_ON_GPU) -> int:
     if forward is None:
         raise ModelNotSupported(f"{model.name}: the layers of {type(model.model).__name__} are not fused")
     settings = EngineSettings(slots=slots, kv_tokens=max(model.context_tokens, WARM_CONTEXT_TOKENS))
-    runner = device_runner(model, settings, packed_runner(model, settings), forward)
+    arenas = (
+        forward.arenas(ADAPTER_SLOTS, settings.adapter_rank) if isinstance(forward, LlamaForward) else None
+    )
+    runner = device_runner(model, settings, packed_runner(model, settings), forward, arenas)
     launch_first(model.device, model.dtype)
     count = runner.warm(min(WARM_CONTEXT_TOKENS, model.context_tokens))
     runner.rehearse()

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
-from site_engine.core.request import Admission, Finish, Moved, Output, Timings
+from site_engine.core.request import Admission, Finish, Moved, Output, Request, Timings
 from site_engine.core.send_pace import SendPace
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
+from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_answers import Answers
@@ -39,7 +40,7 @@ AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
 
 
 AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]
-ExportReply: TypeAlias = Callable[[Answer, Moved | None], None]
+ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
 class Orphans(NamedTuple):
@@ -197,16 +198,26 @@ class EngineProcess(asyncio.Protocol):
             self.answers.add(number, answer)
         group = [answer.request for answer in answers]
         self._admissions[call] = numbers, reply
-        self._send(pm.to_submit(call, numbers, group, answers[0].token_ids, moved))
+        self._send(packing.to_submit(call, numbers, group, answers[0].token_ids, moved))
 
     def export(self, request_id: str, to: InboxPlace | None, reply: ExportReply) -> None:
-        """Take a request out of the engine; reply with its answer and what another engine needs, or nothing
-        where it stays or has ended. Its keys and values go to `to`. A process that is lost does not reply.
+        """Take a request out of the engine; reply with its answer, which is none where it has ended, and with
+        what another engine needs, which is nothing where it stays. Its keys and values go to `to`. A process
+        that is lost replies for those alone that have ended.
         """
         number = self.answers.number_of(request_id)
         assert number is not None, "the request is here"
         self._exports[number] = reply
         self._send(pm.Export(number, to))
+
+    def expect(self, request: Request) -> None:
+        """Have the engine ready for a request that another is about to give up."""
+        source = "" if request.grammar is None else request.grammar.source
+        self._send(pm.Expect(source, request.chain))
+
+    def meet(self, others: Iterable[EngineProcess]) -> None:
+        """Have the ways opened by which requests move to other engines."""
+        self._send(pm.Meet([each.inbox for each in others if each.inbox is not None]))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
@@ -334,7 +345,7 @@ class EngineProcess(asyncio.Protocol):
 
     def _admitted(self, message: pm.Admitted) -> None:
         numbers, reply = self._admissions.pop(message.call)
-        answer = pm.from_admitted(message)
+        answer = packing.from_admitted(message)
         if isinstance(answer, NotServed):
             self.answers.pop(numbers)
             reply(answer)
@@ -350,13 +361,9 @@ class EngineProcess(asyncio.Protocol):
         self._read_tokens()
         reply = self._exports.pop(message.number)
         answer = self.answers.get(message.number)
-        if answer is None:
-            return
-        gone = message.moved is not None
-        if gone:
+        if answer is not None and message.moved is not None:
             self.answers.pop([message.number])
-        if not answer.ended:
-            reply(answer, message.moved)
+        reply(None if answer is None or answer.ended else answer, message.moved)
 
     def _variant_answered(self, message: pm.VariantAdded | pm.VariantRemoved) -> None:
         if isinstance(message, pm.VariantRemoved):
@@ -414,8 +421,12 @@ class EngineProcess(asyncio.Protocol):
         """Forget every request and return those that have not ended."""
         admissions, self._admissions = self._admissions, {}
         unadmitted = [(self.answers.pop(numbers), reply) for numbers, reply in admissions.values()]
+        exports, self._exports = self._exports, {}
+        for number, exported in exports.items():
+            answer = self.answers.get(number)
+            if answer is None or answer.ended:
+                exported(None, None)
         left = [answer for answer in self.answers.pop_all() if not answer.ended]
-        self._exports.clear()
         return Orphans(left, unadmitted)
 
     def _reap(self) -> None:

@@ -7,9 +7,7 @@ columns, one row for each; text stays with the site. Requests have numbers, so a
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,21 +16,16 @@ from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import (
-    Admission,
     Finish,
     Lane,
     Moved,
-    Output,
     RemainingCurve,
-    Request,
     Sampling,
     Timings,
-    TokenLogprob,
 )
 from site_engine.core.startup import Part
 from site_engine.core.training import Failed, Recipe, StepDone
-from site_engine.engine_client import Facts, Group
-from site_engine.errors import NotServed, Reason
+from site_engine.engine_client import Facts
 
 _LENGTH = struct.Struct("<I")
 
@@ -90,6 +83,19 @@ class Export(Message, frozen=True):
 
     number: int
     to: InboxPlace | None = None
+
+
+class Expect(Message, frozen=True):
+    """A request is about to come that another engine has begun. `grammar`: its source."""
+
+    grammar: str
+    chain: str
+
+
+class Meet(Message, frozen=True):
+    """Inboxes of other engines, to which requests may move from here."""
+
+    inboxes: list[InboxAddress]
 
 
 class WantLoad(Message, frozen=True):
@@ -296,6 +302,8 @@ ToEngine: TypeAlias = (
     | Cancel
     | Release
     | Export
+    | Expect
+    | Meet
     | WantLoad
     | AddVariant
     | RemoveVariant
@@ -350,101 +358,3 @@ class Frames:
             yield bytes(buffer[at + _LENGTH.size : end])
             at = end
         del buffer[:at]
-
-
-# ---- requests and outputs
-
-
-def to_submit(
-    call: int,
-    numbers: list[int],
-    group: Group,
-    generated: Sequence[int] = (),
-    moved: Moved | None = None,
-) -> Submit:
-    """Pack the requests of a group, or the one that another engine has begun and that has `generated` tokens.
-
-    The log probabilities of its prompt came with the first of them.
-    """
-    first = group[0]
-    sampling = first.sampling
-    if generated and sampling.prompt_logprobs:
-        sampling = replace(sampling, prompt_logprobs=False)
-    return Submit(
-        call,
-        numbers,
-        [each.id for each in group],
-        [each.choice for each in group],
-        array("i", first.prompt).tobytes(),
-        array("i", (*first.resumed, *generated)).tobytes(),
-        sampling,
-        first.remaining,
-        first.lane,
-        first.priority,
-        first.tenant,
-        first.deadline_s,
-        "" if first.grammar is None else first.grammar.source,
-        first.chain,
-        first.any_order,
-        first.prefill_heavy,
-        moved,
-    )
-
-
-def to_requests(submit: Submit) -> list[Request]:
-    """Return the requests of a Submit without their grammar."""
-    prompt, resumed = array("i", submit.prompt), array("i", submit.resumed)
-    return [
-        Request(
-            request_id,
-            prompt,
-            submit.sampling,
-            submit.remaining,
-            submit.lane,
-            submit.priority,
-            submit.tenant,
-            submit.deadline_s,
-            choice,
-            resumed,
-            chain=submit.chain,
-            any_order=submit.any_order,
-            prefill_heavy=submit.prefill_heavy,
-        )
-        for request_id, choice in zip(submit.ids, submit.choices, strict=True)
-    ]
-
-
-def to_admitted(call: int, answer: Admission | NotServed) -> Admitted:
-    if isinstance(answer, NotServed):
-        return Admitted(call, 0, 0, answer.reason.value, answer.message, answer.param)
-    return Admitted(call, *answer)
-
-
-def from_admitted(message: Admitted) -> Admission | NotServed:
-    if message.reason:
-        return NotServed(Reason(message.reason), message.message, message.param)
-    return Admission(message.position, message.max_tokens)
-
-
-def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> Step:
-    """Pack the outputs of requests with these numbers. Their log probabilities name tokens by ids."""
-    token_ids = [output.token_ids[0] if output.token_ids else 0 for output in outputs]
-    details = [
-        Detail(
-            row,
-            bool(output.token_ids),
-            output.finish,
-            output.error,
-            output.timings,
-            [_ranked(each) for each in output.logprobs],
-            [_ranked(each) for each in output.prompt_logprobs],
-        )
-        for row, output in enumerate(outputs)
-        if output.timings is not None or output.finish is not None or output.logprobs
-    ]
-    return Step(list(numbers), token_ids, details)
-
-
-def _ranked(value: TokenLogprob) -> RankedToken:
-    top = [(int(each.token), each.logprob) for each in value.top]
-    return RankedToken(int(value.token), value.logprob, top)

@@ -11,12 +11,14 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
 from site_engine.core.chain import Chain
 from site_engine.core.request import Admission, Grammar, Moved, Output
 from site_engine.engine import process_messages as pm
+from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_sleep import SleepServer, Turns
 from site_engine.engine.process_training import TrainingServer
@@ -138,8 +140,8 @@ class EngineServer:
                 self._cancel(message.numbers)
             case pm.Release():
                 self._release(message)
-            case pm.Export():
-                self._export(message)
+            case pm.Export() | pm.Expect() | pm.Meet():
+                self._handle_move(message)
             case pm.WantLoad():
                 self._thread.request_load()
             case pm.AddVariant():
@@ -151,13 +153,22 @@ class EngineServer:
             case pm.Train() | pm.StopTraining() | pm.Taken():
                 self._training.handle(message)
 
+    def _handle_move(self, message: pm.Export | pm.Expect | pm.Meet) -> None:
+        match message:
+            case pm.Export():
+                self._export(message)
+            case pm.Expect():
+                self._expect(message)
+            case pm.Meet():
+                self._thread.meet(message.inboxes)
+
     def _submit(self, message: pm.Submit) -> None:
-        group = pm.to_requests(message)
+        group = packing.to_requests(message)
 
         def reply(answer: Admission | NotServed) -> None:
             if isinstance(answer, NotServed):
                 self._forget(message.ids)
-            self._put(pm.to_admitted(message.call, answer))
+            self._put(packing.to_admitted(message.call, answer))
 
         def compile_first() -> None:
             try:
@@ -167,7 +178,7 @@ class EngineServer:
                     log.exception("a grammar could not be compiled")
                     exc = NotServed(Reason.INTERNAL, "the grammar could not be compiled")
                 self._forget(message.ids)
-                self._sender.send(pm.frame(pm.to_admitted(message.call, exc)))
+                self._sender.send(pm.frame(packing.to_admitted(message.call, exc)))
             else:
                 for request in group:
                     request.grammar = grammar
@@ -211,11 +222,20 @@ class EngineServer:
 
         self._thread.export(request_id, message.to, reply)
 
+    def _expect(self, message: pm.Expect) -> None:
+        def compile_ahead() -> None:
+            with suppress(Exception):  # the request itself will say why
+                self._compile_grammar(message.grammar, self._ends.get(message.chain))
+
+        self._thread.expect()
+        if message.grammar:
+            self._compiler.submit(compile_ahead)
+
     # ---- on the engine thread
 
     def _outputs(self, outputs: Sequence[Output]) -> None:
         numbers = self._numbers
-        self._put(pm.to_step(outputs, [numbers[output.request_id] for output in outputs]))
+        self._put(packing.to_step(outputs, [numbers[output.request_id] for output in outputs]))
         self._forget([output.request_id for output in outputs if output.finish is not None])
 
     def _variant_added(self, call: int, answer: Chain | VariantRefused) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from site_engine.core.request import Request
+from site_engine.model.logit_rules import to_device
+from site_engine.model.page_copies import PageCopies
 from site_engine.model.sleep_memory import SleepMemory
 from site_engine.model.tensor_group import TensorGroup
 
@@ -34,7 +37,7 @@ class KVCache:
 
     Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
     is allocated. The ranks of a `group` have pages of the same numbers, each with the heads that it computes.
-    `memory`: whence the pages are, and whither while the base sleeps.
+    `memory`: whence the pages are, and whither while the base sleeps. `copies` makes what copies pages there.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class KVCache:
         *,
         group: TensorGroup | None = None,
         memory: SleepMemory | None = None,
+        copies: Callable[[Sequence[torch.Tensor]], PageCopies] = PageCopies,
     ) -> None:
         def room(shape: LayerShape, dim: int) -> torch.Tensor:
             size = pages + 1, page_size, shape.kv_heads, dim
@@ -61,6 +65,7 @@ class KVCache:
         self.memory = memory
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
+        self.copies = copies([*self.keys, *self.values])
         self.key_slots = [room.flatten(0, 1) for room in self.keys]
         self.value_slots = [room.flatten(0, 1) for room in self.values]
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
@@ -88,19 +93,17 @@ class KVCache:
             self._gathered[which] = torch.empty(need + need // 4, dtype=room.dtype, device=room.device)
         return self._gathered[which][:need].view(pages, *room.shape[1:])
 
-    def copy_out(self, pages: list[int]) -> list[torch.Tensor]:
-        """Copy the keys and values of pages to host memory, layer by layer; pinned if they are on a GPU."""
-        index = self._index(pages)
-        copies = [room.index_select(0, index) for room in (*self.keys, *self.values)]
+    def copy_out(self, pages: list[int]) -> torch.Tensor:
+        """Copy pages to host memory, pinned if they are on a GPU: `[pages, bytes of a page]`."""
+        packed = torch.empty(len(pages), self.copies.page_bytes, dtype=torch.uint8, device=self.device)
+        self.copies.pack(self.index(pages), packed)
         if self.device.type == "cpu":
-            return copies
-        return [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one) for one in copies]
+            return packed
+        return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True).copy_(packed)
 
-    def copy_in(self, kept: list[torch.Tensor], pages: list[int]) -> None:
+    def copy_in(self, kept: torch.Tensor, pages: list[int]) -> None:
         """Copy what `copy_out` returned into `pages`."""
-        index = self._index(pages)
-        for room, one in zip((*self.keys, *self.values), kept, strict=True):
-            room.index_copy_(0, index, one.to(room.device, non_blocking=True))
+        self.copies.unpack(kept.to(self.device, non_blocking=True), self.index(pages))
 
     def write_virtual(self, request: Request, first: int) -> None:
         """Write the keys and values of a request's virtual tokens into its pages, from number `first` on."""
@@ -108,15 +111,16 @@ class KVCache:
         kept: Sequence[torch.Tensor] = variant.virtual
         size, pages = self.page_size, request.pages
         places = [pages[at // size] * size + at % size for at in range(first, request.virtual_tokens)]
-        index = self._index(places)
+        index = self.index(places)
         for room, one in zip((*self.key_slots, *self.value_slots), kept, strict=True):
             room.index_copy_(0, index, one[first:])
 
-    def _index(self, pages: list[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.long, device=self.device)
+    def index(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return pages as an index, without waiting for what the device computes."""
+        return to_device(np.array(pages, dtype=np.int64), self.device)
 
     def fill(self, pages: list[int], number: float) -> None:
-        index = self._index(pages)
+        index = self.index(pages)
         with nullcontext() if self.group is None else self.group.step(Fill(pages, number)):
             for room in (*self.keys, *self.values):
                 room.index_fill_(0, index, number)

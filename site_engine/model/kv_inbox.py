@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
 from site_engine.core.inbox import PLACES, InboxAddress, InboxPlace
-from site_engine.core.request import Moved
+from site_engine.core.page_pool import NULL_PAGE
+from site_engine.core.request import Moved, Request
 from site_engine.errors import NoMemory
 from site_engine.model.descriptors import GivenDescriptor, is_given, taken
 from site_engine.model.kv_cache import KVCache
@@ -16,8 +19,20 @@ from site_engine.model.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 28
-"""Of a request. Its move would hold up others for long; more is computed again."""
+MAX_BYTES = 1 << 30
+"""Of a request; more is computed again."""
+FREE_SHARE = 4
+"""Of the memory that a device has free, an inbox takes one part of so many at most."""
+TRIAL_PAGES = (1, 32)
+"""Other kernels copy few pages than many."""
+
+
+class _Ahead(NamedTuple):
+    """The first `size` pages of a request, sent while it goes on. `pages`: its own list of them."""
+
+    pages: list[int]
+    size: int
+    copied: torch.cuda.Event | None
 
 
 class KVInbox:
@@ -31,26 +46,28 @@ class KVInbox:
         """Make a closed inbox, without memory; `share` makes what a device shares."""
         self._kv_cache = kv_cache
         self._share = share
-        self._rooms = [in_words(room) for room in (*kv_cache.keys, *kv_cache.values)]
-        self._page_bytes = max(1, sum(room[0].nbytes for room in self._rooms))
-        self._place_pages = max(1, min(kv_cache.pages, MAX_BYTES // self._page_bytes))
+        self._copies = kv_cache.copies
+        self._page_bytes = max(1, kv_cache.copies.page_bytes)
         self._address: InboxAddress | None = None
         self._others: dict[InboxAddress, torch.Tensor | None] = {}  # memory of other engines; None: no way
+        self._ahead: dict[InboxPlace, _Ahead] = {}
 
     def open(self) -> InboxAddress | None:
         """Let other engines of this host write here; None if nothing can be handed over so."""
-        if self._address is None and self._kv_cache.is_whole and self._rooms:
+        if self._address is None and self._kv_cache.is_whole and self._copies.page_bytes:
             device = self._kv_cache.device
-            place_bytes = self._place_pages * self._page_bytes
+            place_bytes = self._place_bytes()
             try:
                 self._shared = self._share(device)
                 descriptor, self._memory = self._shared.create(PLACES * place_bytes)
                 self._given = GivenDescriptor(descriptor)
+                self._side = torch.cuda.Stream() if device.type == "cuda" else None
+                self._address = InboxAddress(self._given.name, place_bytes)
+                self._others[self._address] = self._memory
+                self._rehearse(self._address)
             except (NoMemory, OSError, RuntimeError) as exc:
                 log.warning("keys and values of requests that move here are computed again: %s", exc)
-                return None
-            self._side = torch.cuda.Stream() if device.type == "cuda" else None
-            self._address = InboxAddress(self._given.name, place_bytes)
+                self._address = None
         return self._address
 
     def close(self) -> None:
@@ -58,24 +75,58 @@ class KVInbox:
         if self._address is not None:
             self._given.close()
 
-    def send(self, pages: list[int], to: InboxPlace | None) -> bool:
-        """Copy pages into another engine's inbox; return False if they do not fit, or there is no way."""
-        if to is None or self._address is None or to.inbox.place_bytes != self._address.place_bytes:
+    def meet(self, inboxes: Iterable[InboxAddress]) -> None:
+        """Open the ways into inboxes of other engines before a request waits for that."""
+        if self._address is not None:
+            for each in inboxes:
+                self._other(each)
+
+    def send_ahead(self, request: Request, to: InboxPlace | None) -> bool:
+        """Begin to copy the whole pages of a request, which do not change any more, while it goes on; return
+        whether they are on their way: then this is to be called again after an iteration.
+        """
+        pages, count = request.pages, request.computed // self._kv_cache.page_size
+        if to in self._ahead:
+            copied = self._ahead[to].copied
+            return copied is not None and not copied.query()
+        memory = self._way(count, to)
+        if to is None or memory is None or not count or not _can_go(request):
             return False
-        memory = self._other(to.inbox) if len(pages) <= self._place_pages else None
-        if memory is None:
-            return False
-        index = torch.tensor(pages, dtype=torch.long, device=self._kv_cache.device)
-        at = to.number * to.inbox.place_bytes
-        for room in self._rooms:
-            end = at + len(pages) * room[0].nbytes
-            torch.index_select(room, 0, index, out=memory[at:end].view(room.dtype).view(len(pages), -1))
-            at = end
+        copied = None
         if self._side is not None:
-            torch.cuda.current_stream().synchronize()
+            self._side.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            self._copies.pack(self._kv_cache.index(pages[:count]), memory[:count])
+            if self._side is not None:
+                copied = self._side.record_event()
+        self._ahead[to] = _Ahead(pages, count, copied)
         return True
 
-    def receive(self, moved: Moved) -> list[torch.Tensor] | None:
+    def send(self, request: Request, to: InboxPlace | None) -> int:
+        """Queue copies of the pages that were not sent ahead, behind what the device computes; return the
+        tokens of all, none if they do not fit, or there is no way.
+        """
+        pages, count = request.pages, -(-request.computed // self._kv_cache.page_size)
+        memory = self._way(count, to)
+        if to is None or memory is None or not _can_go(request):
+            return 0
+        ahead, first = self._ahead.get(to), 0
+        if ahead is not None and ahead.pages is pages:
+            first = ahead.size
+        elif ahead is not None and ahead.copied is not None:
+            ahead.copied.synchronize()  # of pages that it has lost since
+        self._copies.pack(self._kv_cache.index(pages[first:count]), memory[first:count])
+        return request.computed
+
+    def sent(self, to: InboxPlace | None) -> None:
+        """Wait until nothing is on its way to a place."""
+        ahead = self._ahead.pop(to, None) if to is not None else None
+        if ahead is not None and ahead.copied is not None:
+            ahead.copied.synchronize()
+        if self._kv_cache.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def receive(self, moved: Moved) -> torch.Tensor | None:
         """Return what `KVCache.copy_in` takes of a request that came, whose place is free then.
 
         None: nothing of it is here, perhaps since it was sent to an engine that was here before.
@@ -83,29 +134,54 @@ class KVInbox:
         if moved.place is None or moved.place.inbox != self._address:
             return None
         pages = -(-moved.computed // self._kv_cache.page_size)
-        begin = moved.place.number * moved.place.inbox.place_bytes
-        used = self._memory[begin : begin + pages * self._page_bytes]
+        place = self._place(self._memory, moved.place)
         if self._side is None:
-            return self._tensors(used.clone())
+            return place[:pages].clone()
         with torch.cuda.stream(self._side):
-            kept = used.clone()
+            kept = torch.empty_like(place)[:pages].copy_(place[:pages])  # of one size, to be used again
         self._side.synchronize()  # not the step that runs meanwhile
         kept.record_stream(torch.cuda.current_stream())
-        return self._tensors(kept)
+        return kept
 
-    def _tensors(self, contents: torch.Tensor) -> list[torch.Tensor]:
-        """Return the contents of a place as tensors, one for each room: `[pages, page, kv_heads, dim]`."""
-        pages, found, at = len(contents) // self._page_bytes, [], 0
-        for room in (*self._kv_cache.keys, *self._kv_cache.values):
-            end = at + pages * room[0].nbytes
-            found.append(contents[at:end].view(room.dtype).view(pages, *room.shape[1:]))
-            at = end
-        return found
+    def _rehearse(self, own: InboxAddress) -> None:
+        """Hand over pages to this inbox itself: what is done first takes ten times as long."""
+        place, trial = InboxPlace(own, 0), Request("rehearsal", ())
+        trial.row = 0
+        for count in TRIAL_PAGES:
+            trial.pages = [NULL_PAGE] * min(count, own.place_bytes // self._page_bytes)
+            trial.computed = len(trial.pages) * self._kv_cache.page_size
+            self.send_ahead(trial, place)
+            self.sent(place)
+            self.send(trial, place)
+            self.sent(place)
+            kept = self.receive(Moved(0.0, computed=trial.computed, place=place))
+            assert kept is not None, "the place is here"
+            self._kv_cache.copy_in(kept, trial.pages)
+
+    def _place_bytes(self) -> int:
+        """Return the bytes of a place: whole pages, of one request with all that there are at most."""
+        most = MAX_BYTES
+        if self._kv_cache.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self._kv_cache.device)
+            most = min(most, int(free_bytes) // FREE_SHARE // PLACES)
+        return max(1, min(self._kv_cache.pages, most // self._page_bytes)) * self._page_bytes
+
+    def _place(self, memory: torch.Tensor, place: InboxPlace) -> torch.Tensor:
+        begin = place.number * place.inbox.place_bytes
+        return memory[begin : begin + place.inbox.place_bytes].view(-1, self._page_bytes)
+
+    def _way(self, pages: int, to: InboxPlace | None) -> torch.Tensor | None:
+        """Return the memory of a place, if there is a way to it and so many pages fit."""
+        if to is None or self._address is None or pages * self._page_bytes > to.inbox.place_bytes:
+            return None
+        memory = self._other(to.inbox)
+        return None if memory is None else self._place(memory, to)
 
     def _other(self, inbox: InboxAddress) -> torch.Tensor | None:
         """Return the bytes of an inbox; when a new one is opened, give up those of engines that are gone."""
         if inbox not in self._others:
-            for other in [each for each in self._others if not is_given(each.name)]:
+            known = [each for each in self._others if each != self._address]
+            for other in [each for each in known if not is_given(each.name)]:
                 gone = self._others.pop(other)
                 if gone is not None:
                     self._shared.close(gone)
@@ -117,10 +193,7 @@ class KVInbox:
         return self._others[inbox]
 
 
-def in_words(room: torch.Tensor) -> torch.Tensor:
-    """Return pages as rows of the widest numbers that they are whole ones of: fewer are copied faster."""
-    rows = room.view(torch.uint8).flatten(1)
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if rows.shape[1] % dtype.itemsize == 0:
-            return rows.view(dtype)
-    return rows
+def _can_go(request: Request) -> bool:
+    """Return whether another engine can go on with a copy of what a request has computed."""
+    unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
+    return request.row >= 0 and not unread_prompt

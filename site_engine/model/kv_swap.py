@@ -20,7 +20,7 @@ class HostSwap:
         self._kv_cache = kv_cache
         self._limit_tokens = tokens
         self._worth = worth
-        self._kept: dict[str, list[torch.Tensor]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
 
     def swap_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
         room = len(pages) * self._kv_cache.page_size
@@ -30,19 +30,18 @@ class HostSwap:
         self.used_tokens += room
         return True
 
-    def put(self, request_id: str, kept: list[torch.Tensor]) -> None:
+    def put(self, request_id: str, kept: torch.Tensor) -> None:
         """Keep what another engine has copied out, beyond the limit, too."""
         self._kept[request_id] = kept
-        self.used_tokens += kept[0].shape[0] * self._kv_cache.page_size
+        self.used_tokens += len(kept) * self._kv_cache.page_size
 
     def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
         kept = self._kept[request_id]
-        count = kept[0].shape[0]
-        self._kv_cache.copy_in([one[skip:] for one in kept], pages[skip:count])
+        self._kv_cache.copy_in(kept[skip:], pages[skip : len(kept)])
         self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
-        self.used_tokens -= self._kept.pop(request_id)[0].shape[0] * self._kv_cache.page_size
+        self.used_tokens -= len(self._kept.pop(request_id)) * self._kv_cache.page_size
 
 
 def host_swap(

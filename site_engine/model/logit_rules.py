@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from site_engine.core.request import Request
+from site_engine.core.request import Grammar, Guide, Request
 
 if TYPE_CHECKING:
     from site_engine.core.scheduler import SchedulePlan
@@ -40,6 +40,14 @@ class LogitRules:
         self._known: Sequence[Request] = []
         self._rows = _Rows([], [], [], [])
         self.masks: GrammarBitmask | None = None  # created for the first request with a grammar
+
+    def start(self, grammar: Grammar, slots: int, vocab_size: int) -> Guide:
+        """Start at a grammar's beginning, also for a resumed request: its tokens are replayed."""
+        if self.masks is None:
+            from site_engine.model.grammar_bitmask import GrammarBitmask  # imported where grammars are used
+
+            self.masks = GrammarBitmask(slots, vocab_size)
+        return grammar.start()
 
     def begin(self, plan: SchedulePlan) -> None:
         """Start computing, on a thread, which tokens grammars allow after this plan."""

@@ -10,15 +10,25 @@ class Places:
 
     def __init__(self) -> None:
         self._given: dict[str, InboxPlace] = {}  # by request
+        self._turn = 0
 
     def give(self, request_id: str, inbox: InboxAddress | None) -> InboxPlace | None:
-        """Give a request a place in an inbox; None if it is full, or there is none."""
+        """Give a request a place in an inbox; None if it is full, or there is none.
+
+        By turns: what a lost engine has begun to copy may go on for a moment.
+        """
         taken = {each.number for each in self._given.values() if each.inbox == inbox}
-        free = [number for number in range(PLACES) if number not in taken]
+        self._turn += 1
+        free = [at % PLACES for at in range(self._turn, self._turn + PLACES) if at % PLACES not in taken]
         if inbox is None or not free:
             return None
         self._given[request_id] = InboxPlace(inbox, free[0])
         return self._given[request_id]
+
+    @property
+    def are_free(self) -> bool:
+        """Return whether no request has any."""
+        return not self._given
 
     def free(self, *request_ids: str) -> None:
         """Take back the places of requests that need none any more."""

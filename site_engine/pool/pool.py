@@ -29,7 +29,7 @@ from site_engine.pool.figures import idle_figures, join_facts, mean_cost
 from site_engine.pool.ownership import Act, Owned, Phase
 from site_engine.pool.places import Places
 from site_engine.pool.rebalancing import Rebalancer
-from site_engine.pool.replica import Replica, served, site_figures
+from site_engine.pool.replica import Replica, give_up_hung, introduce, served, site_figures
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
 from site_engine.pool.sleeping import PoolSleep
 from site_engine.pool.training import PoolTraining
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HUNG_AFTER_S = 20.0
-"""An engine without progress for so long is given up, where another moves."""
 SETTLED_AFTER_S = 300.0
 """An engine that has served so long was not lost soon: it is started again at once."""
 MAX_WAIT_S = 60.0
@@ -136,6 +134,7 @@ class EnginePool:
         self.trainer.on_event = listener.training
         for each in self._replicas:
             self._serve(each)
+        introduce(self._serving())
 
     def stop(self) -> None:
         """End all processes after their current iterations. May be called on any thread but the loop's."""
@@ -244,8 +243,10 @@ class EnginePool:
             return False
         self._owned[request_id], act = ownership.move(one, to)
         if act is Act.EXPORT:
-            place = self._places.give(request_id, self._replicas[to].process.inbox)
-            self._replicas[one.engine].process.export(request_id, place, self._exported)
+            source, target = self._replicas[one.engine].process, self._replicas[to].process
+            target.expect(source.answers.request(request_id))
+            place = self._places.give(request_id, target.inbox)
+            source.export(request_id, place, partial(self._exported, request_id))
         return act is Act.EXPORT
 
     def _rebalance(self, serving: Sequence[Replica]) -> None:
@@ -294,13 +295,7 @@ class EnginePool:
 
     def stalled_s(self) -> float:
         """Return how long all engines have not moved. One that hangs alone is given up."""
-        serving = self._serving()
-        stalls = [each.process.stalled_s() for each in serving]
-        for replica, stalled_s in zip(serving, stalls, strict=True):
-            replica.stalled = stalled_s > 0
-            if stalled_s > HUNG_AFTER_S and min(stalls) == 0:
-                replica.process.give_up(f"it has not moved for {stalled_s:.0f} s")
-        return min(stalls, default=0.0)
+        return give_up_hung(self._serving())
 
     def _load(self, replica: Replica, seen: LoadSeen) -> None:
         if not replica.serves:
@@ -341,13 +336,15 @@ class EnginePool:
                 self._owned.pop(request_id, None)
             self.sleeping.look()
 
-    def _exported(self, answer: Answer, moved: Moved | None) -> None:
-        one = self._owned[answer.request.id]
-        if moved is None:
-            self._places.free(answer.request.id)
-            self._owned[answer.request.id] = ownership.stayed(one)
-            self._rebalancer.stayed(answer.request.id)
+    def _exported(self, request_id: str, answer: Answer | None, moved: Moved | None) -> None:
+        """Give a request to the engine to which it moves, unless it stays or `answer` has ended."""
+        if answer is None or moved is None:
+            self._places.free(request_id)
+            self._rebalancer.stayed(request_id)
+            if answer is not None:
+                self._owned[request_id] = ownership.stayed(self._owned[request_id])
             return
+        one = self._owned[request_id]
         to = one.to if one.to is not None and self._replicas[one.to].serves else self._other(answer)
         if to is not None and not one.cancelled:
             self._replicas[to].moved_in += 1
@@ -439,6 +436,7 @@ class EnginePool:
                 await self._variants.load(process)
                 replica.begin(process, facts, LoadSeen(idle_figures(facts), self._clock()))
                 self._serve(replica)
+                introduce(self._serving())
         except BaseException as exc:
             process.kill()
             if not isinstance(exc, ConfigError | VariantRefused):

@@ -17,6 +17,9 @@ from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 
 log = logging.getLogger(__name__)
 
+HUNG_AFTER_S = 20.0
+"""An engine without progress for so long is given up, where another moves."""
+
 
 class Replica:
     """The engine at a place of the pool, through all of its processes."""
@@ -127,6 +130,22 @@ class Replica:
             waits = name in waiting
             placed.append(Placed(name, self.place, work.prompt_tokens, work.response_tokens, waits))
         return placed
+
+
+def introduce(replicas: Sequence[Replica]) -> None:
+    """Have each engine open its ways to the others, before a request waits for that."""
+    for each in replicas:
+        each.process.meet(other.process for other in replicas if other is not each)
+
+
+def give_up_hung(replicas: Sequence[Replica]) -> float:
+    """Return how long all engines have not moved. One that hangs alone is given up."""
+    stalls = [each.process.stalled_s() for each in replicas]
+    for replica, stalled_s in zip(replicas, stalls, strict=True):
+        replica.stalled = stalled_s > 0
+        if stalled_s > HUNG_AFTER_S and min(stalls) == 0:
+            replica.process.give_up(f"it has not moved for {stalled_s:.0f} s")
+    return min(stalls, default=0.0)
 
 
 def served(replicas: Sequence[Replica]) -> list[LoadFigures]:

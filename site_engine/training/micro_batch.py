@@ -23,20 +23,30 @@ class Slice(StrEnum):
     BEGIN = "begin"
     FORWARD = "forward"
     HEAD = "head"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
     UPDATE = "update"
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The sum of the loss over the learned tokens, how many of them are predicted best, and the gradients.
+    """What slices of the head give, the loss over their learned tokens and how many of these are predicted
+    best, and the gradients.
 
     `gradients` are by the order of `Adapter.parameters()`, of the loss divided by the caller's `count`.
     """
 
-    loss_sum: float = 0.0
-    correct: int = 0
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def loss_sum(self) -> float:
+        """The sum of the loss. Waits for the device, as `correct` does."""
+        return sum(float(loss) for loss, _ in self.sums)
+
+    @property
+    def correct(self) -> int:
+        return sum(int(hits) for _, hits in self.sums)
 
 
 Slices = Generator[Slice, None, MicroBatch]
@@ -67,21 +77,21 @@ def run_micro_batch(
             kept.append(hidden)
         with torch.no_grad():
             hidden = model.layer(number, hidden, begun)
-    result, sums = MicroBatch(), list[tuple[torch.Tensor, torch.Tensor]]()
+    result, counted = MicroBatch(), count if backward else None
     gradient = yield from _head(
-        model, hidden, predicting, targets, packed.learned, count=count if backward else None, sums=sums
+        model, hidden, predicting, targets, packed.learned, count=counted, sums=result.sums
     )
     if gradient is not None:
         by_layer: list[list[torch.Tensor]] = []
         for number in reversed(range(len(model.layers))):
+            if model.recomputes:
+                yield Slice.RECOMPUTE
+            again = model.recompute(number, kept.pop(), begun)
             yield Slice.BACKWARD
             factors = {name: adapter.factors[name] for name in adapted[number]}
-            gradient, found = model.backward(number, kept.pop(), begun, gradient, factors)
+            gradient, found = model.backward(number, again, begun, gradient, factors)
             by_layer.insert(0, found)
         result.gradients = [each for layer in by_layer for each in layer]
-    for loss, hits in sums:  # not before: a GPU would wait for the next launch
-        result.loss_sum += float(loss)
-        result.correct += int(hits)
     return result
 
 

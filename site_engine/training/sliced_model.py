@@ -47,6 +47,13 @@ class Begun(NamedTuple):
     kept: dict[int, Attended] | None = None  # of layers that are computed again, if there is memory for it
 
 
+class Recomputed(NamedTuple):
+    """The input of a layer [1, tokens, dim] and, where autograd differentiates it, what it computes of it."""
+
+    below: torch.Tensor
+    above: torch.Tensor | None = None
+
+
 class SlicedModel:
     """The layers of a model of transformers, called one by one. Raises TrainingRefused where that gives other
     logits than the whole model.
@@ -151,22 +158,32 @@ class SlicedModel:
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether `recompute` computes anything: fused layers are computed again by `backward`."""
+        return not self._trained
+
+    def recompute(self, number: int, below: torch.Tensor, begun: Begun) -> Recomputed:
+        """Compute a layer again, for `backward`."""
+        if not self.recomputes:
+            return Recomputed(below)
+        below = below.requires_grad_(number > 0)
+        with torch.enable_grad():
+            return Recomputed(below, self.layer(number, below, begun))
+
     def backward(
-        self, number: int, below: torch.Tensor, begun: Begun, gradient: torch.Tensor, factors: Factors
+        self, number: int, again: Recomputed, begun: Begun, gradient: torch.Tensor, factors: Factors
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Compute a layer again; return the gradients of its input (not the first's) and of its factors."""
-        if self._trained:
+        """Return the gradients of a layer's input (not the first's) and of its factors."""
+        if again.above is None:
             rotary = begun.calls[number].named["position_embeddings"]
             trained = self._trained[number]
             kept = None if begun.kept is None else begun.kept.pop(number)
-            given, made = trained.backward(below[0], rotary, begun.context, gradient[0], kept)
+            given, made = trained.backward(again.below[0], rotary, begun.context, gradient[0], kept)
             return given[None], [each for name in factors for each in made[name]]
         wanted = [factor for pair in factors.values() for factor in pair]
-        below = below.requires_grad_(number > 0)
-        with torch.enable_grad():
-            above = self.layer(number, below, begun)
-        wrt = [below, *wanted] if number > 0 else wanted
-        found = torch.autograd.grad(above, wrt, gradient, materialize_grads=True)
+        wrt = [again.below, *wanted] if number > 0 else wanted
+        found = torch.autograd.grad(again.above, wrt, gradient, materialize_grads=True)
         return (found[0], list(found[1:])) if number > 0 else (gradient, list(found))
 
     def loss(
@@ -255,7 +272,7 @@ class SlicedModel:
         if self._head is not None:  # its kernels are compiled here, and not beside answers
             loss, _, gradient = self._head.loss(hidden[0], ids, 1, len(ids))
             assert gradient is not None
-            self.backward(0, begun.hidden, begun, gradient[None], {})
+            self.backward(0, Recomputed(begun.hidden), begun, gradient[None], {})
             exact = F.cross_entropy(wanted.float(), ids, reduction="sum")
             off = torch.maximum(off, (loss - exact).abs() / exact)
         return float(off) if bool(torch.isfinite(off)) else float("inf")

@@ -109,7 +109,8 @@ class Trainer:
     def following(self) -> NextSlice:
         """What the next slice is expected to take."""
         cost = partial(self._costs.seconds, size=self._size, now_s=self._clock())
-        whole_s = len(self._model.layers) * (cost(Slice.FORWARD) + cost(Slice.BACKWARD))
+        layer_s = sum(map(cost, (Slice.FORWARD, Slice.RECOMPUTE, Slice.BACKWARD)))
+        whole_s = len(self._model.layers) * layer_s
         return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
     def run_slice(self, *, ahead: bool = False) -> float:
@@ -244,8 +245,10 @@ class Trainer:
             slices = run_micro_batch(self._model, self.adapter, self._adapted, packed, 1)
             with closing(slices):
                 backward = 0
-                while backward < REHEARSED_LAYERS and (kind := next(slices, None)) is not None:
+                for kind in slices:
                     backward += kind is Slice.BACKWARD
+                    if backward > REHEARSED_LAYERS:  # what is yielded is timed, and must be computed
+                        break
                     yield kind
 
     def _some(self, size: int) -> list[Example]:
@@ -306,8 +309,7 @@ class Trainer:
                 )
                 result = yield from self._micro
             self._micro = None
-            total.loss_sum += result.loss_sum
-            total.correct += result.correct
+            total.sums += result.sums
             if total.gradients:
                 torch._foreach_add_(total.gradients, result.gradients)
             else:

@@ -16,7 +16,10 @@ from site_engine.config import SiteConfig
 ADAPTER_SLOTS, ADAPTER_RANK, MAX_ADAPTER_RANK = 8, 16, 64
 """Adapters that run at once on a GPU, and the rank of their slots unless a configured one needs more."""
 SCALE_BYTES = 4
-SERVED_ON_GPU = "engines on a GPU serve LoRA and biases of attention and MLP, and prefix tuning"
+SERVED_ON_GPU = (
+    "engines on a GPU serve LoRA and biases of attention and MLP, own weights of decoder layers, "
+    "and prefix tuning"
+)
 EMBEDDINGS, MAX_VIRTUAL_TOKENS = "prompt_embeddings", 1024
 """The one tensor of prefix tuning, by peft's name, and the most tokens that it may have."""
 
@@ -53,6 +56,9 @@ MODULES = {
     Projection.GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
     Projection.DOWN: ("mlp.down_proj",),
 }
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class Size(NamedTuple):

@@ -116,6 +116,8 @@ class VariantStore:
                 model = self._model
                 found = read_adapter(folder, model.model, model.layers, room_bytes=room_bytes)
             else:
+                if self._model.device.type == "cuda":
+                    room_bytes = min(room_bytes, torch.cuda.mem_get_info(self._model.device)[0])
                 found = Adapter(own=read_own_tensors(folder, self._model.model, room_bytes=room_bytes))
             return self._loaded(variant, folder, found)
         except (MemoryError, torch.OutOfMemoryError) as error:

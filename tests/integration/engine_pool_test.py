@@ -15,6 +15,7 @@ import pytest
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Request, Sampling
+from site_engine.engine import process_messages as pm
 from site_engine.engine_client import Facts
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import rebalancing
@@ -271,6 +272,27 @@ def test_what_waits_goes_to_an_engine_that_has_room_meanwhile(monkeypatch: pytes
             devices = heard.loads[-1].figures.devices
             assert [each.device for each in devices] == ["auto.0", "auto.1"]
             assert [each.moved_in for each in devices] == [int(at != full) for at in (0, 1)]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("end", ["its last token", "a loss"])
+def test_a_request_that_ends_while_it_leaves_gives_its_place_back(end: str) -> None:
+    async def scenario() -> None:
+        async with launched(iteration_floor_s=0.01) as heard:
+            await heard.submit("a", max_tokens=50)
+            await heard.until(lambda: heard.text("a"))
+            source = heard.pool.where("a")
+            assert source is not None
+            os.kill(heard.pool.pids[source], signal.SIGSTOP)
+            assert heard.pool.move("a", 1 - source)
+            process = heard.pool._replicas[source].process
+            last = pm.Detail(0, True, Finish.LENGTH, "", None, [], [])
+            process.data_received(pm.frame(pm.Step([1], [97], [last])))  # it crosses what was asked
+            assert heard.finishes("a") == [Finish.LENGTH]
+            assert not heard.pool._places.are_free
+            os.kill(heard.pool.pids[source], signal.SIGCONT if end == "its last token" else signal.SIGKILL)
+            await heard.until(lambda: heard.pool.request_load() or heard.pool._places.are_free)
 
     run(scenario())
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from site_engine.core.request import Finish, Output, RejectionReason, Request, RequestRejected, Sampling
 from site_engine.engine.build import packed_engine
-from site_engine.engine.engine_thread import Engine
+from site_engine.engine.engine_interface import Engine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model import loader
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine

@@ -1,5 +1,5 @@
 """Every order of messages, losses, moves and cancels of one request of a pool: no token is lost or taken
-twice, no engine keeps the request, and it ends.
+twice, no engine keeps the request, it ends, and the place of its keys and values is free then.
 
 The decisions are those of `site_engine/pool/ownership.py`. Around them stands a model of what carries them
 out: engines that compute a token ahead, pipes that keep order, and a pool that hears of a loss before or
@@ -21,16 +21,21 @@ TOKENS = 3
 
 
 class Engine(NamedTuple):
-    """`epoch`: under which it runs the request, 0: it has none. `ahead`: a step is launched and not read."""
+    """`epoch`: under which it runs the request, 0: it has none. `ahead`: a step is launched and not read.
+    `sends`: the epoch under which its pages are on their way, 0: they are not.
+    """
 
     alive: bool = True
     epoch: int = 0
     tokens: int = 0
     ahead: bool = False
+    sends: int = 0
 
 
 class World(NamedTuple):
-    """`to` and `of`: the pipes to each engine and from it. `taken`: tokens that the client has."""
+    """`to` and `of`: the pipes to each engine and from it. `taken`: tokens that the client has. `sender`: the
+    engine that was asked to write to the place that the pool has given the request.
+    """
 
     owned: Owned | None
     engines: tuple[Engine, Engine]
@@ -38,6 +43,7 @@ class World(NamedTuple):
     of: tuple[tuple[Any, ...], tuple[Any, ...]]
     unheard: frozenset[int] = frozenset()  # lost engines of which the pool does not know
     taken: int = 0
+    sender: int | None = None
     end: str = ""
     moves: int = 2
     losses: int = 1
@@ -53,8 +59,9 @@ def at(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 
 class Model:
-    def __init__(self, *, fence: bool = True, keep: bool = True) -> None:
+    def __init__(self, *, fence: bool = True, keep: bool = True, reply: bool = True) -> None:
         self.fence = fence  # whether rows of an earlier epoch are dropped
+        self.replies = reply  # whether the pool hears of an export whose request has ended
         self.keep = keep  # whether the pool keeps a moved request until its engine has answered
 
     # ---- what may happen next
@@ -78,7 +85,9 @@ class Model:
         if owned is not None and world.moves and self.live(world, 1 - owned.engine):
             changed, act = ownership.move(owned, 1 - owned.engine)
             if act is Act.EXPORT:
-                moved = world._replace(owned=changed, moves=world.moves - 1)
+                if world.sender is not None or any(each.sends for each in world.engines):
+                    raise Broken("two write to one place")
+                moved = world._replace(owned=changed, moves=world.moves - 1, sender=owned.engine)
                 yield self.send(moved, owned.engine, ("export", owned.epoch))
         if owned is not None and world.cancels:
             left = world._replace(owned=ownership.cancel(owned), cancels=0)
@@ -90,6 +99,8 @@ class Model:
             yield self.put(world, place, engine._replace(ahead=True))
         if engine.epoch and engine.ahead:
             yield self.landed(world, place)
+        if engine.sends:
+            yield self.sent(world, place)
         if world.to[place] and engine.alive:
             message, world = world.to[place][0], world._replace(to=at(world.to, place, world.to[place][1:]))
             yield self.received(world, place, message)
@@ -101,17 +112,21 @@ class Model:
                 world = self.put(world, place, Engine(True, epoch, tokens))
                 return self.reply(world, place, ("admitted", epoch))
             case ("export", epoch) if engine.epoch == epoch:
-                world = self.landed(world, place)
-                if not world.engines[place].epoch:
-                    return self.reply(world, place, ("stays", epoch))
-                world = self.put(world, place, Engine())
-                return self.reply(world, place, ("exported", epoch))
+                return self.put(world, place, engine._replace(sends=epoch))
             case ("export", epoch):
                 return self.reply(world, place, ("stays", epoch))
             case ("cancel", epoch) if engine.epoch == epoch:
-                world = self.put(world, place, Engine())
+                world = self.put(world, place, Engine(sends=engine.sends))
                 return self.reply(world, place, ("row", epoch, engine.tokens, "cancelled"))
         return world
+
+    def sent(self, world: World, place: int) -> World:
+        """Give up the request, whose pages have gone ahead, unless it has ended meanwhile."""
+        epoch = world.engines[place].sends
+        world = self.landed(world, place)
+        has_it = world.engines[place].epoch
+        world = self.put(world, place, Engine())
+        return self.reply(world, place, ("exported" if has_it else "stays", epoch))
 
     def landed(self, world: World, place: int) -> World:
         """Read the launched step: one more token, which may be the last."""
@@ -120,7 +135,8 @@ class Model:
             return world
         tokens = engine.tokens + 1
         last = tokens == TOKENS
-        world = self.put(world, place, Engine() if last else Engine(True, engine.epoch, tokens))
+        left = Engine(sends=engine.sends) if last else engine._replace(tokens=tokens, ahead=False)
+        world = self.put(world, place, left)
         return self.reply(world, place, ("row", engine.epoch, tokens, "stop" if last else ""))
 
     # ---- the pool
@@ -130,6 +146,8 @@ class Model:
             return
         message, world = world.of[place][0], world._replace(of=at(world.of, place, world.of[place][1:]))
         owned = world.owned
+        if owned is None and message[0] in {"exported", "stays"} and place == world.sender and self.replies:
+            world = world._replace(sender=None)
         current = owned is not None and (owned.engine, owned.epoch) == (place, message[1])
         if owned is None or not (current or (message[0] == "row" and not self.fence)):
             yield world
@@ -141,9 +159,9 @@ class Model:
                 world = world._replace(taken=tokens)
                 yield world._replace(owned=None, end=finish) if finish else world
             case ("admitted", _):
-                yield world._replace(owned=ownership.accepted(owned))
+                yield world._replace(owned=ownership.accepted(owned), sender=None)
             case ("stays", _):
-                yield world._replace(owned=ownership.stayed(owned))
+                yield world._replace(owned=ownership.stayed(owned), sender=None)
             case ("exported", _):
                 to = owned.to if owned.to is not None and self.live(world, owned.to) else self.any(world)
                 yield self.go_on(world, *ownership.exported(owned, to))
@@ -154,16 +172,19 @@ class Model:
             return
         world = world._replace(unheard=world.unheard - {place})
         owned = world.owned
-        if owned is None or owned.engine != place:
+        if owned is None and world.sender == place:
+            yield world._replace(sender=None)
+        elif owned is None or owned.engine != place:
             yield world
         elif not self.keep and owned.epoch > 1 and owned.phase is Phase.PLACED:
             yield world._replace(owned=None, end="forgotten")
         else:
+            world = world._replace(sender=None)
             yield self.go_on(world, *ownership.lost(owned, self.any(world)))
 
     def go_on(self, world: World, owned: Owned, act: Act) -> World:
         if act is not Act.PLACE:
-            return world._replace(owned=None, end=act.value)
+            return world._replace(owned=None, end=act.value, sender=None)
         world = world._replace(owned=owned)
         return self.send(world, owned.engine, ("place", owned.epoch, world.taken))
 
@@ -211,6 +232,8 @@ def check_end(world: World, start: World) -> None:
         raise Broken(f"{world.end} though an engine was left")
     if any(each.epoch for each in world.engines):
         raise Broken(f"an engine keeps the request: {world}")
+    if world.sender is not None or any(each.sends for each in world.engines):
+        raise Broken(f"its place is not free: {world}")
 
 
 def begin(**budget: int) -> World:
@@ -232,6 +255,11 @@ def test_in_every_order_no_token_is_lost_or_taken_twice_and_no_engine_keeps_the_
 def test_the_search_finds_rows_of_an_earlier_epoch_that_are_taken() -> None:
     with pytest.raises(Broken, match="token 1 after 1"):
         search(Model(fence=False), begin())
+
+
+def test_the_search_finds_a_place_that_is_never_free_again() -> None:
+    with pytest.raises(Broken, match="its place is not free"):
+        search(Model(reply=False), begin())
 
 
 def test_the_search_finds_a_request_that_is_dropped_before_its_new_engine_has_answered() -> None:

@@ -17,6 +17,7 @@ from site_engine.core.request import (
     TokenLogprob,
 )
 from site_engine.engine import process_messages as pm
+from site_engine.engine import process_packing as packing
 from site_engine.errors import NotServed, Reason
 from tests.support.site_fakes import FakeEngine
 
@@ -56,11 +57,11 @@ def test_a_group_arrives_as_it_was(
         )
         for choice in range(choices)
     ]
-    sent = pm.to_submit(7, list(range(choices)), group)
+    sent = packing.to_submit(7, list(range(choices)), group)
     got = pm.decode_to_engine(pm.frame(sent)[4:])
     assert got == sent
     assert isinstance(got, pm.Submit)
-    for before, after in zip(group, pm.to_requests(got), strict=True):
+    for before, after in zip(group, packing.to_requests(got), strict=True):
         assert after.tokens == before.tokens
         assert list(after.resumed) == resumed
         for name in ("id", "sampling", "remaining", "lane", "priority", "tenant", "deadline_s", "choice"):
@@ -94,7 +95,7 @@ rows = st.builds(
 
 @given(st.lists(rows, max_size=30))
 def test_the_rows_of_a_step_arrive_as_they_were(outputs: list[Output]) -> None:
-    sent = pm.to_step(outputs, range(100, 100 + len(outputs)))
+    sent = packing.to_step(outputs, range(100, 100 + len(outputs)))
     got = pm.decode_from_engine(pm.frame(sent)[4:])
     assert got == sent
     assert isinstance(got, pm.Step)
@@ -138,9 +139,9 @@ def test_figures_and_answers_arrive_as_they_were() -> None:
     load = pm.Load(FakeEngine().load()._replace(running_remaining=(1, 5)), 12.5)
     assert pm.decode_from_engine(pm.frame(load)[4:]) == load
     for answer in (Admission(3, 77), NotServed(Reason.CONTEXT_LENGTH, "too long", "prompt")):
-        got = pm.decode_from_engine(pm.frame(pm.to_admitted(1, answer))[4:])
+        got = pm.decode_from_engine(pm.frame(packing.to_admitted(1, answer))[4:])
         assert isinstance(got, pm.Admitted)
-        back = pm.from_admitted(got)
+        back = packing.from_admitted(got)
         if isinstance(answer, NotServed):
             assert isinstance(back, NotServed)
             assert (back.reason, back.message, back.param) == (answer.reason, answer.message, answer.param)

@@ -17,7 +17,7 @@ from site_engine.training import sliced_model
 from site_engine.training.job import warm_up
 from site_engine.training.micro_batch import Slice
 from site_engine.training.packing import fitting_size, pack, pad, sizes_up_to
-from site_engine.training.sliced_model import SlicedModel
+from site_engine.training.sliced_model import Recomputed, SlicedModel
 from tests.support.engine_models import FAMILIES, family
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, computed, equal, examples, run, started, trainer
@@ -89,9 +89,9 @@ def test_micro_batches_are_fitted_to_the_time_of_a_slice(
 ) -> None:
     now_s, backward = [0.0], SlicedModel.backward
 
-    def timed(self: SlicedModel, number: int, below: torch.Tensor, *more: Any) -> Any:
-        now_s[0] += below.shape[1] * token_s
-        return backward(self, number, below, *more)
+    def timed(self: SlicedModel, number: int, again: Recomputed, *more: Any) -> Any:
+        now_s[0] += again.below.shape[1] * token_s
+        return backward(self, number, again, *more)
 
     monkeypatch.setattr(SlicedModel, "backward", timed)
     most: dict[str, Any] = {"train_tokens": 4096, "slice_s": 0.0103, "padded": True}
@@ -123,6 +123,33 @@ def test_a_job_that_was_warmed_up_gives_the_same_adapter_and_knows_what_slices_t
     assert not warmed.take_events()
     run(warmed)
     assert equal(warmed.adapter.tensors(), plain.adapter.tensors())
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_a_rehearsal_foresees_what_slices_take(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice that is timed is computed: one that was cut off would promise the next for nothing."""
+    now_s = [0.0]
+
+    def slow(name: str, seconds: float) -> None:
+        quick = getattr(SlicedModel, name)
+
+        def timed(*given: Any) -> Any:
+            now_s[0] += seconds
+            return quick(*given)
+
+        monkeypatch.setattr(SlicedModel, name, timed)
+
+    for name, seconds in (("layer", 0.01), ("recompute", 0.02), ("backward", 0.04)):
+        slow(name, seconds)
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = layers
+    job = trainer(examples(4), model=random_model(config), clock=lambda: now_s[0])
+    job.warm_up()
+    foreseen = [
+        job._costs.seconds(kind, job.train_tokens, now_s[0])
+        for kind in (Slice.FORWARD, Slice.RECOMPUTE, Slice.BACKWARD)
+    ]
+    assert foreseen == pytest.approx([0.01, 0.03, 0.04])  # a layer is computed again before its gradient
 
 
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())

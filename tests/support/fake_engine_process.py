@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from site_engine.config import SiteConfig
+from site_engine.core.inbox import InboxAddress
 from site_engine.engine.loading import Loaded
 from site_engine.engine.process_spawn import spawn
 from site_engine.engine_process import end, main
@@ -37,7 +38,10 @@ def load_fake(config: SiteConfig) -> Loaded:
     engine = FakeEngine(slots=config.slots or 2, max_pending=config.max_pending, width=0)
     facts = "letters", "r1", CONTEXT_TOKENS, VOCABULARY
     sleeper = FakeSleeper(Path(config.served_model)) if config.sleep == "host" else None
-    return Loaded(engine, FakeTokenizer(), *facts, slots=engine.slots, sleeper=sleeper)
+    inbox = InboxAddress("letters", 1)
+    return Loaded(
+        engine, FakeTokenizer(), *facts, slots=engine.slots, sleeper=sleeper, open_inbox=lambda: inbox
+    )
 
 
 class FakeSleeper:

@@ -16,6 +16,7 @@ from site_engine.cuda.kernels import (
     adapter_kernels,
     attention_kernels,
     layer_kernels,
+    page_kernels,
     rank_kernels,
     sampling_kernels,
     skinny_gemm_kernels,
@@ -28,11 +29,15 @@ FLOATS = {
     "total", "inbox", "gradient", "beside", "gate_inner", "up_inner", "gate_factor", "up_factor",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums", "shrunk", "scales", "more", "losses", "hits"}
-LONGS = {"ids", "positions", "wanted_out", "targets", "distances"}
+LONGS = {
+    "own", "ids", "positions", "wanted_out", "targets", "distances", "rooms", "starts", "pages", "packed",
+}  # fmt: skip
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon", "factor"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
-    "slot_stride", "scale_stride", "size", "bias_stride", "count", "inner_row", "capacity",
+    "slot_stride", "scale_stride", "bias_stride", "count", "inner_row", "shrunk_part_depth", "part_count",
+    "first_end", "second_end", "down_stride", "up_stride", "own_stride", "counters", "capacity", "size",
+    "offset",
 }  # fmt: skip
 ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
@@ -68,6 +73,11 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         "PDL": pdl,
         "PREFETCH": 2,
     }
+    adapted = {
+        "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
+        "OWN": False, "AHEAD": True, "TOGETHER": 1,
+    }  # fmt: skip
+    own = {"OWN": True}
     decode = [
         (
             attention_kernels.decode_rows,
@@ -81,20 +91,20 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for model, paged in ((LLAMA, PAGED), (QWEN, ODD))
     ]
     adapters = [
-        (kernel, {"RANK": rank, **more}, {"num_warps": 4})
+        (kernel, {"RANK": rank, "WIDTH": more.get("TOGETHER", 1) * rank, **more}, {"num_warps": 4})
         for rank in (16, 64)
         for kernel, more in (
-            (adapter_kernels.shrink_rows, {"DEPTH": 128}),
-            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "BIASED": False, "PDL": False}),
-            (adapter_kernels.expand_rows, {"PARTS": 1, "COLUMNS": 128, "BIASED": True, "PDL": pdl}),
-            (adapter_kernels.expand_gate, {"PARTS": 1, "COLUMNS": 128, "PDL": pdl}),
+            (adapter_kernels.shrink_rows, {"DEPTH": 128, "GROUPS": 3, "TOGETHER": 1}),
+            (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "BIASED": False}),
+            (adapter_kernels.expand_rows, {"PARTS": 1, "COLUMNS": 128, "BIASED": True}),
             (
-                adapter_kernels.expand_parts_norm,
-                {"RANKS": 16, "PARTS": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PDL": pdl},
+                adapter_kernels.adapted_gemm_rows,
+                thin | adapted | {"GROUPS": 3, "BIASED": True, "COLUMNS": 32},
             ),
-            (adapter_kernels.slots_of_rows, {}),
-            (adapter_kernels.skinny_gemm_shrink_rows, thin | {"SPLIT": False}),
-            (adapter_kernels.skinny_gemm_shrink_rows, thin | {"SPLIT": True, "ROWS_PAD": 64}),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "TOGETHER": 2, "GATED": True}),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True} | own),
+            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),
         )
     ]
     large = {"SIZE": 4096, "SIZE_PAD": 4096}
@@ -121,11 +131,18 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         *adapters,
         *training,
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
-        (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
-        (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
+        (adapter_kernels.prepare_rows, {"COUNT_PAD": 64, "COUNTERS_PAD": 128, "FEW": True}, {"num_warps": 4}),
+        (
+            adapter_kernels.owned_gemm_rows,
+            {"ROWS_PAD": 64, "COLUMNS": 128, "DEPTH": 64, "BIAS": True, "EVEN": True},
+            {"num_warps": 4, "num_stages": 3},
+        ),
+        (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024, "OWN": True}, {"num_warps": 4}),
+        (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096, "OWN": False}, {"num_warps": 8}),
         (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
         (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
+        *((page_kernels.copy_pages, {"PACK": pack, "BLOCK": 1024}, {}) for pack in (True, False)),
         (layer_kernels.best_of_span, {"SPAN": 8192, "PDL": pdl}, {"num_warps": 8}),
         (layer_kernels.best_of_row, {"SPANS_PAD": 32, "PDL": pdl}, {"num_warps": 1}),
         (
@@ -138,7 +155,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
         (
             skinny_gemm_kernels.add_parts_norm,
-            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
+            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "OWN": True, "PDL": pdl},
             {"num_warps": 4},
         ),
         (

@@ -42,6 +42,13 @@ class _Running:
     tokens: int = 0
 
 
+class FakeInbox:
+    """Takes no keys and values."""
+
+    def meet(self, inboxes: object) -> None:
+        """Do nothing."""
+
+
 @dataclass
 class FakeEngine:
     """Echoes the prompt, letter by letter and round again: one token per step and running request.
@@ -66,6 +73,7 @@ class FakeEngine:
     no_memory: bool = False
     adapter_slots: bool = False  # adapters wait in host memory, unless they are `resident`
     resident: frozenset[str] = frozenset()
+    inbox: FakeInbox = field(default_factory=FakeInbox)
 
     def __post_init__(self) -> None:
         self.may_load.set()
@@ -94,6 +102,12 @@ class FakeEngine:
         if run or waiting:
             tokens = run.tokens if run else 0
             self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
+
+    def expect(self) -> None:
+        """Do nothing: each iteration is computed when it is launched."""
+
+    def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
+        return False
 
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
         known = self.running.pop(request_id, None) or self.pending.pop(request_id, None)

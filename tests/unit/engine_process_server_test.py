@@ -9,6 +9,7 @@ from typing import Any
 
 from site_engine.core.request import Grammar, Request, Sampling
 from site_engine.engine import process_messages as pm
+from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_server import EngineServer
 from tests.support.site_fakes import FakeEngine
@@ -50,11 +51,12 @@ def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted
     with ours, theirs:
         try:
             guided = Request("guided", (97,), Sampling(max_tokens=2), grammar=Schema())
-            ours.sendall(pm.frame(pm.to_submit(1, [1], [guided])))
+            ours.sendall(pm.frame(packing.to_submit(1, [1], [guided])))
             refused = admission(ours)
             assert (refused.call, refused.reason) == (1, "INTERNAL")
             ours.sendall(pm.frame(pm.Cancel([1])))
-            ours.sendall(pm.frame(pm.to_submit(2, [2], [Request("plain", (97,), Sampling(max_tokens=2))])))
+            plain = Request("plain", (97,), Sampling(max_tokens=2))
+            ours.sendall(pm.frame(packing.to_submit(2, [2], [plain])))
             admitted = admission(ours)
             assert (admitted.call, admitted.reason) == (2, "")
         finally:

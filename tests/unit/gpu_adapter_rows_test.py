@@ -18,6 +18,7 @@ from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
+from site_engine.cuda.own_layers import UNIT_BYTES
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.projections import Projection, Size
 
@@ -57,7 +58,7 @@ class Scene:
     def __init__(self, slots: list[int | None], padding: int) -> None:
         self.draw = torch.Generator().manual_seed(len(slots))
         self.rows = len(slots) + padding
-        self.slots = [*slots, *[None] * padding]
+        self.slots = [*slots, *[slots[-1] if slots else None] * padding]
         self.arenas = AdapterArenas(SIZES, 2, SLOTS, rank=16, like=torch.zeros(1))
         for arena in self.arenas._arenas:
             for room in arena[:4]:
@@ -101,33 +102,72 @@ def scene(request: pytest.FixtureRequest) -> Scene:
     return Scene(*request.param)
 
 
-def test_rows_expanded_before_attention_are_those_of_their_slot(scene: Scene) -> None:
+def test_a_product_adds_what_the_adapter_of_each_row_does(scene: Scene) -> None:
     projection = Projection.QUERY_KEY_VALUE
     given, weight, wanted = scene.product(projection)
-    out, shrunk = skinny_gemm.shrunk_whole(
-        given, weight, None, scene.step.shrink(LAYER, projection), pdl=False
-    )
-    got = scene.step.expand(LAYER, projection, shrunk, out, pdl=False)
+    got = skinny_gemm.whole(given, weight, None, scene.step.product(LAYER, projection), pdl=False)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_expanded_in_the_gate_are_those_of_their_slot(scene: Scene) -> None:
+def test_a_gate_is_opened_with_what_adapters_add_to_both_of_its_products(scene: Scene) -> None:
     given, weight, wanted = scene.product(Projection.GATE_UP)
-    shrink = scene.step.shrink(LAYER, Projection.GATE_UP)
-    both = skinny_gemm.shrunk_whole(given, weight, None, shrink, pdl=False)
+    got = skinny_gemm.gated(given, weight, scene.step.product(LAYER, Projection.GATE_UP), pdl=False)
     gate, up = wanted.chunk(2, -1)
-    torch.testing.assert_close(
-        scene.step.gate(LAYER, *both, pdl=False), F.silu(gate) * up, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(got, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("projection", [Projection.OUTPUT, Projection.DOWN])
-def test_rows_expanded_in_the_norm_are_those_of_their_slot(scene: Scene, projection: Projection) -> None:
+def test_the_parts_of_a_product_add_up_to_it_with_the_adapters(scene: Scene, projection: Projection) -> None:
     given, weight, wanted = scene.product(projection)
-    residual, scale = scene.some(scene.rows, DEPTH), scene.some(DEPTH)
-    total = residual + wanted
-    both = skinny_gemm.shrunk_parts(given, weight, scene.step.shrink(LAYER, projection), pdl=False)
-    assert len(both[0]) == len(both[1]) == (3 if projection is Projection.DOWN else 1)
-    normed = scene.step.add_parts_norm(LAYER, projection, *both, residual, scale, 1e-6, pdl=False)
-    torch.testing.assert_close(residual, total, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(normed, F.rms_norm(total, (DEPTH,), scale, 1e-6), rtol=1e-4, atol=1e-4)
+    parts = skinny_gemm.parts(given, weight, scene.step.product(LAYER, projection), pdl=False)
+    assert len(parts) == (3 if projection is Projection.DOWN else 1)
+    torch.testing.assert_close(parts.sum(0), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_without_adapters_is_the_base_s_bit_for_bit() -> None:
+    scene = Scene([None, None], 0)
+    for projection, product in (
+        (
+            Projection.QUERY_KEY_VALUE,
+            lambda *given: skinny_gemm.whole(*given[:2], None, *given[2:], pdl=False),
+        ),
+        (Projection.GATE_UP, lambda *given: skinny_gemm.gated(*given, pdl=False)),
+        (Projection.DOWN, lambda *given: skinny_gemm.parts(*given, pdl=False)),
+    ):
+        given, weight, _ = scene.product(projection)
+        adapted = product(given, weight, scene.step.product(LAYER, projection))
+        assert torch.equal(adapted, product(given, weight))
+
+
+@pytest.mark.parametrize("projection", list(Projection))
+def test_each_row_is_computed_by_its_version_of_the_weight(scene: Scene, projection: Projection) -> None:
+    """Two slots share a version, the third and the base have the base's."""
+    given, weight, wanted = scene.product(projection)
+    version = scene.some(*weight.shape) * weight.shape[1] ** -0.5
+    own = torch.zeros(SLOTS, dtype=torch.int64)
+    own[[0, 3]] = (version.data_ptr() - weight.data_ptr()) // UNIT_BYTES
+    other = [row for row, slot in enumerate(scene.slots) if slot in {0, 3}]
+    wanted[other] += given[other] @ (version - weight).t()
+    adapters = scene.step.product(LAYER, projection)._replace(own=own)
+    if projection is Projection.QUERY_KEY_VALUE:
+        got = skinny_gemm.whole(given, weight, None, adapters, pdl=False)
+    elif projection is Projection.GATE_UP:
+        gate, up = wanted.chunk(2, -1)
+        wanted = F.silu(gate) * up
+        got = skinny_gemm.gated(given, weight, adapters, pdl=False)
+    else:
+        got = skinny_gemm.parts(given, weight, adapters, pdl=False).sum(0)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+def test_versions_of_many_rows_are_computed_without_adapters(rows: int) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    given, weight, version = (
+        torch.randn(*shape, generator=draw) for shape in ((rows, 70), (40, 70), (40, 70))
+    )
+    own = torch.tensor([0, (version.data_ptr() - weight.data_ptr()) // UNIT_BYTES])
+    slots = torch.randint(-1, 2, (rows,), generator=draw, dtype=torch.int32)
+    got = skinny_gemm.owned(given, weight, weight[:, 0].contiguous(), skinny_gemm.Versions(own, slots))
+    wanted = torch.where((slots == 1)[:, None], given @ version.t(), given @ weight.t()) + weight[:, 0]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

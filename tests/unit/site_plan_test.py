@@ -284,16 +284,16 @@ def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> N
     variants = [of_adapter(folder, name) for name in ("head", "bias", "deep", "lora")]
     variants.append(VariantConfig("tuned", model=str(folder / "tuned")))
     found = planned(folder, "H200", *variants)
-    serves = "engines on a GPU serve LoRA and biases of attention and MLP, and prefix tuning"
+    from site_engine.variants.projections import SERVED_ON_GPU as serves  # noqa: N811
+
     assert found.refused == {
         "head": f"it changes lm_head; {serves}",
         "bias": f"it changes {Q.format(0)}.bias; {serves}",
         "deep": f"{Q.format(0)} has rank 24; slots here have 16",
-        "tuned": f"it is a fine-tuned model; {serves}",
     }
     on_cpu = planned(folder, "H200", *variants, device="cpu", kv_tokens=1000)
     assert set(on_cpu.refused) == set()
-    assert [each.id for each in found.variants] == ["lora"]
+    assert [each.id for each in found.variants] == ["lora", "tuned"]
     (folder / "base" / "config.json").write_text(
         json.dumps({**CONFIG, "architectures": ["Qwen3ForCausalLM"]})
     )

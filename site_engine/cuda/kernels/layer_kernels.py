@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from site_engine.cuda.kernels.version_kernels import version_of_row
+
 
 @triton.jit(do_not_specialize=["tokens", "samples", "patches"])  # eager steps have any: compile once
 def prepare_inputs(
@@ -90,7 +92,7 @@ def best_of_row(
     tl.store(chosen + row, tl.where(finite, token, -1 - token))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["own"])
 def embed_norm(
     ids,  # [rows], int64
     embedding,  # [vocabulary, SIZE]
@@ -98,14 +100,19 @@ def embed_norm(
     weight,  # [SIZE]
     out,  # [rows, SIZE]: their norm
     epsilon,
+    own,  # as of `version_of_row`, as what follows
+    slots,
+    own_stride,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     source = tl.load(ids + tl.program_id(0)) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
     found = tl.load(embedding + source + at, mask=here, other=0.0)
+    weight = version_of_row(weight, own, slots, own_stride, OWN)
     scale = tl.load(weight + at, mask=here, other=0.0)
     tl.store(residual + row + at, found, mask=here)
     wide = found.to(tl.float32)
@@ -113,21 +120,26 @@ def embed_norm(
     tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(found.dtype), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["own"])
 def add_norm(
     added,  # [rows, SIZE]
     residual,  # [rows, SIZE]: becomes residual + added
     weight,  # [SIZE]
     out,  # [rows, SIZE]: the sum, normed by its root mean square
     epsilon,
+    own,  # as of `version_of_row`, as what follows
+    slots,
+    own_stride,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """Add, normalize and scale; round where the model's modules round: after the sum, before the weight."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
     total = tl.load(residual + row + at, mask=here, other=0.0)
+    weight = version_of_row(weight, own, slots, own_stride, OWN)
     scale = tl.load(weight + at, mask=here, other=0.0)
     more = tl.load(added + row + at, mask=here, other=0.0)
     total = (total.to(tl.float32) + more.to(tl.float32)).to(total.dtype)

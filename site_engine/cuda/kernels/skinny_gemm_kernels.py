@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from site_engine.cuda.kernels.version_kernels import version_of_row
+
 LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
@@ -30,10 +32,7 @@ def skinny_gemm_rows(
 ):
     """Compute out = x weight^T per block of columns and part, rounding where the model's modules round."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    m = tl.arange(0, ROWS_PAD)
-    k = tl.arange(0, DEPTH)
     exists = n < columns
-    real = m < rows
     begin = tl.program_id(1) * part_depth
     end = tl.minimum(begin + part_depth, depth)
     if PDL:
@@ -45,6 +44,24 @@ def skinny_gemm_rows(
             if GATED:
                 fetch_lines(lines + columns * depth)
         tl.extra.cuda.gdc_wait()
+    total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
+                        GATED, EVEN)  # fmt: skip
+    store_product(out, bias, total, up, n, exists, tl.arange(0, ROWS_PAD) < rows, tl.program_id(1), rows,
+                  columns, GATED, BIAS, SPLIT)  # fmt: skip
+
+
+@triton.jit
+def product(
+    x, weight, n, exists, begin, end, rows, columns, depth,
+    ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return x weight^T [ROWS_PAD, COLUMNS] from `begin` to `end` of the depth; GATED: the gate's and the up
+    projection's, else zeros.
+    """
+    m = tl.arange(0, ROWS_PAD)
+    k = tl.arange(0, DEPTH)
+    real = m < rows
     x_at = x + m[:, None] * depth + k[None, :]
     weight_at = weight + tl.where(exists, n, 0)[None, :] * depth + k[:, None]
     total = tl.zeros([ROWS_PAD, COLUMNS], tl.float32)
@@ -63,10 +80,22 @@ def skinny_gemm_rows(
             if GATED:
                 its = tl.load(weight_at + at + columns * depth, mask=inside[:, None], other=0.0)
                 up = tl.dot(some, its, up, input_precision="ieee")
-    out_at = out + m[:, None] * columns + n[None, :]
+    return total, up
+
+
+@triton.jit
+def store_product(
+    out, bias, total, up, n, exists, real, part, rows, columns,
+    GATED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write the `real` rows of a product: SPLIT: in float32 as a part, else with the bias or gated, in the
+    type of `out`.
+    """
+    m = tl.arange(0, real.shape[0])
+    out_at = out + m[:, None].to(tl.int64) * columns + n[None, :]
     keep = real[:, None] & exists[None, :]
     if SPLIT:
-        tl.store(out_at + tl.program_id(1) * rows * columns, total, mask=keep)
+        tl.store(out_at + part * rows * columns, total, mask=keep)
     else:
         dtype = out.dtype.element_ty
         if BIAS:
@@ -85,23 +114,28 @@ def fetch_lines(lines):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["own"])
 def add_parts_norm(
     parts,  # [PARTS, rows, SIZE], float32: their sum is added
     residual,  # [rows, SIZE]: becomes residual + added
     weight,  # [SIZE]
     out,  # [rows, SIZE]: the sum, normed by its root mean square
     epsilon,
+    own,  # as of `version_of_row`, as what follows
+    slots,
+    own_stride,
     part_stride,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add and normalize as `add_norm` does, for a product that comes in parts."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
+    weight = version_of_row(weight, own, slots, own_stride, OWN)
     scale = tl.load(weight + at, mask=here, other=0.0)
     if PDL:  # the next kernel must not crowd the product that is waited for here
         tl.extra.cuda.gdc_wait()

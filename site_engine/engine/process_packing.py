@@ -1,0 +1,107 @@
+"""Pack requests, admissions and outputs into the messages of `process_messages.py`, and unpack them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+from site_engine.core.request import Admission, Moved, Output, Request, TokenLogprob
+from site_engine.engine import process_messages as pm
+from site_engine.engine_client import Group
+from site_engine.errors import NotServed, Reason
+
+
+def to_submit(
+    call: int,
+    numbers: list[int],
+    group: Group,
+    generated: Sequence[int] = (),
+    moved: Moved | None = None,
+) -> pm.Submit:
+    """Pack the requests of a group, or the one that another engine has begun and that has `generated` tokens.
+
+    The log probabilities of its prompt came with the first of them.
+    """
+    first = group[0]
+    sampling = first.sampling
+    if generated and sampling.prompt_logprobs:
+        sampling = replace(sampling, prompt_logprobs=False)
+    return pm.Submit(
+        call,
+        numbers,
+        [each.id for each in group],
+        [each.choice for each in group],
+        array("i", first.prompt).tobytes(),
+        array("i", (*first.resumed, *generated)).tobytes(),
+        sampling,
+        first.remaining,
+        first.lane,
+        first.priority,
+        first.tenant,
+        first.deadline_s,
+        "" if first.grammar is None else first.grammar.source,
+        first.chain,
+        first.any_order,
+        first.prefill_heavy,
+        moved,
+    )
+
+
+def to_requests(submit: pm.Submit) -> list[Request]:
+    """Return the requests of a Submit without their grammar."""
+    prompt, resumed = array("i", submit.prompt), array("i", submit.resumed)
+    return [
+        Request(
+            request_id,
+            prompt,
+            submit.sampling,
+            submit.remaining,
+            submit.lane,
+            submit.priority,
+            submit.tenant,
+            submit.deadline_s,
+            choice,
+            resumed,
+            chain=submit.chain,
+            any_order=submit.any_order,
+            prefill_heavy=submit.prefill_heavy,
+        )
+        for request_id, choice in zip(submit.ids, submit.choices, strict=True)
+    ]
+
+
+def to_admitted(call: int, answer: Admission | NotServed) -> pm.Admitted:
+    if isinstance(answer, NotServed):
+        return pm.Admitted(call, 0, 0, answer.reason.value, answer.message, answer.param)
+    return pm.Admitted(call, *answer)
+
+
+def from_admitted(message: pm.Admitted) -> Admission | NotServed:
+    if message.reason:
+        return NotServed(Reason(message.reason), message.message, message.param)
+    return Admission(message.position, message.max_tokens)
+
+
+def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> pm.Step:
+    """Pack the outputs of requests with these numbers. Their log probabilities name tokens by ids."""
+    token_ids = [output.token_ids[0] if output.token_ids else 0 for output in outputs]
+    details = [
+        pm.Detail(
+            row,
+            bool(output.token_ids),
+            output.finish,
+            output.error,
+            output.timings,
+            [_ranked(each) for each in output.logprobs],
+            [_ranked(each) for each in output.prompt_logprobs],
+        )
+        for row, output in enumerate(outputs)
+        if output.timings is not None or output.finish is not None or output.logprobs
+    ]
+    return pm.Step(list(numbers), token_ids, details)
+
+
+def _ranked(value: TokenLogprob) -> pm.RankedToken:
+    top = [(int(each.token), each.logprob) for each in value.top]
+    return pm.RankedToken(int(value.token), value.logprob, top)
