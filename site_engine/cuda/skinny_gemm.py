@@ -22,7 +22,6 @@ NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with 
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
 GATED_SHRUNK_PARTS = 1  # there, since the product takes long
-AHEAD = True  # adapters' factors are fetched while the kernel before still runs
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
@@ -185,7 +184,7 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
         0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
         TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
-        OWN=own is not None, AHEAD=AHEAD, **common,
+        OWN=own is not None, **common,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     }
     adapted = {
         "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
-        "OWN": False, "AHEAD": True, "TOGETHER": 1,
+        "OWN": False, "TOGETHER": 1,
     }  # fmt: skip
     own = {"OWN": True}
     decode = [

@@ -166,7 +166,6 @@ def adapted_gemm_rows(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     OWN: tl.constexpr,  # some rows have own versions of the weight, each of which is read once
-    AHEAD: tl.constexpr,  # factors are fetched before `x` is ready
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
@@ -185,11 +184,9 @@ def adapted_gemm_rows(
         if slot >= 0:
             if PDL:
                 tl.extra.cuda.gdc_launch_dependents()
-                if AHEAD:
-                    _fetch_down(down + slot.to(tl.int64) * down_stride,
-                                job // count // SHRUNK_PARTS * TOGETHER,
-                                job // count % SHRUNK_PARTS * shrunk_part_depth, depth, shrunk_part_depth,
-                                RANK, TOGETHER, WIDTH, DEPTH)  # fmt: skip
+                _fetch_down(down + slot.to(tl.int64) * down_stride, job // count // SHRUNK_PARTS * TOGETHER,
+                            job // count % SHRUNK_PARTS * shrunk_part_depth, depth, shrunk_part_depth, RANK,
+                            TOGETHER, WIDTH, DEPTH)  # fmt: skip
                 tl.extra.cuda.gdc_wait()
             _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, job // count // SHRUNK_PARTS * TOGETHER,
                     job // count % SHRUNK_PARTS, rows, depth, down_stride, scale_stride, shrunk_part_depth,
@@ -215,13 +212,12 @@ def adapted_gemm_rows(
         expanded = tl.load(counts + 1)
         shrinking = tl.load(counts) * jobs
         if PDL:
-            if AHEAD:
-                first = number % blocks * COLUMNS
-                _fetch_up(up, used, part, part_count, expanded, first, columns, up_stride, RANK, RANKS,
-                          COLUMNS)  # fmt: skip
-                if GATED:
-                    _fetch_up(up, used, part, part_count, expanded, columns + first, 2 * columns, up_stride,
-                              RANK, RANKS, COLUMNS)  # fmt: skip
+            first = number % blocks * COLUMNS
+            _fetch_up(up, used, part, part_count, expanded, first, columns, up_stride, RANK, RANKS,
+                      COLUMNS)  # fmt: skip
+            if GATED:
+                _fetch_up(up, used, part, part_count, expanded, columns + first, 2 * columns, up_stride,
+                          RANK, RANKS, COLUMNS)  # fmt: skip
             tl.extra.cuda.gdc_wait()
         if not OWN:
             _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists,
