@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import Pace
 from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import SchedulePlan
 from tests.support.counted_engine import CountedEngine
 
@@ -89,6 +90,19 @@ def test_lines_in_order_wait_for_one_another() -> None:
     engine = engine_for(requests, 1024)
     engine.step()
     assert running(engine) == {"first"}
+
+
+def test_prefill_heavy_lines_overtake_last_also_if_some_go_on_from_another_site() -> None:
+    queue = AdmissionQueue()
+    lines = [line(str(at), 20, 9, heavy=at % 3 == 0) for at in range(12)]
+    for at, each in enumerate(lines):
+        each.resumed = [1] * (at < 6)
+        queue.push(each)
+    first = queue.first(0.0)
+    assert first is lines[0]
+    heavy = [each.prefill_heavy for each in queue.overtaking(first)]
+    assert heavy == sorted(heavy)
+    assert heavy
 
 
 def test_a_line_in_order_is_overtaken_by_none() -> None:
