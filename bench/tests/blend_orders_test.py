@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from bench.blend import Job, lines_of, run
+from bench.blend import Job, as_requests, lines_of, run
 from bench.blend_chats import Beside, chats
 from bench.support.dual_scanner import parts_of, sampled, split_over
 from bench.support.offline_orders import ORDERS
@@ -24,6 +28,30 @@ def test_questions_with_answers_of_two_tokens_take_no_less_than_the_bound() -> N
     """The head is computed for the last token of a prompt alone, and the last token of an answer is not."""
     found = run(JOB._replace(workload="random 29", order="blend", kv_tokens=40_000, rows=256))
     assert found["bound_s"] <= found["took_s"] <= 1.1 * found["bound_s"]
+
+
+def test_wrong_forecasts_are_right_on_the_average() -> None:
+    lines = lines_of(JOB._replace(seconds=30.0))
+    expected, _ = as_requests(JOB._replace(wrong_by=0.6), lines)
+    for source in ("documents", "stories"):
+        tokens = [line.response_tokens for line in lines if line.source == source]
+        known = [line.response_tokens for line in expected if line.source == source]
+        assert sum(known) == pytest.approx(sum(tokens), rel=0.1)
+
+
+def test_wrong_forecasts_are_the_same_in_every_process() -> None:
+    draw = "from bench.tests.blend_orders_test import JOB; from bench.blend import forecasts, lines_of; "
+    draw += "print(forecasts(lines_of(JOB), 0.6, 0)[:9])"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", draw],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(printed) == 1
 
 
 def test_the_dual_scanners_lists_have_every_line_once_and_equal_work() -> None:
