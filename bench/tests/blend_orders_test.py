@@ -72,9 +72,11 @@ def test_the_dual_scanner_knows_lengths_from_a_hundredth_of_the_lines() -> None:
     assert len({line.response_tokens for at, line in enumerate(known) if at not in first}) == 1
 
 
-def test_chats_beside_a_blended_batch_wait_no_longer_than_beside_the_longest_first() -> None:
+def test_chats_beside_a_batch_wait_for_an_iteration_or_two_with_a_piece_of_its_prompts() -> None:
+    """All prompts at once would take 0.18 s an iteration."""
     job = JOB._replace(workload="documents", seconds=4.0, kv_tokens=30_000)
-    arrivals = chats(8.0, 60.0, 0)
+    (_, first), *others = chats(8.0, 60.0, 0)
+    arrivals = [(0.0, first), *others]
     longest, blend = (Beside(job, how, arrivals).run() for how in (Order.LONGEST, Order.BLEND))
-    assert blend["p99_s"] <= 1.1 * longest["p99_s"]
+    assert max(longest["p99_s"], blend["p99_s"]) <= 0.06
     assert blend["took_s"] < longest["took_s"]
