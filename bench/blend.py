@@ -106,6 +106,10 @@ class Forecast(NamedTuple):
     def is_exact(self) -> bool:
         return self.deviation < 0.01
 
+    @property
+    def mean(self) -> float:
+        return self.median if self.is_exact else self.median * math.exp(self.deviation**2 / 2)
+
 
 def forecasts(lines: list[Line], wrong_by: float, seed: int) -> list[Forecast]:
     """Return what a calibrated forecast would know of each line if it were wrong by `wrong_by`.
@@ -115,7 +119,7 @@ def forecasts(lines: list[Line], wrong_by: float, seed: int) -> list[Forecast]:
     rnd = np.random.default_rng(seed + 9)
     logs = np.log([line.response_tokens for line in lines])
     found = [Forecast(1.0, 0.0)] * len(lines)
-    for source in {line.source for line in lines}:
+    for source in sorted({line.source for line in lines}):  # the same draws in every process
         at = [index for index, line in enumerate(lines) if line.source == source]
         mean, variance = float(logs[at].mean()), float(logs[at].var())
         known = max(0.0, 1 - wrong_by**2 / variance) if variance else 1.0
@@ -167,7 +171,7 @@ def as_requests(job: Job, lines: list[Line]) -> tuple[list[Line], Callable[[int]
     """Return the lines as they are forecast, and what makes the request of a line."""
     known = forecasts(lines, job.wrong_by, job.seed)
     expected = [
-        line._replace(response_tokens=max(1, round(each.median)))
+        line._replace(response_tokens=max(1, round(each.mean)))  # as the gateway has it
         for line, each in zip(lines, known, strict=True)
     ]
 

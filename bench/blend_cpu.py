@@ -28,7 +28,7 @@ from bench.support.offline_served import ORDERS, Served, Serving
 from bench.support.offline_work import Line
 from gateway.batches.values import Order
 from site_engine.core.load import CostFit
-from site_engine.core.pacing import Pace
+from site_engine.core.pacing import PromptBudget
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.engine.build import packed_runner
 from site_engine.engine.engine import SiteEngine
@@ -111,7 +111,7 @@ class Run(SiteEngine):
         super().__init__(model, packed_runner(model, settings), settings, self.clock)
         self.iterations: list[Iteration] = []
         self.serving = Serving(self, lines, how, 2)
-        self._scheduler.pace = Pace(fit)
+        self._scheduler.prompt_budget = PromptBudget(fit)
         self._scheduler.plan = self._timed(self._scheduler.plan)  # type: ignore[method-assign]
         self._plan_s = 0.0  # of this iteration
 

@@ -20,11 +20,14 @@ from tests.support.counted_engine import CountedEngine
 
 
 class Ended(NamedTuple):
-    """`answers`: how often each line was answered. `cached`: prompt tokens that were not computed."""
+    """`answers`: how often each line was answered. `cached`: prompt tokens that were not computed. `lost`:
+    of each line that ran at the site that died, the tokens in memory there that no other line had.
+    """
 
     seconds: float
     answers: Counter[int]
     cached: int
+    lost: tuple[int, ...]
 
 
 class CountedSites:
@@ -43,6 +46,7 @@ class CountedSites:
         self._sent: dict[str, dict[int, BatchLine]] = {name: {} for name in self._engines}
         self._homes, self._answers, self._cached = Homes(), Counter[int](), 0
         self._delivered: dict[int, list[int]] = {}  # tokens of lines whose site has died
+        self._lost: tuple[int, ...] = ()
         self._waiting = Waiting(forecasts, Order.BLEND, sites * self._most)
 
     def run(self, kill_s: float = inf) -> Ended:
@@ -64,13 +68,17 @@ class CountedSites:
                 self._cached += request.cached_tokens
             if ended:
                 self._feed(self._engines[name].counts.seconds)
-        return Ended(now_s, self._answers, self._cached)
+        return Ended(now_s, self._answers, self._cached, self._lost)
 
     def _kill(self, name: str) -> None:
         """Put the lines of a site back, in their order; others go on after the tokens that it delivered."""
         scheduler = self._engines.pop(name).scheduler
         for request in (*scheduler.running, *scheduler.preempted):
-            self._delivered[int(request.id)] = request.tokens[request.prompt_len :]
+            self._delivered[int(request.id)] = request.output
+        lines = self._sent[name]
+        shared = {lines[int(each.id)].group: lines[int(each.id)].shared_tokens for each in scheduler.running}
+        own = [each.computed - lines[int(each.id)].shared_tokens for each in scheduler.running]
+        self._lost = *shared.values(), *(max(0, tokens) for tokens in own)
         self._waiting.put_back(self._sent.pop(name).values())
 
     def _feed(self, now_s: float) -> None:
@@ -97,7 +105,8 @@ class CountedSites:
             engine.counts.seconds = max(engine.counts.seconds, now_s)
         self._sent[name][line.number] = line
         request = self._request(line.number)
-        request.tokens = [*request.tokens, *self._delivered.pop(line.number, ())]
+        request.resumed = self._delivered.pop(line.number, [])
+        request.tokens += request.resumed
         request.any_order, request.prefill_heavy = True, is_heavy(line)
         engine.scheduler.queue.push(request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +66,23 @@ class Cost(NamedTuple):
             compute_s += 2 * self.attention_flop * squares
             read_s += (prompt + response / 2) * response * self.kv_token_bytes
         return compute_s / self.flop_per_s, read_s / self.kv_bytes_per_s
+
+    def several_at_best_s(self, one_s: float, longest: int, kv_tokens: int, sites: int) -> float:
+        """Return the least seconds of several sites, each as quick at its work as one that took `one_s`.
+
+        The site of the longest answer reads all weights once for each of its tokens, beside whatever else it
+        holds. What fills its memory in some of these iterations is taken from the others.
+        """
+        weights_s = self.iteration_s + 2 * (self.body + self.head) / self.weight_bytes_per_s
+        full_s = kv_tokens * self.kv_token_bytes / self.kv_bytes_per_s
+        alone_s, others = longest * weights_s, sites - 1
+        full = max(0.0, (one_s - others * alone_s) / (others * full_s + weights_s + full_s))
+        return one_s / sites if full > longest else max(one_s / sites, alone_s + full * full_s)
+
+    def compute_again_s(self, tokens: Sequence[int]) -> float:
+        """Return the seconds of computing sequences of so many tokens."""
+        products = 2 * self.body * sum(tokens) + self.attention_flop * sum(each * each for each in tokens)
+        return products / self.flop_per_s
 
     def bound(self, lines: list[Line], kv_tokens: int, rows: int, sites: int = 1) -> float:
         """Return seconds that no order can beat where the operators of an iteration run one after another.

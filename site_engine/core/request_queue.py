@@ -251,12 +251,15 @@ class AdmissionQueue:
         return None
 
     def overtaking(self, request: Request) -> list[Request]:
-        """Return the waiting lines of any order that may overtake one, prefill-heavy ones last."""
+        """Return the waiting lines of any order that may overtake one, prefill-heavy ones last.
+
+        Those that go on from another site are not among them: they are next in any case.
+        """
         if self._overtaking[0] is not request:
             level = self._levels.get((request.lane, request.priority))
             heap = level.heaps.get(request.tenant, ()) if level and request.any_order else ()
             waiting = [each for _, _, each in sorted(heap, key=itemgetter(0, 1))]
-            found = [each for each in waiting if each.any_order and each is not request]
+            found = [each for each in waiting if each.any_order and not each.resumed and each is not request]
             self._overtaking = request, found
         return self._overtaking[1]
 

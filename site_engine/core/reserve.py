@@ -5,6 +5,10 @@ end make room for those that grow ("Past-Future Scheduler for LLM Serving", 2025
 when: each likely length of a request holds an equal share of its memory until then. By mean lengths alone
 all requests with like forecasts would be at their longest at one time, and half the memory would stay empty.
 Too many at once cost a preemption, which changes no token of an answer.
+
+A chat counts the other chats alone: it starts as soon as its prompt has memory, and lines of batches are
+preempted when it needs more, of which most have ended by then. Lines count the most that the chats will hold,
+and not that those will end, since others come.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 
 from site_engine.core.learned_lengths import LengthFactors
 from site_engine.core.page_pool import PagePool
-from site_engine.core.request import LIKELY, Request, State
+from site_engine.core.request import LIKELY, Lane, Request, State
 
 KEPT_DEVIATIONS = 0.5
 """Room kept for forecasts that are too short, in standard deviations of what all requests together need.
@@ -143,33 +147,46 @@ class Reservation:
         self.factors = LengthFactors()
         self._pool, self._remaining, self._chunk = pool, remaining, chunk
         self._spans: dict[Request, Span] = {}
-        self._future = FuturePeak()
+        self._futures = {lane: FuturePeak() for lane in Lane}
         self._keepers: dict[int, Request] = {}  # by page
         self._shared: dict[Request, int] = {}  # pages of a request whose keeper is another
         self._read_at = 0
         self._refused: set[Request] = set()  # the answer stays no until a request leaves
 
     def fits(self, request: Request) -> bool:
-        """Return whether memory suffices at every time if a request starts now. A lone one always does."""
+        """Return whether memory suffices now and later if a request starts. For a lone one it always does."""
         if not self._spans:
             return True
         if self.refused(request):
             return False
+        if not self.has_room(request):
+            self._refused.add(request)
+            return False
+        return request.lane is Lane.BATCH or self.has_pages(request)
+
+    def has_pages(self, request: Request) -> bool:
+        """Return whether pages are free for a request's tokens, and for all known ones of those that run."""
+        missing = sum(map(self._missing_pages, self._spans))
+        return self._missing_pages(request) + missing <= self._pool.available
+
+    def _missing_pages(self, request: Request) -> int:
+        known = max(len(request.tokens), request.computed + 1)
+        return max(0, self._pool.pages_for(known) - len(request.pages))
+
+    def has_room(self, request: Request) -> bool:
+        """Return whether memory suffices at every time for those that count for a request, with it."""
+        if all(each.lane > request.lane for each in self._spans):
+            return True
         self._look_again()
-        span = self._span(request, 0)
-        if (
-            self._future.all_at_last(span)
-            <= (self._pool.available + self._own_pages()) * self._pool.page_size
-        ):
+        span, future, page_size = self._span(request, 0), self._futures[request.lane], self._pool.page_size
+        room = self._pool.available + self._own_pages()
+        chats = self._futures[Lane.CHAT].peak() if request.lane is Lane.BATCH else 0.0
+        if chats + future.all_at_last(span) <= room * page_size:
             return True
         keepers, ends = [self._keepers.get(page) for page in request.pages], span.expected_end
         shared = sum(each is not None and self._spans[each].expected_end >= ends for each in keepers)
-        room = self._pool.available + self._own_pages() + keepers.count(None)
-        held = self._future.with_one_more(span) - shared * self._pool.page_size
-        if held <= room * self._pool.page_size:
-            return True
-        self._refused.add(request)
-        return False
+        held = chats + future.with_one_more(span) - shared * page_size
+        return held <= (room + keepers.count(None)) * page_size
 
     def refused(self, request: Request) -> bool:
         """Return whether a request was just found not to fit, and nothing has changed since."""
@@ -179,7 +196,7 @@ class Reservation:
         """Enter a request that starts; the pages that it has are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
-        self._future.put(request, self._spans[request])
+        self._futures[request.lane].put(request, self._spans[request])
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
@@ -198,7 +215,7 @@ class Reservation:
             span = self._spans[other]
             self._shared[other] += pages
             self._spans[other] = span._replace(base=span.base - pages * self._pool.page_size)
-            self._future.put(other, self._spans[other])
+            self._futures[other.lane].put(other, self._spans[other])
 
     def computes(self, request: Request, first: int, after: int) -> None:
         """Enter pages [first, after) of a request, which others can share from now on."""
@@ -207,7 +224,7 @@ class Reservation:
 
     def leave(self, request: Request) -> None:
         """Forget a request that is about to drop its pages."""
-        self._future.remove(request)
+        self._futures[request.lane].remove(request)
         del self._spans[request], self._shared[request]
         for page in request.pages:
             if self._keepers.get(page) is request:
@@ -219,7 +236,8 @@ class Reservation:
         if not self._spans:
             return 0
         self._look_again()
-        return max(0, round(self._future.peak()) - self._own_pages() * self._pool.page_size)
+        peaks = sum(future.peak() for future in self._futures.values())
+        return max(0, round(peaks) - self._own_pages() * self._pool.page_size)
 
     def _own_pages(self) -> int:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
@@ -231,7 +249,7 @@ class Reservation:
         self.factors.look(self._spans)
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
         for each, span in self._spans.items():
-            self._future.put(each, span)
+            self._futures[each.lane].put(each, span)
         self._read_at = self.iteration
         self._refused.clear()
 

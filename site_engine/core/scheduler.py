@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.load import CostFit
-from site_engine.core.pacing import Pace
+from site_engine.core.pacing import PromptBudget
 from site_engine.core.page_pool import PagePool, SwapSpace
 from site_engine.core.prefix_cache import Owner, PrefixTree
-from site_engine.core.request import Request, State
+from site_engine.core.request import Lane, Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.core.reserve import Reservation
 
@@ -98,7 +98,7 @@ class Scheduler:
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
-        self.pace = Pace(CostFit() if fit is None else fit)
+        self.prompt_budget = PromptBudget(CostFit() if fit is None else fit)
         self._policy = policy
         self._share_prefixes = share_prefixes
         self._adapters = adapters
@@ -108,7 +108,6 @@ class Scheduler:
         self._started = 0
         # running lines by tenant, beside which its others are paced
         self._decode_heavy: Counter[str] = Counter()
-        self._paced_tokens = 0  # prompt tokens left for paced lines in this iteration
 
     @property
     def has_work(self) -> bool:
@@ -138,16 +137,16 @@ class Scheduler:
         budget = self._plan_decodes(plan)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        paced = bool(self._decode_heavy)
-        self._paced_tokens = self.pace.prompt_tokens(len(plan.decodes), budget) if paced else budget
+        has_chats = self.queue.has_lane(Lane.CHAT) or any(one.lane is Lane.CHAT for one in self.running[:1])
+        self.prompt_budget.begin(now, len(plan.decodes), budget, has_chats, bool(self._decode_heavy))
         budget = self._plan_prefills(plan, budget)
         # prefills alone may hold every page; a request in State.LAST will return its own
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # a request preempted now does not return in the same iteration
-        if len(self.preempted) == preempted_before:
-            self._admit(plan, budget, now, max_new)
+        # a request preempted now does not return in the same iteration, nor another of its lane
+        preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
+        self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
 
     def advance(self, plan: SchedulePlan) -> None:
@@ -216,8 +215,7 @@ class Scheduler:
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
         """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
         paced = self._is_paced(request)
-        if paced:
-            budget = min(budget, self._paced_tokens)
+        budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
         request.cached_tokens += self._share_prefix(request)
         self.reservation.shares(request, held)
@@ -238,8 +236,7 @@ class Scheduler:
             self._insert_prefix(request, request.computed + length)
             after = (request.computed + length) // page_size
             self.reservation.computes(request, begun // page_size, after)
-        if paced:
-            self._paced_tokens -= length
+        self.prompt_budget.take(length, request.lane, paced)
         plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))
         return length
 
@@ -269,12 +266,14 @@ class Scheduler:
 
     # ---- starting and preempting
 
-    def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None) -> None:
+    def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None, before: int) -> None:
+        """Start requests of lanes before `before`."""
         if self._policy.static and self.running:
             return
         started = self._started
         while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
-            request = next(filter(self._fits, self._candidates(now)), None)
+            candidates = (one for one in self._candidates(now) if one.lane < before)
+            request = next(filter(self._fits, candidates), None)
             if request is None:
                 return
             self._start(request, now)
@@ -283,7 +282,9 @@ class Scheduler:
     def _candidates(self, now: float) -> Iterator[Request]:
         """Yield the next request; then, of lines that may overtake it, the first that fits and a paced one.
 
-        The memory beside the longest answers, which they need later, serves shorter ones until then.
+        The memory beside the longest answers, which they need later, serves shorter ones until then. Beside
+        chats it serves those: shorter lines would take each piece of memory that a chat leaves, and the
+        longest would start last.
         """
         for first in self._next_to_start(now):
             yield first
@@ -291,15 +292,16 @@ class Scheduler:
                 continue
             lines = self.queue.overtaking(first)
             paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
-            fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)  # they come longest first
-            yield from lines[fitting : min(fitting + 1, paced)]
+            if not self.prompt_budget.beside_chats:  # they come longest first
+                fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)
+                yield from lines[fitting : min(fitting + 1, paced)]
             yield from lines[paced : paced + 1]
 
     def _fits(self, request: Request) -> bool:
         """Take the cached pages of a request that can start now; it has none if it can't."""
         if self.reservation.refused(request) or not self._has_slot(request):
             return False
-        if self._is_paced(request) and self._paced_tokens <= 0:
+        if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
             return False
         self._share_prefix(request)
         if self.reservation.fits(request):
@@ -311,7 +313,7 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt running requests of a lower lane until the next request has its room and its slot.
+        """Preempt running requests of a lower lane until the next request has its row, pages and slot.
 
         One an iteration would let it wait for several where lines of batches are small and fill the memory.
         """
@@ -331,7 +333,9 @@ class Scheduler:
             kept = {one.variant for one in self.running if one.lane <= first.lane}
             holders = (one for one in reversed(self.running) if one.has_adapter)
             return next((one for one in holders if one.variant not in kept), None)
-        return None if self._rows and self.reservation.fits(first) else self.running[-1]
+        if not self.reservation.has_room(first) or (self._rows and self.reservation.has_pages(first)):
+            return None
+        return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
         """Yield the request to start next; if it waits for a slot, also the next one without an adapter.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import Pace
 from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import SchedulePlan
 from tests.support.counted_engine import CountedEngine
 
@@ -89,6 +90,19 @@ def test_lines_in_order_wait_for_one_another() -> None:
     engine = engine_for(requests, 1024)
     engine.step()
     assert running(engine) == {"first"}
+
+
+def test_prefill_heavy_lines_overtake_last_also_if_some_go_on_from_another_site() -> None:
+    queue = AdmissionQueue()
+    lines = [line(str(at), 20, 9, heavy=at % 3 == 0) for at in range(12)]
+    for at, each in enumerate(lines):
+        each.resumed = [1] * (at < 6)
+        queue.push(each)
+    first = queue.first(0.0)
+    assert first is lines[0]
+    heavy = [each.prefill_heavy for each in queue.overtaking(first)]
+    assert heavy == sorted(heavy)
+    assert heavy
 
 
 def test_a_line_in_order_is_overtaken_by_none() -> None:
@@ -177,26 +191,93 @@ def test_prompts_are_computed_a_few_tokens_an_iteration_beside_long_answers(seed
     assert engine_for(requests, 1 << 16, keeps_pace).run().output > 0
 
 
-def test_nobody_is_paced_beside_the_lines_of_another_tenant_or_beside_chats() -> None:
-    chat = Request("chat", range(5), remaining=RemainingCurve.exactly(500), tenant="t")
-    requests = [chat, line("other", 5, 500, tenant="u"), line("heavy", 2000, 3, heavy=True)]
+def test_nobody_is_paced_beside_the_lines_of_another_tenant() -> None:
+    requests = [line("other", 5, 500, tenant="u"), line("heavy", 2000, 3, heavy=True)]
     engine = engine_for(requests, 1 << 14)
     for _ in range(3):
         engine.step()
     assert engine.counts.computed >= 2000
 
 
+def submit_chat(engine: CountedEngine, name: str, prompt: int, tokens: int) -> None:
+    begins = (1 << 60) + (int(name) << 20)
+    known, ids = RemainingCurve.exactly(tokens), range(begins, begins + prompt)
+    engine._lengths[name] = tokens
+    engine.submit(Request(name, ids, remaining=known, tenant="u", lane=Lane.CHAT))
+
+
 def test_a_chat_takes_the_memory_of_as_many_lines_as_it_needs_at_once() -> None:
-    engine = engine_for([line(str(at), 16, 96) for at in range(9)], 1024)
+    engine = engine_for([line(f"line {at}", 16, 96) for at in range(9)], 1024)
+    for _ in range(80):
+        engine.step()
+    assert len(running(engine)) >= 7
+    submit_chat(engine, "0", 600, 20)
     engine.step()
-    assert len(running(engine)) == 7
-    chat = Request("chat", range(400), remaining=RemainingCurve.exactly(100), tenant="u", lane=Lane.CHAT)
-    engine._lengths["chat"] = 100
-    engine.submit(chat)
-    engine.step()
-    assert "chat" in running(engine)
-    assert 3 <= len(engine.scheduler.preempted) <= 6
+    assert "0" in running(engine)
+    assert 2 <= len(engine.scheduler.preempted) <= 5
     engine.run()
+
+
+def test_lines_that_end_soon_are_not_preempted_for_what_a_chat_needs_later() -> None:
+    """The long line and the chat do not fit together at their ends; by then the short lines have ended."""
+    short = [line(f"short {at}", 15, 20) for at in range(10)]
+    engine = engine_for([line("long", 300, 600), *short], 1024)
+    engine.step()
+    assert len(running(engine)) == 11
+    submit_chat(engine, "0", 15, 400)
+    engine.step()
+    assert "0" in running(engine)
+    assert engine.run().preemptions == 1
+
+
+@given(seed=st.integers(0, 1000))
+def test_no_chat_waits_for_lines_however_wrong_their_forecasts_are(seed: int) -> None:
+    """As long as chats alone have rows and memory, each starts in the next iteration."""
+    rnd = random.Random(seed)
+    lines = [line(f"line {at}", rnd.randint(5, 200), rnd.randint(5, 200)) for at in range(80)]
+    engine = engine_for(lines, 2048)
+    for each in lines:
+        engine._lengths[each.id] = rnd.randint(5, 400)
+        each.max_tokens = 1 << 20
+    chats = 0
+    while engine.scheduler.has_work:
+        if rnd.random() < 0.1 and len(chats_of(engine)) < 6:
+            submit_chat(engine, str(chats), rnd.randint(5, 60), rnd.randint(1, 60))
+            chats += 1
+        engine.step()
+        assert not engine.scheduler.queue.has_lane(Lane.CHAT)
+
+
+def chats_of(engine: CountedEngine) -> list[Request]:
+    return [each for each in engine.scheduler.running if each.lane is Lane.CHAT]
+
+
+def test_prompts_of_lines_are_computed_in_pieces_while_chats_may_come() -> None:
+    """Also of lines that came together; a minute after the last chat all at once."""
+    requests = [line(f"line {at}", 900, 3, heavy=at % 2 > 0) for at in range(60)]
+    fit, most = reading_weights(), [0]
+    beside = Pace(fit).beside_chats(BUDGET)
+    assert FREE_TOKENS < beside < BUDGET / 4
+
+    def seconds(plan: SchedulePlan) -> float:
+        most.append(sum(chunk.length for chunk in plan.prefills if chunk.request.lane is Lane.BATCH))
+        return 1.0
+
+    engine = engine_for(requests, 1 << 16, seconds)
+    submit_chat(engine, "0", 20, 5)
+    for _ in range(30):
+        engine.step()
+    assert 0 < max(most) <= beside
+    for _ in range(60):
+        engine.step()
+    assert max(most) > 2 * beside
+
+
+def test_lines_take_no_rows_beside_chats_before_their_prompts_are_computed() -> None:
+    engine = engine_for([line(f"line {at}", 900, 3) for at in range(60)], 1 << 16)
+    submit_chat(engine, "0", 20, 50)
+    engine.step()
+    assert len(running(engine)) <= 3
 
 
 def test_two_kinds_of_lines_end_sooner_together_than_in_turn() -> None:
