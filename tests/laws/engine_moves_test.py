@@ -263,10 +263,11 @@ def test_a_request_that_moves_misses_one_step_of_its_neighbours_at_most(
     )
     target.thread.expect()
     moved: list[Moved | None] = []
+    leads: list[int] = []
 
     def gone(found: Moved | None) -> None:
         moved.append(found)
-        assert near.generated - source.tokens["r"] == lead  # no iteration came before this
+        leads.append(near.generated - source.tokens["r"])
 
     source.thread.export("r", InboxPlace(inbox, 0), gone)
     asked = last = source.tokens["r"]
@@ -278,6 +279,7 @@ def test_a_request_that_moves_misses_one_step_of_its_neighbours_at_most(
         if moved:
             break
         target.thread.turn()
+    assert leads == [lead]  # the answer comes before another iteration
     assert moved[0] is not None
     assert moved[0].computed == 30 + last - 1
     assert last > asked  # it went on while its pages were sent
