@@ -202,6 +202,8 @@ def test_a_job_is_paused_resumed_and_another_cancelled_by_the_sdk(school: School
     assert school.digest(paused) == school.digest(whole)
     assert school.job(cancelled).status == "cancelled"
     assert school.job(cancelled).fine_tuned_model is None
+    sites = ("first", "second")
+    eventually(lambda: not any(school.federation.sites()[each]["training"] for each in sites), "none trains")
 
 
 def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole: str) -> None:
