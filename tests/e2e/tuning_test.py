@@ -185,27 +185,6 @@ def test_a_job_by_the_sdk_becomes_a_model_that_answers(school: School, whole: st
     assert listed[job.fine_tuned_model]["parent"] == BASE
 
 
-def test_a_job_is_paused_resumed_and_another_cancelled_by_the_sdk(school: School, whole: str) -> None:
-    """What was paused at a real site becomes the adapter of a job that nothing disturbed."""
-    school.ready("first", "second")
-    jobs = school.client.fine_tuning.jobs
-    paused, cancelled = school.create(), school.create()
-    school.site_of(paused)
-    assert jobs.pause(paused).status == "queued"
-    school.site_of(cancelled)
-    assert jobs.cancel(cancelled).status == "cancelled"
-    eventually(lambda: school.job(paused).mico["site"] is None, "the site has stored its state and stopped")
-    stopped = school.job(paused)
-    assert stopped.status == "queued" and stopped.mico["paused"] and 0 < stopped.mico["step"] < STEPS
-    jobs.resume(paused)
-    school.succeeded(paused)
-    assert school.digest(paused) == school.digest(whole)
-    assert school.job(cancelled).status == "cancelled"
-    assert school.job(cancelled).fine_tuned_model is None
-    sites = ("first", "second")
-    eventually(lambda: not any(school.federation.sites()[each]["training"] for each in sites), "none trains")
-
-
 def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole: str) -> None:
     school.ready("first", "second")
     federation, wanted = school.federation, school.digest(whole)
