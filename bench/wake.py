@@ -71,7 +71,7 @@ def p95(values: Sequence[float]) -> float:
     return sorted(values)[int(0.95 * (len(values) - 1))]
 
 
-async def told(on: Engine, name: str, options: argparse.Namespace) -> list[list[int]]:
+async def greedy_answers(on: Engine, name: str, options: argparse.Namespace) -> list[list[int]]:
     """Ask the same queries, one after the other so that steps have the same rows, as a tenant of that name,
     which finds no prefix of another's; return the tokens of the answers.
     """
@@ -90,9 +90,9 @@ def differ(some: list[list[int]], others: list[list[int]]) -> int:
 
 async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Let one base sleep and wake, and ask it the same each time."""
-    wanted = await told(on, "before", options)
+    wanted = await greedy_answers(on, "before", options)
     found: dict[str, Any] = {"sleep_s": [], "wake_s": [], "first_token_s": [], "freed_gb": []}
-    found |= {"wrong_without_sleep": differ(wanted, await told(on, "control", options)), "wrong": 0}
+    found |= {"wrong_without_sleep": differ(wanted, await greedy_answers(on, "control", options)), "wrong": 0}
     for turn in range(options.turns):
         before = free_bytes(options.devices)
         found["sleep_s"].append(round(await turned(pool_of(on).sleeping.sleep), 3))
@@ -102,7 +102,7 @@ async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
         asked = requests(f"first {turn}", 1, options.prompt, TOKENS, on.facts.vocab_size)
         await on.ask(asked)
         found["first_token_s"].append(round(first_s(on, asked, began_s)[0], 3))
-        found["wrong"] += differ(wanted, await told(on, f"after {turn}", options))
+        found["wrong"] += differ(wanted, await greedy_answers(on, f"after {turn}", options))
     return found
 
 

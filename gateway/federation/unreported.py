@@ -1,4 +1,4 @@
-"""What a gateway knows of a site beyond its last report: what it assigned since, and what has ended. Pure."""
+"""Track what a gateway assigned to a site since its last report, and what has ended. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine takes keys and values of requests that come from other engines of its host."""
+"""Describe inboxes, in which an engine takes keys and values from other engines of its host."""
 
 from __future__ import annotations
 

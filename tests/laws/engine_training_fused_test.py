@@ -14,12 +14,12 @@ from site_engine.core.training import AdapterShape, StepDone
 from site_engine.cuda.kernels import training_kernels
 from site_engine.training import llama_layers
 from site_engine.training.adapter import Adapter, new_adapter
-from site_engine.training.micro_batch import MicroBatch, run_micro_batch
+from site_engine.training.micro_batch import MicroBatch
 from site_engine.training.packing import pack, pad
 from site_engine.training.sliced_model import SlicedModel
 from tests.support.engine_models import FAMILIES
 from tests.support.model_families import random_model
-from tests.support.training import SMALL, examples, run, trainer
+from tests.support.training import SMALL, computed, examples, run, trainer
 
 pytestmark = pytest.mark.slow
 FUSED = ("llama", "qwen2", "mistral")
@@ -42,13 +42,7 @@ def passed(name: str, target: str, *, fused: bool, backward: bool = True, padded
     packed = pack(examples(5, seed=3).examples)
     if padded:
         packed = pad(packed, len(packed.ids) + padded, model.head_tokens)
-    slices = run_micro_batch(model, adapter, adapted, packed, packed.learned, backward=backward)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: MicroBatch = end.value
-            return result
+    return computed(model, adapter, adapted, packed, backward=backward)
 
 
 @pytest.mark.parametrize("name", FUSED)

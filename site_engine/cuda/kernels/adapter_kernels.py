@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from site_engine.cuda.kernels.skinny_gemm_kernels import LINE, fetch_lines, product, store_product
+from site_engine.cuda.kernels.skinny_gemm_kernels import (
+    LINE,
+    fetch_lines,
+    fetch_weight,
+    product,
+    store_product,
+)
 from site_engine.cuda.kernels.version_kernels import at_version, versions_of
 
 TILE_ROWS = tl.constexpr(16)
@@ -202,12 +208,7 @@ def adapted_gemm_rows(
         exists = n < columns
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-            if PREFETCH > 0:
-                line = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, depth - 1)
-                lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
-                fetch_lines(lines)
-                if GATED:
-                    fetch_lines(lines + columns * depth)
+            fetch_weight(weight, n, exists, begin, columns, depth, GATED, PREFETCH)
         its_slots = tl.load(slots + tl.arange(0, ROWS_PAD), mask=tl.arange(0, ROWS_PAD) < rows, other=-1)
         expanded = tl.load(counts + 1)
         shrinking = tl.load(counts) * jobs

@@ -37,12 +37,7 @@ def skinny_gemm_rows(
     end = tl.minimum(begin + part_depth, depth)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            line = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, depth - 1)
-            lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
-            fetch_lines(lines)
-            if GATED:
-                fetch_lines(lines + columns * depth)
+        fetch_weight(weight, n, exists, begin, columns, depth, GATED, PREFETCH)
         tl.extra.cuda.gdc_wait()
     total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
                         GATED, EVEN)  # fmt: skip
@@ -104,6 +99,17 @@ def store_product(
             gate = total.to(dtype).to(tl.float32)
             total = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
         tl.store(out_at, total.to(dtype), mask=keep)
+
+
+@triton.jit
+def fetch_weight(weight, n, exists, begin, columns, depth, GATED: tl.constexpr, LINES: tl.constexpr):
+    """Prefetch the first lines, from `begin` of the depth on, of the weight rows of columns `n`."""
+    if LINES > 0:
+        line = tl.minimum(begin + tl.arange(0, LINES) * LINE, depth - 1)
+        lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
+        fetch_lines(lines)
+        if GATED:
+            fetch_lines(lines + columns * depth)
 
 
 @triton.jit
