@@ -127,10 +127,14 @@ def page(browser: Browser, federation: LocalFederation) -> Browser:
 
 
 def row(site: str) -> str:
-    """An expression for the table row of a site."""
+    """An expression for the table row of a site.
+
+    The name is read as `textContent`: `innerText` is empty until a row of the table, whose
+    `content-visibility` is `auto`, was painted for the first time.
+    """
     name = json.dumps(site)
     rows = "[...document.querySelectorAll('#site-table tbody tr')]"
-    return f"{rows}.find((r) => r.querySelector('.name span').innerText === {name})"
+    return f"{rows}.find((r) => r.querySelector('.name span').textContent === {name})"
 
 
 def ask(federation: LocalFederation, tokens: int = 60) -> str:
@@ -300,7 +304,7 @@ def test_a_newcomer_finds_the_hot_cloud_since_when_why_and_takes_the_site_out(
         loaded = f"{first}.querySelector('progress').value > 0.01"
         page.until(f"{loaded} && {row(hot)} === {first}", "the hot site comes first")
         cloud = federation.sites()[hot]["cloud"]
-        assert page.run(f"{first}.querySelector('.name small').innerText").startswith(cloud)
+        assert page.run(f"{first}.querySelector('.name small').textContent").startswith(cloud)
         # 2. since when: arrow keys move through the plot of token load, back to where the site was idle
         page.run("document.querySelector('#load svg').focus()")
         page.until(f"{tip(hot)} > 0", "the plot says how loaded it is now", press=("ArrowRight", 39))
@@ -360,7 +364,7 @@ def tip(site: str) -> str:
 
 
 def weight(site: str) -> str:
-    return f"{row(site)}.querySelector('[data-label^=Weight]').innerText.split(' ')[0]"
+    return f"{row(site)}.querySelector('[data-label^=Weight]').textContent.split(' ')[0]"
 
 
 def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_path: Path) -> None:
