@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.load import CostFit
@@ -230,6 +230,7 @@ def test_lines_that_end_soon_are_not_preempted_for_what_a_chat_needs_later() -> 
     assert engine.run().preemptions == 1
 
 
+@settings(max_examples=12)
 @given(seed=st.integers(0, 1000))
 def test_no_chat_waits_for_lines_however_wrong_their_forecasts_are(seed: int) -> None:
     """As long as chats alone have rows and memory, each starts in the next iteration."""

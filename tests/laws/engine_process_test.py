@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_answers_are_the_same_in_a_process_of_its_own(name: str) -> None:
-    cases = random_cases(80, seed=len(name))
+    cases = random_cases(40, seed=len(name))
     compared = asyncio.run(compare(name, cases))
     assert differences(cases, compared.here, compared.there) == []
     results = [result for choices in compared.there for result in choices]
