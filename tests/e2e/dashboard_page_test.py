@@ -127,11 +127,7 @@ def page(browser: Browser, federation: LocalFederation) -> Browser:
 
 
 def row(site: str) -> str:
-    """An expression for the table row of a site.
-
-    The name is read as `textContent`: `innerText` is empty until a row of the table, whose
-    `content-visibility` is `auto`, was painted for the first time.
-    """
+    """An expression for the table row of a site. Before a row is first painted, its `innerText` is empty."""
     name = json.dumps(site)
     rows = "[...document.querySelectorAll('#site-table tbody tr')]"
     return f"{rows}.find((r) => r.querySelector('.name span').textContent === {name})"
