@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
@@ -321,7 +322,7 @@ class QueryRun:
 
     def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
         """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""
-        query, state = self.query, self.state
+        query, state, context = self.query, self.state, self.context
         if planned.number == 1 and state.first_demand is not None:
             return state.first_demand
         assert state.capped_forecast is not None, "a query is forecast before it is decided"
@@ -338,7 +339,9 @@ class QueryRun:
             limits=query.limits,
         )
         if planned.number == 1:
-            state.first_demand = demand
+            state.first_demand = demand = context.traffic.arrive(demand, context.clock())
+        elif state.first_demand is not None:
+            demand = replace(demand, arriving=state.first_demand.arriving)
         return demand
 
     def _cached(self) -> Cached:

@@ -26,6 +26,7 @@ from gateway.routing.failover import Try
 from gateway.routing.model_routes import ModelRoute
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefixes import PrefixIndex
+from gateway.routing.traffic import Traffic
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry
 from gateway.telemetry.logs import add_request_fields
 
@@ -68,6 +69,7 @@ class QueryContext:
     prompt_bytes: int = field(default=0, init=False)  # of the live queries
     turns: itertools.count[int] = field(default_factory=itertools.count)
     window: AssignmentWindow = field(default_factory=AssignmentWindow)
+    traffic: Traffic = field(default_factory=Traffic)
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
     lease_more: Callable[[], Awaitable[bool]] = _no_lease
     routes: Callable[[], Mapping[str, ModelRoute]] = dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from gateway.decision import PlacementLimits
 from gateway.domain import Lane, Sampling
@@ -10,13 +11,27 @@ from gateway.routing.prefixes import NOTHING_CACHED, Cached
 from predictor.forecast import Forecast
 
 
+class Arriving(NamedTuple):
+    """What arrives for a model at a gateway, by its last queries.
+
+    `tokens_per_s`: the response tokens that they bring, as forecast; 0 until known. `returning`: the share of
+    them of whose prompt some site had a part cached.
+    """
+
+    tokens_per_s: float = 0.0
+    returning: float = 0.0
+
+
+NOTHING_ARRIVES: Final = Arriving()
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """One attempt to be placed. `response_tokens` are those still to come, already capped by max_tokens.
 
     `kv_tokens` is the KV room to reserve: the prompt (with the delivered part of a resumed answer) and the
-    90% quantile of each choice. `cached`: tokens of the prompt. `regions` None means every one. Computed once
-    per query, not once per site.
+    90% quantile of each choice. `cached`: tokens of the prompt. `regions` None means every one. `arriving`:
+    for the same model. Computed once per query, not once per site.
     """
 
     model: str
@@ -28,6 +43,7 @@ class Demand:
     regions: frozenset[str] | None = None
     cached: Cached = NOTHING_CACHED
     limits: PlacementLimits | None = None
+    arriving: Arriving = NOTHING_ARRIVES
 
     @staticmethod
     def of(

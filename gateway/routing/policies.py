@@ -22,6 +22,10 @@ sites: weighed by each site's own speed, fast sites would build up queues while 
 once all have queues, a slow site is for long answers, which a wait delays least per token. Measured:
 docs/decisions/routing-cost.md.
 """
+SCARCE = 0.8
+"""Requests for each slot of all candidates together from which free slots are scarce, and crowding counts in
+full. With fewer, those whom a query would crowd find free slots elsewhere. Measured: the same page.
+"""
 FIRST_TOKEN = 6.0
 """Weight of a second until the first token, in seconds between tokens, added to the finish."""
 REPORTS_EVERY_S = 1.5
@@ -114,10 +118,10 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     """
     at, found = candidates.at, candidates.estimates
     decode_s = np.asarray(demand.response_tokens * candidates.least_of(found.iteration_s))
-    crowding = CROWDING_WEIGHT * at.crowding
     if not demand.cached.by_site:
-        own: Numbers = decode_s * crowding
+        own: Numbers = np.asarray(CROWDING * _scarcity(demand, candidates) * float(decode_s)) * at.crowding
         return own
+    crowding = CROWDING_WEIGHT * at.crowding
     new_tokens, all_slots_s = found.new_tokens, at.all_slots_per_token_s
     again_tokens = new_tokens - np.asarray(candidates.least_of(new_tokens))
     # More than 0, so that nothing is divided by 0 where a query takes no time.
@@ -127,6 +131,19 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     evicted_s = EVICTION_WEIGHT * (at.per_token_s * again_tokens)
     whole: Numbers = crowding * (decode_s * work_left + all_slots_s * again_tokens) + evicted_s
     return whole
+
+
+def _scarcity(demand: Demand, candidates: Candidates) -> float:
+    """Return the part of crowding that counts, at most 1: how scarce free slots are at all candidates.
+
+    Taken are as many slots as sites have requests, or will be soon at the rate at which they arrive now
+    (Little's law), if that is more: so a burst on idle sites spreads by their speed. Queries that continue
+    a prompt find no free slot elsewhere that has their prefix, so they count as if slots were scarce.
+    """
+    arriving, at, may = demand.arriving, candidates.at, candidates.may
+    soon = arriving.tokens_per_s * candidates.least_of(candidates.estimates.iteration_s)
+    per_slot = max(soon, float(at.requests.dot(may))) / float(at.slots.dot(may))
+    return max(arriving.returning, min(1.0, (per_slot / SCARCE) ** 3))
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:

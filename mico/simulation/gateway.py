@@ -20,6 +20,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, tries
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import JOINT_POLICIES, POLICIES
+from gateway.routing.traffic import Traffic
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
 from mico.simulation.affinity import Affinity
 from mico.simulation.clock import Clock
@@ -85,6 +86,7 @@ class Gateway:
         self._window_s, self._window_length = window_s, window_length
         self._window: list[Query] = []
         self._burst = AssignmentWindow()
+        self._traffic = Traffic()
         joint = any(policy is POLICIES[name] for name in JOINT_POLICIES)
         self._jointly = joint and not self._affinity.chooses
         self._turns = count(number * TURNS_APART)
@@ -129,13 +131,13 @@ class Gateway:
 
     def _assign_or_batch(self, query: Query) -> None:
         """Assign as production does: at once, or jointly with others of a burst while the sites are full."""
-        first, demand = self._plan(query), self._demand(query)
+        first, demand = self._plan(query), self._traffic.arrive(self._demand(query), self._clock.now_s)
         if not (self._jointly and self._burst.should_wait(demand, self.fleet, self._clock.now_s)):
-            self._dispatch(query, first, 0)
+            self._dispatch(query, first, 0, demand)
             return
 
         def place(site: str | None) -> None:
-            self._dispatch(query, first._replace(preferred_site=site), 0)
+            self._dispatch(query, first._replace(preferred_site=site), 0, demand)
 
         if self._burst.add(WindowEntry(demand, place)):
             self._clock.after(WINDOW_S, lambda: self._burst.close(self.fleet, self._clock.now_s))
@@ -154,7 +156,8 @@ class Gateway:
         for index in sorted(range(len(queries)), key=lambda index: -lengths[index]):
             first = self._plan(queries[index])
             site = fleet.sites[places[index]].name
-            self._dispatch(queries[index], first._replace(preferred_site=site), 0)
+            demand = self._demand(queries[index])
+            self._dispatch(queries[index], first._replace(preferred_site=site), 0, demand)
 
     def attempt_failed(self, attempt: Attempt, failure: AttemptFailure, delivered: int) -> None:
         """End a failed attempt; production's failover decides on the next try."""
@@ -165,11 +168,11 @@ class Gateway:
         except MicoError:
             self._end(attempt.query)
             return
-        self._dispatch(attempt.query, next_try, delivered)
+        demand = replace(self._demand(attempt.query, delivered), arriving=attempt.demand.arriving)
+        self._dispatch(attempt.query, next_try, delivered, demand)
 
-    def _dispatch(self, query: Query, next_try: Try, delivered: int) -> None:
+    def _dispatch(self, query: Query, next_try: Try, delivered: int, demand: Demand) -> None:
         affinity, now_s = self._affinity, self._clock.now_s
-        demand = self._demand(query, delivered)
         preferred = next_try.preferred_site
         if preferred is None:
             preferred = affinity.choose(query, self.fleet)

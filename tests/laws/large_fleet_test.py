@@ -18,6 +18,7 @@ from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES, REPORTS_EVERY_S
 from gateway.routing.prefixes import Cached
+from gateway.routing.traffic import Traffic
 
 SITES, BURST = 1_000, 5_000
 SPEEDS = (1.0, 1.3, 1.7, 2.2, 3.0)
@@ -49,7 +50,7 @@ def jain(values: list[float]) -> float:
 
 def spread(policy: str, slots: int, age_s: float) -> dict[str, float]:
     """Assign a burst to idle sites whose reports are so old; return the tokens that each site got."""
-    directory, random = Directory(), Random(7)
+    directory, random, traffic = Directory(), Random(7), Traffic()
     for number, slower in zip(range(SITES), cycle(SPEEDS), strict=False):
         name = f"s{number:04d}"
         directory.join(identity(name, slots), NOW - 2.0)
@@ -57,7 +58,7 @@ def spread(policy: str, slots: int, age_s: float) -> dict[str, float]:
     got = dict.fromkeys((site.name for site in directory.sites), 0.0)
     for turn in range(BURST):
         tokens = random.uniform(150, 250)
-        demand = Demand("m", 100, tokens, 500)
+        demand = traffic.arrive(Demand("m", 100, tokens, 500), NOW)
         site = decide(demand, directory.fleet, POLICIES[policy], now_s=NOW, turn=turn).site
         assert site is not None
         got[site.name] += tokens

@@ -26,7 +26,7 @@ from gateway.domain import (
 from gateway.errors import MicoError, UpstreamLost
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.routing.decide import decide
-from gateway.routing.demand import Demand
+from gateway.routing.demand import Arriving, Demand
 from gateway.routing.estimate import estimate
 from gateway.routing.failover import MAX_MOVES, FailedTry, tries
 from gateway.routing.filters import STALE_AFTER_S
@@ -158,7 +158,7 @@ def test_a_decision_names_one_site_and_estimates_every_candidate(
 def test_a_cached_prompt_speaks_for_its_site_and_against_computing_it_again(
     sites: list[Site], place: int, share: float, prompt_tokens: int, turn: int
 ) -> None:
-    demand = replace(DEMAND, prompt_tokens=prompt_tokens)
+    demand = replace(DEMAND, prompt_tokens=prompt_tokens, arriving=Arriving(returning=1.0))
     fleet = Fleet.of([_with_prefill(each) for each in sites])
     name = sites[place % len(sites)].name
     without = decide(demand, fleet, mico, now_s=NOW, turn=turn)

@@ -1,0 +1,54 @@
+"""Measure how fast the queries for each model arrive, and how many of them continue earlier prompts."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Final
+
+from gateway.routing.demand import Arriving, Demand
+
+RECENT: Final = 32
+"""The number of queries by which the traffic of a model is measured."""
+FEWEST: Final = 8
+"""Fewer queries do not tell how fast they arrive."""
+SHORTEST_S: Final = 1e-6
+
+
+class Traffic:
+    """The last RECENT queries for each model at one gateway. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, _Recent] = {}
+
+    def arrive(self, demand: Demand, now_s: float) -> Demand:
+        """Count a query; return its demand with what arrives for its model, itself included."""
+        recent = self._recent.get(demand.model)
+        if recent is None:
+            recent = self._recent[demand.model] = _Recent()
+        return replace(
+            demand, arriving=recent.add(now_s, demand.response_tokens, bool(demand.cached.by_site))
+        )
+
+
+class _Recent:
+    """The last queries for one model."""
+
+    __slots__ = ("_queries", "_returning", "_tokens")
+
+    def __init__(self) -> None:
+        self._queries: deque[tuple[float, float]] = deque()  # arrival, response tokens
+        self._tokens = self._returning = 0.0
+
+    def add(self, now_s: float, response_tokens: float, returns: bool) -> Arriving:
+        queries = self._queries
+        if len(queries) == RECENT:
+            self._tokens -= queries.popleft()[1]
+        queries.append((now_s, response_tokens))
+        self._tokens += response_tokens
+        self._returning += (returns - self._returning) / len(queries)
+        if len(queries) < FEWEST:
+            return Arriving(returning=self._returning)
+        first_s, first_tokens = queries[0]
+        tokens = max(0.0, self._tokens - first_tokens)
+        return Arriving(tokens / max(SHORTEST_S, now_s - first_s), self._returning)
