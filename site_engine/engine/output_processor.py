@@ -33,7 +33,10 @@ class OutputProcessor:
         self._answer = AnswerText(request, vocabulary, self._ends)
         self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
-        self._prompt_logprobs: list[TokenLogprob] = []
+        of_prompt = (
+            request.prompt[:1] if request.sampling.prompt_logprobs else ()
+        )  # nothing predicts the first
+        self._prompt_logprobs = [self._logprob(token_id, None) for token_id in of_prompt]
         self._starts_told = 0  # with their timings
 
     def replay(self) -> Finish | None:
@@ -88,7 +91,7 @@ class OutputProcessor:
             text=self._answer.take_carried() if complete else "",
             finish=finish,
             error=error,
-            prompt_logprobs=self._take_prompt_logprobs(),
+            prompt_logprobs=self._take_prompt_logprobs() if complete else (),
             timings=self._timings(now),
             completion_tokens=self.request.generated,
             stop_sequence=self._answer.stopped if complete else "",
@@ -100,8 +103,6 @@ class OutputProcessor:
         request = self.request
         if self._starts_told:
             return  # computed again after a preemption: they came with the first token
-        if not self._prompt_logprobs:
-            self._prompt_logprobs.append(self._logprob(request.prompt[0], None))
         done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption
         chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
         wanted = [request.sampling.logprobs or 0] * len(chosen)
