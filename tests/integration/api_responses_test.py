@@ -421,4 +421,32 @@ def test_a_text_beside_logprobs_alone_is_not_lost() -> None:
     first, last = Delta(0, "", 1, logprobs=(held,)), Delta(0, "é", 2, finish=Finish.STOP)
     frames = b"".join(encoder.encode(piece) for piece in (OPENING, first, last, Usage(7, 2)))
     deltas = [event for event in response_events(frames) if event["type"].endswith("text.delta")]
-    assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [("", 1), ("é", 0)]
+    assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [("é", 1)]
+
+
+def test_the_log_probabilities_of_a_call_do_not_end_it() -> None:
+    logprobs = (TokenLogprob("x", b"x", -1.0),)
+    pieces: list[AnswerEvent] = [
+        OPENING,
+        Delta(0, "", 1, logprobs=logprobs, reasoning="Hm."),
+        Delta(0, "", 2, logprobs=logprobs),
+        Delta(0, "", 3, logprobs=logprobs, reasoning=" Add."),
+        Delta(0, "", 4, logprobs=logprobs),
+        Delta(0, "", 5, logprobs=logprobs, tool_calls=(ToolCall(0, "call_1", "add"),)),
+        Delta(0, "", 6, logprobs=logprobs),
+        Delta(0, "", 7, logprobs=logprobs, tool_calls=(ToolCall(0, arguments="{}"),)),
+        Delta(0, "", 7, finish=Finish.TOOL_CALLS),
+        Usage(7, 7),
+    ]
+    encoder, choice = ResponseEncoder(read(tools=[ADD]), HEAD), Choice()
+    events = response_events(b"".join(map(encoder.encode, pieces)))
+    output = events[-1]["response"]["output"]
+    assert [(item["type"], item["status"]) for item in output] == [
+        ("reasoning", "completed"),
+        ("function_call", "completed"),
+    ]
+    for piece in pieces:
+        if isinstance(piece, Delta):
+            choice.add(piece)
+    whole = json.loads(response_body(read(tools=[ADD]), HEAD, UnaryResponse(OPENING, [choice], Usage(7, 7))))
+    assert whole["output"] == output
