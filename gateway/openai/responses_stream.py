@@ -34,6 +34,7 @@ from gateway.openai.responses_body import (
     text_logprobs,
 )
 from gateway.openai.responses_tools import CalledTool, called_tools
+from gateway.openai.tool_calls import parts_of_earlier_call
 
 _json = msgspec.json.Encoder().encode
 
@@ -104,14 +105,15 @@ class ResponseEncoder:
     # ---- events of the answer
 
     def _encode_delta(self, delta: Delta) -> bytes:
-        frames = b""
+        earlier = parts_of_earlier_call(delta.tool_calls)
+        frames = b"".join(map(self._encode_call, delta.tool_calls[:earlier]))
         if delta.reasoning:
-            frames = self._encode_part(_REASONING, delta.reasoning)
+            frames += self._encode_part(_REASONING, delta.reasoning)
         if delta.text or delta.logprobs:
             frames += self._encode_text(delta)
         if delta.refusal:
             frames += self._encode_part(_REFUSAL, delta.refusal)
-        for part in delta.tool_calls:
+        for part in delta.tool_calls[earlier:]:
             frames += self._encode_call(part)
         if delta.finish is not None:
             self._finish = delta.finish

@@ -424,6 +424,21 @@ def test_a_text_beside_logprobs_alone_is_not_lost() -> None:
     assert [(event["delta"], len(event["logprobs"])) for event in deltas] == [("é", 1)]
 
 
+def test_text_that_comes_with_the_end_of_a_call_follows_it() -> None:
+    pieces: list[AnswerEvent] = [
+        OPENING,
+        Delta(0, "", 1, tool_calls=(ToolCall(0, "call_1", "add", '{"a":'),)),
+        Delta(0, "Done.", 4, tool_calls=(ToolCall(0, arguments="1}"), ToolCall(1, "call_2", "add", "{"))),
+        Delta(0, "Bye.", 6, tool_calls=(ToolCall(1, arguments="}"),), finish=Finish.TOOL_CALLS),
+        Usage(7, 6),
+    ]
+    encoder = ResponseEncoder(read(tools=[ADD]), HEAD)
+    events = response_events(b"".join(map(encoder.encode, pieces)))
+    output = events[-1]["response"]["output"]
+    shown = [item.get("arguments") or item["content"][0]["text"] for item in output]
+    assert shown == ['{"a":1}', "Done.", "{}", "Bye."]
+
+
 def test_the_log_probabilities_of_a_call_do_not_end_it() -> None:
     logprobs = (TokenLogprob("x", b"x", -1.0),)
     pieces: list[AnswerEvent] = [
