@@ -20,6 +20,7 @@ from gateway.domain import AnswerEvent, Delta, Finish, Opening, ToolCall, Usage
 from gateway.openai.error_body import ErrorResponse, incomplete_answer
 from gateway.openai.frames import named_frame, one_line
 from gateway.openai.response_schema import ResponseHead
+from gateway.openai.tool_calls import parts_of_earlier_call
 
 _json = msgspec.json.Encoder().encode
 
@@ -66,12 +67,13 @@ class MessageEncoder:
         return named_frame("error", _json(error_fields(error, request_id)))
 
     def _encode_delta(self, delta: Delta) -> bytes:
-        frames = b""
+        earlier = parts_of_earlier_call(delta.tool_calls)
+        frames = b"".join(map(self._encode_call, delta.tool_calls[:earlier]))
         if delta.reasoning:
-            frames = self._encode_text(_THINKING, delta.reasoning)
+            frames += self._encode_text(_THINKING, delta.reasoning)
         if text := delta.text + delta.refusal:
             frames += self._encode_text(_TEXT, text)
-        for part in delta.tool_calls:
+        for part in delta.tool_calls[earlier:]:
             frames += self._encode_call(part)
         if delta.finish is not None:
             self._finish, self._stop_sequence = delta.finish, delta.stop_sequence

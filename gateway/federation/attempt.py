@@ -252,7 +252,7 @@ class LiveAttempt:
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 last = choice.take() or Delta(index, "", choice.completion_tokens)
-                choice.add(replace(last, finish=Finish.LENGTH))
+                choice.add(replace(last, finish=Finish.LENGTH, cached_unknown=True))  # sites tell at the end
                 self._has_output = True
         self.truncated = True
         self.cancel()

@@ -126,8 +126,8 @@ def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryR
     if reasoning:
         part = reasoning_text(reasoning)
         output.append(part_item(item_id("reasoning", head, 0), COMPLETED, [part], reasoning=True))
-    if text or choice.logprobs or not (calls or refusal or reasoning):
-        part = output_text(text, choice.logprobs)
+    if text or not (calls or refusal or reasoning):
+        part = output_text(text, choice.logprobs if text else ())
         output.append(part_item(item_id("message", head, len(output)), COMPLETED, [part]))
     if refusal:
         output.append(part_item(item_id("message", head, len(output)), COMPLETED, [refusal_part(refusal)]))

@@ -35,11 +35,11 @@ LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("system", "developer", "user", "assistant")
 _PART_KINDS = {"assistant": ("output_text", "refusal", "input_text")}
 _STATEFUL = {
-    "store": "responses are not stored here; leave it out or set it to false",
-    "previous_response_id": "responses are not stored here; send the whole conversation as 'input'",
-    "conversation": "conversations are not stored here; send the whole conversation as 'input'",
+    "store": "can only be false: responses are not stored here",
+    "previous_response_id": "is not supported: nothing is stored; send the whole conversation as 'input'",
+    "conversation": "is not supported: nothing is stored; send the whole conversation as 'input'",
     "background": "is not supported: nothing is stored here that could be fetched later",
-    "prompt": "prompt templates are not stored here; send the text as 'instructions' and 'input'",
+    "prompt": "is not supported: nothing is stored; send the text as 'instructions' and 'input'",
 }
 _UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"context_management"}
 _IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata", "prompt_cache_retention"})
@@ -54,7 +54,7 @@ def read_response(fields: Fields) -> GenerationRequest:
         fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
     refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
     fields.present(_IGNORED_FIELDS)
-    messages = _messages(fields)
+    messages = _messages(fields, instructions := fields.text("instructions"))
     tools, shown_tools, shown_choice = read_response_tools(fields)
     text_format, guided_json = _text_format(fields)
     max_tokens = fields.integer("max_output_tokens", 1, MAX_COUNT, None)
@@ -66,7 +66,7 @@ def read_response(fields: Fields) -> GenerationRequest:
         fields.refuse("n", "can only be 1: a response is one answer", UNSUPPORTED)
     reasoning = _reasoning(fields)
     repeated = {
-        "instructions": fields.text("instructions") or None,
+        "instructions": instructions or None,
         "max_output_tokens": max_tokens,
         "max_tool_calls": fields.integer("max_tool_calls", 1, MAX_COUNT, None),
         "metadata": _metadata(fields),
@@ -134,9 +134,9 @@ class _Conversation:
         self.calls, self.reasoning = [], ""
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def _messages(fields: Fields, instructions: str) -> tuple[Message, ...]:
     conversation = _Conversation()
-    if instructions := fields.text("instructions"):
+    if instructions:
         conversation.add(Message("system", instructions))
     value = fields.required("input")
     if isinstance(value, str):

@@ -34,6 +34,7 @@ from gateway.openai.responses_body import (
     text_logprobs,
 )
 from gateway.openai.responses_tools import CalledTool, called_tools
+from gateway.openai.tool_calls import parts_of_earlier_call
 
 _json = msgspec.json.Encoder().encode
 
@@ -78,6 +79,7 @@ class ResponseEncoder:
         self._tools = called_tools(request.repeated["tools"])
         self._output: list[Item] = []
         self._open: _OpenItem | None = None
+        self._textless: list[TokenLogprob] = []  # of tokens that no text has followed yet
         self._number = 0
         self._finish: Finish | None = None
         self._has_usage = False
@@ -103,14 +105,15 @@ class ResponseEncoder:
     # ---- events of the answer
 
     def _encode_delta(self, delta: Delta) -> bytes:
-        frames = b""
+        earlier = parts_of_earlier_call(delta.tool_calls)
+        frames = b"".join(map(self._encode_call, delta.tool_calls[:earlier]))
         if delta.reasoning:
-            frames = self._encode_part(_REASONING, delta.reasoning)
+            frames += self._encode_part(_REASONING, delta.reasoning)
         if delta.text or delta.logprobs:
-            frames += self._encode_part(_TEXT, delta.text, delta.logprobs)
+            frames += self._encode_text(delta)
         if delta.refusal:
             frames += self._encode_part(_REFUSAL, delta.refusal)
-        for part in delta.tool_calls:
+        for part in delta.tool_calls[earlier:]:
             frames += self._encode_call(part)
         if delta.finish is not None:
             self._finish = delta.finish
@@ -118,6 +121,20 @@ class ResponseEncoder:
                 frames += self._open_part(_TEXT)
             frames += self._close(self._status())
         return frames
+
+    def _encode_text(self, delta: Delta) -> bytes:
+        """Encode text with the log probabilities of its tokens.
+
+        Those of a call or of reasoning have no place: text between two parts of a call would end it.
+        """
+        self._textless += delta.logprobs
+        has_begun = self._open is not None and self._open.kind is _TEXT
+        if delta.text or has_begun:
+            logprobs, self._textless = self._textless, []
+            return self._encode_part(_TEXT, delta.text, logprobs)
+        if delta.tool_calls or delta.reasoning:
+            self._textless.clear()
+        return b""
 
     def _encode_part(self, kind: _PartKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         frames = b""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from gateway.domain import ToolCall
 from gateway.openai.custom_tools import custom_input
@@ -14,6 +14,14 @@ def tool_call_chunk(part: ToolCall) -> dict[str, object]:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def parts_of_earlier_call(parts: Sequence[ToolCall]) -> int:
+    """Return how many parts of a delta go on with a call that an earlier delta began.
+
+    They come before the text of the delta where a stream writes one item after the other.
+    """
+    return next((number for number, part in enumerate(parts) if part.id), len(parts))
 
 
 class CustomCalls:

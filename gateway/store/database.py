@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from sqlalchemy import URL, ExceptionContext, Insert, Table, event, make_url, text
+from sqlalchemy import URL, ExceptionContext, Insert, Table, delete, event, false, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -115,6 +115,17 @@ def insert_new(dialect: str, into: Table) -> Insert:
     if dialect == "sqlite":
         return sqlite.insert(into).on_conflict_do_nothing()
     return postgresql.insert(into).on_conflict_do_nothing()
+
+
+async def lock_table(connection: AsyncConnection, table: Table) -> None:
+    """Wait for other transactions that change `table`, and keep it for this one until it ends.
+
+    As the first statement of a transaction, it lets the others read what those have written. On SQLite the
+    first write does so.
+    """
+    postgres = text(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE")
+    is_sqlite = connection.dialect.name == "sqlite"
+    await connection.execute(delete(table).where(false()) if is_sqlite else postgres)
 
 
 async def database_time(connection: AsyncConnection, clock: Callable[[], float] = time.time) -> float:

@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
-from sqlalchemy import delete, false, func, insert, select, text
+from sqlalchemy import delete, func, insert, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.errors import BadRequest
 from gateway.routing.model_routes import ModelRoute, Target, When, check_route
 from gateway.store.audit import Act, add_entry, key_label
-from gateway.store.database import reason
+from gateway.store.database import lock_table, reason
 from gateway.store.tables import model_routes as table
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ REFRESH_S: Final = 1.0
 REFRESH_TIMEOUT_S: Final = 2.0
 MAX_ROUTES: Final = 200
 STAMP_BITS: Final = 40
-_LOCK = text(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE")  # SQLite's is that of the first write
 _FINGERPRINT = select(func.count(), func.coalesce(func.sum(table.c.stamp), 0)).select_from(table)
 
 
@@ -135,8 +134,7 @@ class RouteTable:
         have written.
         """
         async with self._engine.begin() as connection:
-            is_sqlite = connection.dialect.name == "sqlite"
-            await connection.execute(delete(table).where(false()) if is_sqlite else _LOCK)
+            await lock_table(connection, table)
             yield connection
 
     async def _check(self, connection: AsyncConnection, routes: Collection[ModelRoute]) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.operator_orders import AuditEntry, Order
 from gateway.store.audit import Act, key_label
+from gateway.store.database import lock_table
 from gateway.store.tables import audit, site_orders
 
 EXPIRY = "expired"
@@ -40,6 +41,7 @@ class OrderTable:
         `who` is the id of a key; the entry also has the key's name.
         """
         async with self._engine.begin() as connection:
+            await lock_table(connection, site_orders)  # two operators may act at once
             who = await key_label(connection, who)
             order = replace(order, who=who) if order is not None else None
             found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.limits import Kind, LimitId, Scope
 from gateway.store.audit import Act, add_entry
-from gateway.store.database import insert_new
+from gateway.store.database import insert_new, lock_table
 from gateway.store.errors import StoreError
 from gateway.store.key_changes import next_number
 from gateway.store.slices import id_of, known
@@ -89,6 +89,7 @@ class QuotaTable:
         """
         now = self._clock()
         async with self._engine.begin() as connection:
+            await lock_table(connection, quotas)  # two operators may set them at once
             subject = await _known(connection, scope, subject)
             before = _text(await _of(connection, scope, subject))
             kinds = [kind.value for kind in amounts]

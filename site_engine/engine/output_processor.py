@@ -21,7 +21,7 @@ class OutputProcessor:
         "_has_no_text",
         "_min_tokens",
         "_prompt_logprobs",
-        "_starts_told",
+        "_starts_timed",
         "_vocabulary",
         "request",
     )
@@ -33,8 +33,11 @@ class OutputProcessor:
         self._answer = AnswerText(request, vocabulary, self._ends)
         self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
-        self._prompt_logprobs: list[TokenLogprob] = []
-        self._starts_told = 0  # with their timings
+        of_prompt = (
+            request.prompt[:1] if request.sampling.prompt_logprobs else ()
+        )  # nothing predicts the first
+        self._prompt_logprobs = [self._logprob(token_id, None) for token_id in of_prompt]
+        self._starts_timed = 0  # with their timings
 
     def replay(self) -> Finish | None:
         """Process the tokens generated at another site; return the finish reason if they end the response."""
@@ -58,13 +61,13 @@ class OutputProcessor:
         tokens.append(token_id)
         generated = len(tokens) - request.prompt_len
         finish = self._finish(token_id, generated)
-        is_told = finish is None and self._starts_told > request.preemptions
-        if is_told and self._has_no_text and alternatives is None:  # most rows of an engine's process
+        is_timed = finish is None and self._starts_timed > request.preemptions
+        if is_timed and self._has_no_text and alternatives is None:  # most rows of an engine's process
             return Output(request.id, "", (token_id,), completion_tokens=generated)
         text, finish = answer.read(token_id, generated, finish)
         ended = finish is Finish.STOP and token_id in self._ends
-        is_told = finish is None and is_told
-        self._starts_told = request.preemptions + 1
+        is_timed = finish is None and is_timed
+        self._starts_timed = request.preemptions + 1
         output = Output(
             request.id,
             answer.take_carried() + text,
@@ -73,7 +76,7 @@ class OutputProcessor:
             "",
             () if alternatives is None or ended else (self._logprob(token_id, alternatives),),
             self._take_prompt_logprobs() if self._prompt_logprobs else (),
-            None if is_told else self._timings(now),
+            None if is_timed else self._timings(now),
             generated,
         )
         if finish is not None and answer.stopped:
@@ -88,7 +91,7 @@ class OutputProcessor:
             text=self._answer.take_carried() if complete else "",
             finish=finish,
             error=error,
-            prompt_logprobs=self._take_prompt_logprobs(),
+            prompt_logprobs=self._take_prompt_logprobs() if complete else (),
             timings=self._timings(now),
             completion_tokens=self.request.generated,
             stop_sequence=self._answer.stopped if complete else "",
@@ -98,10 +101,8 @@ class OutputProcessor:
     def read_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Record the prompt's log probabilities from logits [positions, vocabulary], from `start` on."""
         request = self.request
-        if self._starts_told:
+        if self._starts_timed:
             return  # computed again after a preemption: they came with the first token
-        if not self._prompt_logprobs:
-            self._prompt_logprobs.append(self._logprob(request.prompt[0], None))
         done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption
         chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
         wanted = [request.sampling.logprobs or 0] * len(chosen)

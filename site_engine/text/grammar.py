@@ -5,6 +5,7 @@ Uses llguidance, one small wheel that needs no other package and makes no table 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -21,6 +22,8 @@ MAX_SYMBOLS = 20_000
 """Size limit of a compiled grammar: 2,000 optional properties pass. The time to compile rises with their
 square: with this limit half a second, without one 8,000 took 12.5 s.
 """
+_EXCERPT = re.compile(r"\n( *\d+ \||<state>)")
+"""Begins the lines of the grammar that llguidance shows behind an error in it; they are of this module."""
 _TRIAL = '{"a": [1, -2.5e3, true, null], "é": "日本 \\n 👩‍🚀"}'
 
 
@@ -134,7 +137,7 @@ def quoted(text: str) -> str:
 def to_refusal(error: str, param: str) -> NotServed:
     """Translate an error: another engine may implement the schema, but a wrong one is wrong everywhere."""
     reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
-    message = error.partition("\n   1 |")[0].partition("\n<state>")[0]  # without our own wrapping
+    message = _EXCERPT.split(error, maxsplit=1)[0]
     message = message.rpartition("compile JSON schema: ")[2]
     detail = "no answer satisfies it" if "NoExtension" in message else " ".join(message.split())[:300]
     return NotServed(reason, f"the schema can't be enforced: {detail}", param)

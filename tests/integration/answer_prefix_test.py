@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -204,21 +205,31 @@ def test_sites_get_the_hashes_by_which_gateways_know_a_prompt() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("unknown", [False, True])
-def test_a_site_that_does_not_tell_what_it_had_keeps_its_expectations(unknown: bool) -> None:
+@pytest.mark.parametrize("told", ["nothing cached", "unknown", "cut before it told"])
+def test_a_site_that_does_not_tell_what_it_had_keeps_its_expectations(told: str) -> None:
     async def scenario(here: Scene) -> None:
         sites = await sites_of(here, "ab")
         for number in range(6):
             task = asyncio.create_task(collect(here, turn(here, "talk", number + 1)))
             site, assign = await assigned_site(here, *sites)
-            timings = pb.Timings(cached_unknown=unknown)
-            await site.step(assign, "x", 1, finish=pb.Delta.STOP, timings=timings)
+            if told == "cut before it told":
+                await site.step(assign, "x", 1)
+                (state,) = here.gateway.live_queries.values()
+                await until(partial(getattr, state, "opened"), "the first token")
+                assert state.current is not None
+                state.current.truncate()  # as where a quota ends
+                assert (await site.next()).WhichOneof("body") == "cancel"
+                await site.step(assign, "", 1, finish=pb.Delta.CANCELLED)
+            else:
+                timings = pb.Timings(cached_unknown=told == "unknown")
+                await site.step(assign, "x", 1, finish=pb.Delta.STOP, timings=timings)
             await task
+            await here.gateway.wait_settled()
         expected = [
             max(each.cached_tokens for each in outcome.attempts[0].decision.estimates) / (number + 2)
             for number, outcome in enumerate(here.outcomes)
         ]
-        assert (expected[-1] > expected[1]) is unknown
+        assert (expected[-1] > expected[1]) is (told != "nothing cached")
 
     run(scenario)
 

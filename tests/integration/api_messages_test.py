@@ -379,6 +379,19 @@ def answers(draw: st.DrawFn) -> list[AnswerEvent]:
     return [OPENING, *deltas, Delta(0, "", 1, finish=draw(st.sampled_from(Finish))), Usage(7, len(deltas))]
 
 
+def test_text_that_comes_with_the_end_of_a_call_follows_it() -> None:
+    pieces: list[AnswerEvent] = [
+        OPENING,
+        Delta(0, "", 1, tool_calls=(ToolCall(0, "call_1", "add", '{"a":'),)),
+        Delta(0, "Done.", 4, tool_calls=(ToolCall(0, arguments="1}"), ToolCall(1, "call_2", "add", "{}"))),
+        Delta(0, "", 5, finish=Finish.TOOL_CALLS),
+        Usage(7, 5),
+    ]
+    events = message_events(b"".join(map(MessageEncoder(HEAD).encode, pieces)))
+    blocks = [each["content_block"]["type"] for each in events if each["type"] == "content_block_start"]
+    assert blocks == ["tool_use", "text", "tool_use"]
+
+
 @given(answers())
 def test_the_events_of_a_stream_join_to_the_whole_answer(pieces: list[AnswerEvent]) -> None:
     encoder = MessageEncoder(HEAD)

@@ -298,11 +298,20 @@ def test_log_probabilities_are_those_of_the_plain_model() -> None:
     )
 
 
-def test_an_answer_of_no_tokens_gives_the_prompt_alone() -> None:
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [1]])
+def test_an_answer_of_no_tokens_gives_the_prompt_alone(prompt: list[int]) -> None:
     engine = engine_for(family("llama").served)
-    engine.submit(greedy("echo", [1, 2, 3], 0, prompt_logprobs=True))
+    engine.submit(greedy("echo", prompt, 0, prompt_logprobs=True))
     one = drain(engine)["echo"]
     assert one.token_ids == []
     assert one.last is not None
     assert one.last.finish is Finish.LENGTH
-    assert len(one.last.prompt_logprobs) == 3
+    assert len(one.last.prompt_logprobs) == len(prompt)
+
+
+def test_a_prompt_of_one_token_has_a_log_probability_of_none() -> None:
+    engine = engine_for(family("llama").served)
+    engine.submit(greedy("echo", [5], 2, logprobs=0, prompt_logprobs=True))
+    one = drain(engine)["echo"]
+    assert [each.logprob for each in one.outputs[0].prompt_logprobs] == [None]
+    assert not one.outputs[1].prompt_logprobs

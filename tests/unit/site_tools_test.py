@@ -228,6 +228,14 @@ def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_must_be(
     prepare("hermes", Tools((odd,)))
 
 
+def test_the_reason_for_a_wrong_schema_shows_no_grammar() -> None:
+    parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/town"}}}
+    wrong = {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+    with pytest.raises(NotServed) as refused:
+        prepare("hermes", Tools((wrong,), ToolChoice.REQUIRED))
+    assert refused.value.message == "the schema can't be enforced: Pointer '/$defs/town' does not exist"
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_marks_that_are_special_tokens_are_shown(name: str) -> None:
     assert list(prepare(name, Tools((NOW,))).shown.values()) == (SPECIAL.get(name, []))

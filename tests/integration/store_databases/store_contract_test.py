@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from gateway.domain import Caller, Status
+from gateway.operator_orders import Order
+from gateway.quotas.limits import Kind, Scope
 from gateway.store import keys, retention
 from gateway.store.audit import Act, add_entry
 from gateway.store.database import open_engine
@@ -19,6 +21,7 @@ from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import OperatorReads, TotalBy
+from gateway.store.quota_table import QuotaTable
 from gateway.store.retention import DAY_S, Retention, RetentionPeriods
 from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.snapshots import ReplicaSummary, SnapshotTable
@@ -305,6 +308,32 @@ def test_replicas_read_what_the_others_said_last(url: str) -> None:
             await snapshots.exchange(ReplicaSummary("g2", 20_000.0, {})) == []
         )  # who is gone for hours is forgotten
         await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_operators_who_act_at_once_follow_each_other(url: str) -> None:
+    orders = [Order("a", "weight", f"{percent}", "ops", "", 1.0) for percent in range(10, 90, 10)]
+
+    async def main() -> None:
+        engines = [open_engine(url), open_engine(url)]
+        books, tables = [OrderTable(each) for each in engines], [QuotaTable(each) for each in engines]
+        entries = await asyncio.gather(
+            *(
+                book.change("a", "weight", order, action="weight", who="ops", reason="", now=1.0)
+                for book, order in zip(books * 4, orders, strict=True)
+            )
+        )
+        (last,) = await books[0].orders()
+        values = {order.value for order in orders if order != last} | {"default"}
+        assert {entry.before for entry in entries} == {f"weight: {value}" for value in values}
+        await tables[0].set_tenant("shop", best_priority=0, act=Act("ops"))
+        found = await asyncio.gather(
+            *(table.set_quotas(Scope.TENANT, "shop", {Kind.TOKENS: 10}, Act("ops")) for table in tables * 4)
+        )
+        assert [len(each) for each in found] == [1] * 8
+        for engine in engines:
+            await engine.dispose()
 
     asyncio.run(main())
 
