@@ -183,6 +183,14 @@ class Scheduler:
             self.queue.remove(request.id)
         request.state = State.FINISHED
 
+    def move_end(self, pages: int) -> None:
+        """Move the end of the pool: preempt requests with pages above it, forget those that are cached."""
+        for request in [one for one in self.running if max(one.pages, default=0) > pages]:
+            self._preempt(request)
+        if self.prefixes is not None:
+            self.prefixes.forget(range(pages + 1, self.pool.capacity + 1))
+        self.pool.move_end(pages)
+
     def adopt(self, request: Request) -> None:
         """Take a request that another engine has begun, whose keys and values wait in `swap`.
 
