@@ -16,23 +16,34 @@ log = logging.getLogger(__name__)
 class Sleeper:
     """Of an engine in which nothing runs. To be used between two iterations."""
 
-    def __init__(self, memory: SleepMemory, prefixes: PrefixTree | None, settle: Callable[[], None]) -> None:
-        """`settle` waits for what the device still computes."""
+    def __init__(
+        self,
+        memory: SleepMemory,
+        prefixes: PrefixTree | None,
+        settle: Callable[[], None],
+        hold: Callable[[int], int],
+    ) -> None:
+        """`settle` waits for what the device still computes. `hold` gets and gives up memory beyond the
+        engine's own.
+        """
         self._memory = memory
         self._prefixes = prefixes
         self._settle = settle
+        self.hold = hold
+        self.freed_bytes = 0  # while it sleeps
 
     def sleep(self) -> str:
         """Give up the memory; return why not, or nothing."""
         began_s = time.monotonic()
         self._settle()
+        self.hold(0)
         if self._prefixes is not None:
             self._prefixes.clear()
         try:
-            freed_bytes = self._memory.sleep()
+            self.freed_bytes = self._memory.sleep()
         except NoMemory as exc:
             return str(exc)
-        log.info("the engine sleeps: %d bytes freed in %.2f s", freed_bytes, time.monotonic() - began_s)
+        log.info("the engine sleeps: %d bytes freed in %.2f s", self.freed_bytes, time.monotonic() - began_s)
         return ""
 
     def wake(self) -> str:
@@ -47,7 +58,10 @@ class Sleeper:
 
 
 def sleeper_of(
-    memory: SleepMemory | None, prefixes: PrefixTree | None, settle: Callable[[], None]
+    memory: SleepMemory | None,
+    prefixes: PrefixTree | None,
+    settle: Callable[[], None],
+    hold: Callable[[int], int],
 ) -> Sleeper | None:
     """Return what lets an engine sleep, if it has memory that can come and go."""
-    return None if memory is None else Sleeper(memory, prefixes, settle)
+    return None if memory is None else Sleeper(memory, prefixes, settle, hold)
