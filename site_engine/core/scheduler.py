@@ -106,8 +106,7 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        # running lines by tenant, beside which its others are paced
-        self._decode_heavy: Counter[str] = Counter()
+        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; its others are paced
 
     @property
     def has_work(self) -> bool:
@@ -183,13 +182,10 @@ class Scheduler:
             self.queue.remove(request.id)
         request.state = State.FINISHED
 
-    def move_end(self, pages: int) -> None:
-        """Move the end of the pool: preempt requests with pages above it, forget those that are cached."""
-        for request in [one for one in self.running if max(one.pages, default=0) > pages]:
+    def preempt_beyond(self, page: int) -> None:
+        """Preempt the requests that hold a later page."""
+        for request in [one for one in self.running if max(one.pages, default=0) > page]:
             self._preempt(request)
-        if self.prefixes is not None:
-            self.prefixes.forget(range(pages + 1, self.pool.capacity + 1))
-        self.pool.move_end(pages)
 
     def adopt(self, request: Request) -> None:
         """Take a request that another engine has begun, whose keys and values wait in `swap`.

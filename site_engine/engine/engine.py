@@ -5,7 +5,6 @@ Plain and synchronous: no threads, no sleeping, no sockets. Its owner calls ever
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from site_engine.core.chain import Chain, Variant
@@ -34,7 +33,6 @@ from site_engine.engine.settings import EngineSettings
 from site_engine.engine.sleeper import sleeper_of
 from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
-from site_engine.errors import NoMemory
 from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.kv_swap import host_swap
@@ -44,8 +42,6 @@ from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runn
 from site_engine.model.sampler import Alternatives, Sampled, Sampler
 from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
-
-log = logging.getLogger(__name__)
 
 MAX_NEW_WHILE_OVERLAPPED = 32
 """Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
@@ -100,9 +96,7 @@ class SiteEngine:
             fit=self._meter.fit,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
-        self.sleeper = sleeper_of(
-            runner.kv_cache.memory, self._scheduler.prefixes, self._publish_pending, self.hold
-        )
+        self.sleeper = sleeper_of(runner.kv_cache, self._scheduler, self._publish_pending)
         self.inbox = KVInbox(self._kv_cache, shared_memory)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
@@ -300,25 +294,6 @@ class SiteEngine:
         for request_id in released:
             self._forget(self._live[request_id].request)
         return released
-
-    def hold(self, extra_bytes: int) -> int:
-        """Have memory for keys and values beyond the engine's own, as much of `extra_bytes` as there is.
-
-        Return its bytes. Requests in memory that is given up are preempted.
-        """
-        kv_cache, wanted = self._kv_cache, self._kv_cache.pages_with(extra_bytes)
-        if wanted < kv_cache.end:
-            self._publish_pending()
-            end = kv_cache.end_within(wanted)
-            self._scheduler.move_end(end)
-            kv_cache.resize(end)
-        if wanted > kv_cache.end:
-            try:
-                kv_cache.resize(wanted)
-            except NoMemory as exc:
-                log.warning("keys and values get no %d bytes more: %s", extra_bytes, exc)
-            self._scheduler.move_end(kv_cache.end)
-        return kv_cache.extra_bytes
 
     @property
     def has_work(self) -> bool:

@@ -148,6 +148,15 @@ class SleepMemory:
         """Whether rooms can grow."""
         return self._make_room is not None
 
+    @property
+    def shares(self) -> str:
+        """Return the device into whose memory rooms can grow, by a name of its own; empty if they can't."""
+        if not self.grows:
+            return ""
+        if self._device.type == "cuda":
+            return str(torch.cuda.get_device_properties(self._device).uuid)
+        return str(self._device.type)
+
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move constant tensors here, in place. Those that share memory go on sharing it.
 
@@ -197,7 +206,8 @@ class SleepMemory:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
-        freed = sum(each.mapped_bytes for each in (self._kept, self._rooms, *self._growing))
+        freed = self._kept.mapped_bytes + self._rooms.mapped_bytes
+        freed += sum(each.mapped_bytes for each in self._growing)
         self._unmap()
         return freed
 

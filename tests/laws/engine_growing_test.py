@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from site_engine.engine.build import build_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
+from site_engine.engine.sleeper import Sleeper
 from site_engine.errors import NoMemory
 from site_engine.model.kv_cache import KVCache, LayerShape
 from site_engine.model.loader import from_model
@@ -30,6 +31,11 @@ def growing_engine(name: str, **settings: Any) -> SiteEngine:
     chosen = {"slots": 6, "token_budget": 32, "page_size": PAGE_TOKENS, "kv_tokens": OWN_TOKENS} | settings
     grows = {"sleep": "host", "share_sleeping_memory": True, "debug_poison": True}
     return build_engine(model, EngineSettings(**chosen, **grows), Ticks())
+
+
+def sleeper_of(engine: SiteEngine) -> Sleeper:
+    assert engine.sleeper is not None
+    return engine.sleeper
 
 
 def asked(rnd: random.Random) -> list[tuple[list[int], int]]:
@@ -59,7 +65,7 @@ def test_answers_are_those_of_an_engine_whose_memory_stays(seed: int, swap_token
         for _ in range(rnd.randrange(6)):
             extra_bytes = rnd.choice([0, 0, 30, 90]) * page_bytes
             before = sum(each.preemptions for each in scheduler.running)
-            held_bytes = engine.hold(extra_bytes)
+            held_bytes = sleeper_of(engine).hold(extra_bytes)
             preempted += sum(each.preemptions for each in scheduler.preempted) > before
             assert held_bytes <= extra_bytes
             assert pool.capacity == engine._kv_cache.end
@@ -82,7 +88,7 @@ def test_answers_are_those_of_an_engine_whose_memory_stays(seed: int, swap_token
 def test_without_memory_to_grow_an_engine_goes_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = growing_engine("llama")
     page_bytes = engine._kv_cache.copies.page_bytes
-    held_bytes = engine.hold(64 * page_bytes)
+    held_bytes = sleeper_of(engine).hold(64 * page_bytes)
     resize, left = HostRoom.resize, 3
 
     def full(self: HostRoom, size_bytes: int) -> None:
@@ -94,17 +100,16 @@ def test_without_memory_to_grow_an_engine_goes_on_as_it_is(monkeypatch: pytest.M
 
     monkeypatch.setattr(HostRoom, "resize", full)
     mapped = [room.mapped_bytes for room, _ in engine._kv_cache._rooms]
-    assert engine.hold(200 * page_bytes) == held_bytes
+    assert sleeper_of(engine).hold(200 * page_bytes) == held_bytes
     assert [room.mapped_bytes for room, _ in engine._kv_cache._rooms] == mapped
     assert engine._pool.capacity == engine._kv_cache.end
 
 
 def test_an_engine_that_sleeps_has_its_own_memory_after_it() -> None:
     engine = growing_engine("llama")
-    sleeper = engine.sleeper
-    assert sleeper is not None
+    sleeper = sleeper_of(engine)
     own_tokens = engine.load().kv_free_tokens
-    assert engine.hold(200_000) > 0
+    assert sleeper_of(engine).hold(200_000) > 0
     assert engine.load().kv_free_tokens > own_tokens
     assert sleeper.sleep() == ""
     assert sleeper.freed_bytes > 0
@@ -112,8 +117,8 @@ def test_an_engine_that_sleeps_has_its_own_memory_after_it() -> None:
     assert sleeper.wake() == ""
     assert engine.load().kv_free_tokens == own_tokens
     before = [room.mapped_bytes for room, _ in engine._kv_cache._rooms]
-    engine.hold(200_000)
-    engine.hold(0)
+    sleeper_of(engine).hold(200_000)
+    sleeper_of(engine).hold(0)
     assert [room.mapped_bytes for room, _ in engine._kv_cache._rooms] == before
 
 
