@@ -250,6 +250,7 @@ class LoadReport:
     token_load: float = 0.0
     kv_free_tokens: int = 0
     kv_reserved_tokens: int = 0
+    kv_extra_tokens: int = 0  # that it has now beyond what it announced: memory of bases that sleep
     tokens_per_s: float = 0.0
     seconds_per_iteration: float = 0.0
     iteration: IterationCost = IterationCost()
@@ -292,6 +293,11 @@ class Site:
     @property
     def name(self) -> str:
         return self.identity.name
+
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens for which it has memory now, 0 if unknown."""
+        return self.identity.kv_capacity_tokens + self.load.kv_extra_tokens
 
 
 # ---- an answer -----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "token_load": round(outstanding_tokens(site)),
         "capacity_tokens": round(capacity_tokens(site)),
         "kv_free_tokens": load.kv_free_tokens,
-        "kv_capacity_tokens": identity.kv_capacity_tokens,
+        "kv_capacity_tokens": site.kv_tokens,
         "kv_reserved_tokens": load.kv_reserved_tokens,
         "tokens_per_s": round(load.tokens_per_s, 2),
         "tokens_total": load.tokens_total,

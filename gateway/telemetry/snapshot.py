@@ -196,7 +196,7 @@ def view(
 ) -> SiteView:
     identity, load = site.identity, site.load
     outstanding, capacity = outstanding_tokens(site), capacity_tokens(site)
-    kv, prices = identity.kv_capacity_tokens, prices_of(identity, load)
+    kv, prices = site.kv_tokens, prices_of(identity, load)
     down = site.state is SiteState.DOWN
     return SiteView(
         name=site.name,

@@ -61,6 +61,11 @@ class PagePool:
         return self.capacity - self.free
 
     @property
+    def beyond(self) -> int:
+        """Return the pages after those of the start."""
+        return self.capacity - self._own
+
+    @property
     def available(self) -> int:
         """Return the pages that are free or can be evicted."""
         return self.free + self.idle

@@ -136,21 +136,24 @@ class Replica:
 
     def now(self) -> Engine:
         given = reduce(Work.with_one, self.given.values(), Work())
-        return Engine(self.seen.figures, self.facts.slots, self.facts.kv_tokens, given)
+        load, facts = self.seen.figures, self.facts
+        return Engine(load, facts.slots, facts.kv_tokens + load.kv_extra_tokens, given)
 
     def figures(self) -> DeviceFigures:
         """Return the engine's part of what the site reports."""
         load, facts = self.seen.figures, self.facts
         if not self.serves:
             free = facts.kv_tokens if self.rests else 0
-            load = load._replace(running=0, pending=0, kv_free_tokens=free, tokens_per_s=0.0)
+            load = load._replace(
+                running=0, pending=0, kv_free_tokens=free, kv_extra_tokens=0, tokens_per_s=0.0
+            )
         return DeviceFigures(
             self.device,
             not (self.serves or self.rests),
             facts.slots,
             load.running,
             load.pending,
-            facts.kv_tokens,
+            facts.kv_tokens + load.kv_extra_tokens,
             load.kv_free_tokens,
             load.tokens_per_s,
             self.moved_in,
