@@ -34,6 +34,7 @@ import transformers
 from bench.ranks import MINIATURE, WITHIN_S, Engine, engine, requests
 from bench.support.random_folder import random_folder
 from site_engine.core.request import Request
+from site_engine.pool.lending import LOOK_EVERY_S
 from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
@@ -165,13 +166,11 @@ async def alternate(bases: Sequence[Engine], options: argparse.Namespace) -> dic
     return found
 
 
-async def grown(on: Engine) -> int:
-    """Wait until an engine has memory of others; return its tokens."""
-    async with asyncio.timeout(WITHIN_S):
-        while not (on.load and on.load.figures.kv_extra_tokens):
-            on.core.request_load()
-            await asyncio.sleep(0.05)
-    return on.load.figures.kv_extra_tokens
+async def extra_tokens(on: Engine) -> int:
+    """Return the tokens for which an engine has memory of others."""
+    on.core.request_load()
+    await asyncio.sleep(1.0)
+    return on.load.figures.kv_extra_tokens if on.load else 0
 
 
 async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: bool) -> dict[str, Any]:
@@ -179,7 +178,9 @@ async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: 
     awake, asleep = bases[: options.awake], bases[options.awake :]
     for each in asleep:
         await turned(pool_of(each).sleeping.sleep)
-    found: dict[str, Any] = {"extra_tokens": [await grown(each) if shares else 0 for each in awake]}
+    if shares:
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+    found: dict[str, Any] = {"extra_tokens": [await extra_tokens(each) for each in awake]}
     waking: asyncio.Task[float] | None = None
     rounds: list[list[list[int]]] = []
     for name in ("all asleep", "one wakes"):
