@@ -183,7 +183,7 @@ async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: 
     found: dict[str, Any] = {"extra_tokens": [await extra_tokens(each) for each in awake]}
     waking: asyncio.Task[float] | None = None
     rounds: list[list[list[int]]] = []
-    for name in ("all asleep", "one wakes"):
+    for name in ("warm", "all asleep", "one wakes"):
         asked = [requests(f"{name} {at}", options.many, options.prompt, options.answer, each.facts.vocab_size)
                  for at, each in enumerate(awake)]  # fmt: skip
         began_s = time.perf_counter()

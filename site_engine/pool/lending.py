@@ -45,7 +45,11 @@ class Borrower:
         self._listener.setblocking(False)
         self._listener.bind(f"\0{PREFIX}{device}-{secrets.token_hex(8)}")
         self._listener.listen()
-        self._tasks = {asyncio.create_task(self._accept()), asyncio.create_task(self._follow())}
+        accepting = asyncio.create_task(self._accept())
+        accepting.add_done_callback(
+            lambda _: self._listener.close()
+        )  # which the event loop watches until then
+        self._tasks = {accepting, asyncio.create_task(self._follow())}
 
     def give_back(self) -> None:
         """Say that the engine holds nothing more; to be closed after it."""
@@ -57,7 +61,6 @@ class Borrower:
         """End all leases."""
         for each in self._tasks:
             each.cancel()
-        self._listener.close()
 
     async def _accept(self) -> None:
         while True:
