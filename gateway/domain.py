@@ -29,8 +29,7 @@ class Lane(IntEnum):
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters, with OpenAI's defaults. `max_tokens` None means as long as the context allows.
 
-    `guided_json`: the JSON schema that the answer must satisfy, empty if there is none. `left_out`: fields of
-    which the client said nothing, so that the model's own defaults hold where it has any.
+    `guided_json`: the JSON schema of the answer, or empty. `left_out`: fields left to the model's defaults.
     """
 
     max_tokens: int | None = None
@@ -293,11 +292,6 @@ class Site:
     @property
     def name(self) -> str:
         return self.identity.name
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the tokens for which it has memory now, 0 if unknown."""
-        return self.identity.kv_capacity_tokens + self.load.kv_extra_tokens
 
 
 # ---- an answer -----------------------------------------------------------------------------------
