@@ -59,7 +59,7 @@ class FakeSleeper:
 
     def __init__(self, says: Path, *, shares: bool) -> None:
         self._says = says
-        self._holds = says.with_suffix(f".{os.getpid()}")
+        self._holds = Path(f"{says}.{os.getpid()}")
         self.shares = hashlib.sha256(bytes(says.parent)).hexdigest() if shares else ""
         self.freed_bytes = 0
 
