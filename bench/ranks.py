@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from site_engine.config import SiteConfig
 from site_engine.core.request import Admission, Output, Request, Sampling
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_spawn import spawn
-from site_engine.engine_client import Facts, Listener
+from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import NotServed
 from site_engine.native import launch_core
 from site_engine.pool.pool import EnginePool
@@ -104,6 +105,7 @@ class Engine:
     facts: Facts
     start_s: float
     answers: Answers
+    load: LoadSeen | None = None
 
     async def ask(self, requests: Sequence[Request]) -> float:
         """Have requests answered, all at once, and return the seconds that it took. Raises RuntimeError."""
@@ -131,7 +133,7 @@ async def engine(folder: Path, devices: Sequence[str], **settings: Any) -> Async
     try:
         facts = await core.ready()
         made = Engine(core, facts, time.perf_counter() - began_s, Answers())
-        core.start(Listener(made.answers.outputs, lambda seen: None, made.answers.broken))
+        core.start(Listener(made.answers.outputs, partial(setattr, made, "load"), made.answers.broken))
         yield made
     finally:
         await asyncio.to_thread(core.stop)

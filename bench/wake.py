@@ -6,9 +6,11 @@ Engine processes as a site starts them, one for each base, on the devices in tur
 `wake`: one base sleeps and wakes `--turns` times; from the order to wake until the first token of a query,
 the memory of the device that sleep frees, and whether greedy answers are the same tokens as before. `bursts`:
 queries for one base after another, all of a burst at once; with all bases resident, then with `--awake` of
-them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `disk`:
+them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `lent`:
+`--awake` of the bases answer `--many` queries each, more than their own keys and values have room for, while
+the others sleep, and once more while one of these wakes; without and with `share_sleeping_memory`. `disk`:
 the same wake with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is
-wrong. The last line is JSON.
+wrong or short. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from typing import Any
 import torch
 import transformers
 
-from bench.ranks import MINIATURE, Engine, engine, requests
+from bench.ranks import MINIATURE, WITHIN_S, Engine, engine, requests
 from bench.support.random_folder import random_folder
 from site_engine.core.request import Request
+from site_engine.pool.lending import LOOK_EVERY_S
 from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
@@ -163,6 +166,56 @@ async def alternate(bases: Sequence[Engine], options: argparse.Namespace) -> dic
     return found
 
 
+async def extra_tokens(on: Engine) -> int:
+    """Return the tokens for which an engine has memory of others."""
+    on.core.request_load()
+    await asyncio.sleep(1.0)
+    return on.load.figures.kv_extra_tokens if on.load else 0
+
+
+async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: bool) -> dict[str, Any]:
+    """Let some of the bases sleep while the others are asked for more than their own memory holds."""
+    awake, asleep = bases[: options.awake], bases[options.awake :]
+    for each in asleep:
+        await turned(pool_of(each).sleeping.sleep)
+    if shares:
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+    found: dict[str, Any] = {"extra_tokens": [await extra_tokens(each) for each in awake]}
+    waking: asyncio.Task[float] | None = None
+    rounds: list[list[list[int]]] = []
+    for name in ("warm", "all asleep", "one wakes"):
+        asked = [requests(f"{name} {at}", options.many, options.prompt, options.answer, each.facts.vocab_size)
+                 for at, each in enumerate(awake)]  # fmt: skip
+        began_s = time.perf_counter()
+        running = asyncio.gather(*(on.ask(its) for on, its in zip(awake, asked, strict=True)))
+        if name == "one wakes":
+            await first_tokens(awake, asked)
+            waking = asyncio.create_task(turned(pool_of(asleep[0]).sleeping.wake))
+        await running
+        took_s = time.perf_counter() - began_s
+        waits = [each for on, its in zip(awake, asked, strict=True) for each in first_s(on, its, began_s)]
+        rounds.append(
+            [on.answers.tokens[each.id] for on, its in zip(awake, asked, strict=True) for each in its]
+        )
+        found[name] = {
+            "tokens_per_s": round(len(waits) * options.answer / took_s, 1),
+            "first_token_p50_s": round(statistics.median(waits), 3),
+            "first_token_p95_s": round(p95(waits), 3),
+        }
+    assert waking is not None
+    found["wake_s"] = round(await waking, 3)
+    found["short"] = sum(len(each) != options.answer for its in rounds for each in its)
+    return found
+
+
+async def first_tokens(bases: Sequence[Engine], asked: Sequence[Sequence[Request]]) -> None:
+    """Wait until each base has begun an answer."""
+    async with asyncio.timeout(WITHIN_S):
+        for on, its in zip(bases, asked, strict=True):
+            while not any(each.id in on.answers.times for each in its):  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.001)
+
+
 async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(options.shape)
     for key, value in (MINIATURE if options.miniature else {}).items():
@@ -180,11 +233,19 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             print(f"disk: {json.dumps(found['disk'])}", flush=True)
     devices = options.devices.split(",")
 
-    def base(number: int) -> AbstractAsyncContextManager[Engine]:
+    def base(number: int, *, shares: bool = False) -> AbstractAsyncContextManager[Engine]:
         own, other = (devices[at % len(devices)] for at in (number, number + 1))
         sleep = other if options.sleep == "neighbour" else options.sleep
-        return engine(scratch, [own], sleep=sleep, **settings)
+        return engine(scratch, [own], sleep=sleep, share_sleeping_memory=shares, **settings)
 
+    for shares in (False, True) if "lent" in options.do else ():
+        async with AsyncExitStack() as stack:
+            starts = (stack.enter_async_context(base(at, shares=shares)) for at in range(options.bases))
+            name = "lent" if shares else "kept"
+            found[name] = await lent(await asyncio.gather(*starts), options, shares=shares)
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
+    if not {"wake", "bursts"} & set(options.do.split(",")):
+        return found
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(base(0))
         found["start_s"] = round(first.start_s, 1)
@@ -218,6 +279,8 @@ def main() -> int:
     parser.add_argument("--bursts", type=int, default=24)
     parser.add_argument("--requests", type=int, default=16, help="of a burst")
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    parser.add_argument("--many", type=int, default=64, help="queries to each base that is awake, for lent")
+    parser.add_argument("--answer", type=int, default=1000, help="tokens of these answers")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=60_000, help="of each base")
     options = parser.parse_args()
@@ -228,7 +291,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mico-wake-") as scratch:
         found = asyncio.run(measure(options, Path(scratch)))
     print(json.dumps(found))
-    return 1 if found.get("wake", {}).get("wrong") else 0
+    faults = [
+        found.get("wake", {}).get("wrong"),
+        *(found.get(each, {}).get("short") for each in ("kept", "lent")),
+    ]
+    return 1 if any(faults) else 0
 
 
 if __name__ == "__main__":

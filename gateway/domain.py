@@ -29,8 +29,7 @@ class Lane(IntEnum):
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters, with OpenAI's defaults. `max_tokens` None means as long as the context allows.
 
-    `guided_json`: the JSON schema that the answer must satisfy, empty if there is none. `left_out`: fields of
-    which the client said nothing, so that the model's own defaults hold where it has any.
+    `guided_json`: the JSON schema of the answer, or empty. `left_out`: fields left to the model's defaults.
     """
 
     max_tokens: int | None = None
@@ -250,6 +249,7 @@ class LoadReport:
     token_load: float = 0.0
     kv_free_tokens: int = 0
     kv_reserved_tokens: int = 0
+    kv_extra_tokens: int = 0  # that it has now beyond what it announced: memory of bases that sleep
     tokens_per_s: float = 0.0
     seconds_per_iteration: float = 0.0
     iteration: IterationCost = IterationCost()

@@ -113,6 +113,7 @@ class SiteConfig:
     device: str = "auto"  # auto: a GPU if there is one
     devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
     sleep: str = "disk"  # whence the weights come when the base wakes; host memory; or another GPU, as cuda:1
+    share_sleeping_memory: bool = False  # of bases that sleep, for keys and values of those awake, and theirs
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
@@ -209,6 +210,13 @@ class SiteConfig:
 
     def _check_devices(self) -> None:
         _require(bool(SLEEPS.fullmatch(self.sleep)), "sleep", "must be disk, host or a GPU, as cuda:1")
+        shares = self.share_sleeping_memory
+        sleeps_in_place = self.sleep != "disk" and self.kv_tokens is not None
+        _require(
+            not shares or sleeps_in_place,
+            "share_sleeping_memory",
+            "needs kv_tokens, and sleep on host or a GPU",
+        )
         groups = [each.split("+") for each in self.devices or (self.device,)]
         joined = any(len(each) > 1 for each in groups)
         setting = "devices" if self.devices else "device"

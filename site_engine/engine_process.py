@@ -93,7 +93,7 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     compiler.wait()
     serving.set()
     inbox = loaded.open_inbox() if start.with_others else None
-    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts, inbox)))
+    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts, inbox, loaded.shares)))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
     return 0 if server.run() else 1
 

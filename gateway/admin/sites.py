@@ -18,6 +18,7 @@ from gateway.http.backend import Backend
 from gateway.http.body import decode_as
 from gateway.operator_orders import SERVICE, Action, Order, Verb, clean_reason
 from gateway.prices import prices_of
+from gateway.routing.fleet import kv_tokens
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 
@@ -96,7 +97,7 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "token_load": round(outstanding_tokens(site)),
         "capacity_tokens": round(capacity_tokens(site)),
         "kv_free_tokens": load.kv_free_tokens,
-        "kv_capacity_tokens": identity.kv_capacity_tokens,
+        "kv_capacity_tokens": kv_tokens(site),
         "kv_reserved_tokens": load.kv_reserved_tokens,
         "tokens_per_s": round(load.tokens_per_s, 2),
         "tokens_total": load.tokens_total,

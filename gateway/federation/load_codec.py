@@ -24,6 +24,7 @@ def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport
         token_load=amount(report.token_load, "token_load"),
         kv_free_tokens=report.kv_free_tokens,
         kv_reserved_tokens=report.kv_reserved_tokens,
+        kv_extra_tokens=report.kv_extra_tokens,
         tokens_per_s=amount(report.tokens_per_s, "tokens_per_s"),
         seconds_per_iteration=amount(report.seconds_per_iteration, "seconds_per_iteration"),
         iteration=IterationCost(

@@ -91,13 +91,14 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     prompt_tokens = (load.pending_prompt_tokens + credit.prompt_tokens) * share_ahead
     response_tokens = (load.pending_response_tokens + credit.response_tokens) * share_ahead
     slots, requests = max(1, identity.slots), load.running + pending
-    rows, used = min(slots, requests + 1), max(0, identity.kv_capacity_tokens - load.kv_free_tokens)
+    memory = kv_tokens(site)
+    rows, used = min(slots, requests + 1), max(0, memory - load.kv_free_tokens)
     fitted_s = cost.seconds(rows, rows, used)
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
     iteration_s += load.training_s_per_iteration
     occupied = used + load.kv_reserved_tokens
     begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
-    room = identity.kv_capacity_tokens - occupied - prompt_tokens - response_tokens
+    room = memory - occupied - prompt_tokens - response_tokens
     return (
         load.received_s + load.quiet_s if site.state is SiteState.READY and site.weight > 0 else -inf,
         slots,
@@ -112,7 +113,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         pending / size(prompt_tokens, response_tokens) if known_ahead is None else ALL_AHEAD,
         requests + 1 - slots,
         load.running_weight,
-        room if identity.kv_capacity_tokens > 0 else inf,
+        room if memory > 0 else inf,
         max(1.0, occupied / max(1, load.running)),
         cost.per_token_s,
         slots * cost.per_token_s,
@@ -124,6 +125,11 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         prices.output_usd_per_mtok / MTOK,
         prices.context_usd_per_mtok / MTOK,
     )
+
+
+def kv_tokens(site: Site) -> int:
+    """Return the tokens for which a site has memory now, 0 if unknown."""
+    return site.identity.kv_capacity_tokens + site.load.kv_extra_tokens
 
 
 def _crowding(per_slot: float) -> float:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from gateway.device import DeviceLoad
 from gateway.domain import Outcome, Site, SiteState, Status
 from gateway.federation.directory import Directory
+from gateway.routing.fleet import kv_tokens
 from gateway.telemetry.families import Counters, Histograms
 from gateway.telemetry.gen_ai import GenAiMetrics
 from gateway.telemetry.recent import is_failure
@@ -193,7 +194,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Site], float]], ...] = (
     ("mico_site_running", "Requests that hold KV", lambda site: site.load.running),
     ("mico_site_pending", "Requests accepted and not started", lambda site: site.load.pending),
     ("mico_site_kv_free_tokens", "KV tokens free or evictable", lambda site: site.load.kv_free_tokens),
-    ("mico_site_kv_capacity_tokens", "KV tokens in all", lambda site: site.identity.kv_capacity_tokens),
+    ("mico_site_kv_capacity_tokens", "KV tokens in all", kv_tokens),
     ("mico_site_tokens_per_second", "Measured speed", lambda site: site.load.tokens_per_s),
     ("mico_site_rtt_seconds", "Round trip of the link", lambda site: site.rtt_s),
 )

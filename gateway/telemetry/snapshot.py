@@ -12,6 +12,7 @@ import msgspec
 from gateway.device import DeviceLoad
 from gateway.domain import ModelState, Site, SiteState
 from gateway.prices import prices_of
+from gateway.routing.fleet import kv_tokens
 from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
@@ -196,7 +197,7 @@ def view(
 ) -> SiteView:
     identity, load = site.identity, site.load
     outstanding, capacity = outstanding_tokens(site), capacity_tokens(site)
-    kv, prices = identity.kv_capacity_tokens, prices_of(identity, load)
+    kv, prices = kv_tokens(site), prices_of(identity, load)
     down = site.state is SiteState.DOWN
     return SiteView(
         name=site.name,

@@ -70,6 +70,7 @@ class LoadFigures(NamedTuple):
     devices: tuple[DeviceFigures, ...] = ()  # of a site that has several
     training: int = 0  # jobs that are trained here
     training_s_per_iteration: float = 0.0  # that they add to an iteration, beyond its cost by the fit
+    kv_extra_tokens: int = 0  # for which there is memory beyond the engine's own, of bases that sleep
     resident: frozenset[str] = frozenset()  # fingerprints of the variants whose adapters are in slots
 
 

@@ -33,15 +33,20 @@ class SwapSpace(Protocol):
 
 
 class PagePool:
-    """A pool of reference-counted pages of `page_size` tokens each."""
+    """A pool of reference-counted pages of `page_size` tokens each, up to an end that can move.
+
+    Pages beyond those of the start are used when no others are free, so that few are in use when the end
+    moves back.
+    """
 
     def __init__(self, pages: int, page_size: int, observer: PoolObserver | None = None) -> None:
         if pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs at least one page of one token, got {pages} of {page_size}")
         self.page_size = page_size
-        self.capacity = pages
+        self.capacity = self._own = pages
         self._references = [0] * (pages + 1)
         self._free = list(range(pages, NULL_PAGE, -1))
+        self._free_beyond: list[int] = []  # of the pages after the first `_own`
         self._cached = bytearray(pages + 1)
         self._observer = observer
         self.idle = 0  # pages that only the prefix cache references
@@ -49,16 +54,21 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._free_beyond)
 
     @property
     def used(self) -> int:
-        return self.capacity - len(self._free)
+        return self.capacity - self.free
+
+    @property
+    def beyond(self) -> int:
+        """Return the pages after those of the start."""
+        return self.capacity - self._own
 
     @property
     def available(self) -> int:
         """Return the pages that are free or can be evicted."""
-        return len(self._free) + self.idle
+        return self.free + self.idle
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -68,9 +78,9 @@ class PagePool:
 
     def take(self, count: int) -> list[int] | None:
         """Allocate `count` pages with one reference each; return None if fewer are free."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [(self._free or self._free_beyond).pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         if self._observer is not None:
@@ -106,6 +116,21 @@ class PagePool:
             elif self._references[page] == 1 and self._cached[page]:
                 self.idle += 1
                 self.on_idle(page)
-        self._free.extend(freed)
+        for page in freed:
+            (self._free if page <= self._own else self._free_beyond).append(page)
         if self._observer is not None and freed:
             self._observer.freed(freed)
+
+    def move_end(self, pages: int) -> None:
+        """Allocate pages up to number `pages`, at least those of the start.
+
+        Raises ValueError while a page above it is in use.
+        """
+        if pages < self._own or any(self._references[pages + 1 :]):
+            raise ValueError(f"the end cannot move from page {self.capacity} to {pages}")
+        more = max(0, pages + 1 - len(self._references))
+        self._references += [0] * more
+        self._cached += bytes(more)
+        kept = [page for page in self._free_beyond if page <= pages]
+        self._free_beyond = [*range(pages, self.capacity, -1), *kept]
+        self.capacity = pages

@@ -90,12 +90,9 @@ class PrefixTree:
                 continue
             self._cut(node)
             count -= 1
-            parent = node.parent
-            if parent is not None and parent is not self._root and self._pool.references(parent.page) == 1:
-                heappush(self._unused, (parent.used, parent.page, parent))
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove invalid pages and their descendants from the tree."""
+        """Remove pages and their descendants from the tree."""
         for page in pages:
             node = self._nodes.get(page)
             if node is not None:
@@ -109,10 +106,13 @@ class PrefixTree:
         self.forget([child.page for child in self._root.children.values()])
 
     def _cut(self, node: _Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.key]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
         del self._nodes[node.page]
         self._pool.uncache(node.page)
+        if parent is not self._root and not parent.children and self._pool.references(parent.page) == 1:
+            heappush(self._unused, (parent.used, parent.page, parent))
 
     def _keys(self, tokens: Sequence[int], owner: Owner) -> Iterator[Key]:
         size = self._page_size

@@ -106,8 +106,7 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        # running lines by tenant, beside which its others are paced
-        self._decode_heavy: Counter[str] = Counter()
+        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; its others are paced
 
     @property
     def has_work(self) -> bool:
@@ -182,6 +181,11 @@ class Scheduler:
         else:
             self.queue.remove(request.id)
         request.state = State.FINISHED
+
+    def preempt_beyond(self, page: int) -> None:
+        """Preempt the requests that hold a later page."""
+        for request in [one for one in self.running if max(one.pages, default=0) > page]:
+            self._preempt(request)
 
     def adopt(self, request: Request) -> None:
         """Take a request that another engine has begun, whose keys and values wait in `swap`.

@@ -17,6 +17,7 @@ import torch
 
 from site_engine.cuda.borrowed import BorrowedMemory
 from site_engine.errors import NoMemory
+from site_engine.model.sleep_memory import whole
 
 ALIGNMENT = 512
 TOUCHING_THREADS = 8
@@ -155,7 +156,7 @@ class DeviceRange:
         self._driver = driver
         self._neighbour = neighbour
         self.copies_in_host = neighbour is None
-        self._capacity_bytes = self._rounded(driver.total_bytes)
+        self._capacity_bytes = whole(driver.total_bytes, driver)
         self._address = driver.reserve(self._capacity_bytes)
         self._parts: list[_Part] = []
         self._memory: list[int] = []  # the driver's names of that of the first parts
@@ -169,7 +170,7 @@ class DeviceRange:
         begin = -(-self._taken_bytes // ALIGNMENT) * ALIGNMENT
         has = self.mapped_bytes
         if begin + size_bytes > has:
-            part = _Part(has, self._rounded(begin + size_bytes - has))
+            part = _Part(has, whole(begin + size_bytes - has, self._driver))
             if part.begin + part.size > self._capacity_bytes:
                 raise NoMemory(f"{begin + size_bytes} bytes are more than the device has")
             self._map([part])
@@ -225,6 +226,34 @@ class DeviceRange:
         for each in memory:
             self._driver.release(each)
 
-    def _rounded(self, size_bytes: int) -> int:
-        granularity = self._driver.granularity
-        return -(-size_bytes // granularity) * granularity
+
+class DeviceRoom:
+    """Of a GPU."""
+
+    def __init__(self, driver: Driver, most_bytes: int) -> None:
+        self._driver = driver
+        self.granularity = driver.granularity
+        self._most_bytes = whole(most_bytes, driver)
+        self._address = driver.reserve(self._most_bytes)
+        self._parts: list[tuple[_Part, int]] = []  # with the driver's names of their memory
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(part.size for part, _ in self._parts)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self._driver.bytes_at(self._address, self._most_bytes)
+
+    def resize(self, size_bytes: int) -> None:
+        wanted = whole(size_bytes, self)
+        while self.mapped_bytes > wanted:
+            part, memory = self._parts.pop()
+            self._driver.unmap(self._address + part.begin, part.size)
+            self._driver.release(memory)
+        begin = self.mapped_bytes
+        if begin < wanted:
+            part = _Part(begin, wanted - begin)
+            memory = self._driver.create(part.size)
+            self._driver.map(self._address + begin, part.size, memory)
+            self._parts.append((part, memory))

@@ -21,7 +21,7 @@ from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
 from site_engine.model.page_copies import PageCopies
 from site_engine.model.runner import Forward, PackedRunner
-from site_engine.model.sleep_memory import SleepMemory
+from site_engine.model.sleep_memory import HostRoom, SleepMemory
 from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.store import VariantStore
@@ -44,7 +44,7 @@ def build_engine(
     memory = None
     if model.device.type != "cuda":
         if settings.sleep != "disk":
-            memory = SleepMemory(model.device)
+            memory = SleepMemory(model.device, make_room=HostRoom if settings.share_sleeping_memory else None)
             memory.keep(_weights(model))
         return packed_engine(model, settings, clock, memory)
     with startup.part("layers joined and timed"):
@@ -53,12 +53,13 @@ def build_engine(
 
         forward = fast_forward(model)
     if settings.sleep != "disk":
-        from site_engine.cuda.device_range import DeviceRange, Driver
+        from site_engine.cuda.device_range import DeviceRange, DeviceRoom, Driver
 
         with startup.part("weights placed"):
             neighbour = None if settings.sleep == "host" else torch.device(settings.sleep)
             driver = Driver(model.device, neighbour)
-            memory = SleepMemory(model.device, partial(DeviceRange, driver, neighbour))
+            make_room = partial(DeviceRoom, driver) if settings.share_sleeping_memory else None
+            memory = SleepMemory(model.device, partial(DeviceRange, driver, neighbour), make_room)
             joined = forward.weights if isinstance(forward, LlamaForward) else []
             memory.keep([*_weights(model), *joined])
     with startup.part("logits compared with the reference"):

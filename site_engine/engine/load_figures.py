@@ -40,5 +40,6 @@ def load_figures(
         longest_iteration_s=max(longest_s, floor_s),
         training=len(training.jobs),
         training_s_per_iteration=training.added_s,
+        kv_extra_tokens=pool.beyond * pool.page_size,
         resident=scheduler.resident_adapters,
     )

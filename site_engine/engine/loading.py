@@ -55,6 +55,11 @@ class Loaded(NamedTuple):
     sleeper: Turns | None = None
     open_inbox: Callable[[], InboxAddress | None] = lambda: None
 
+    @property
+    def shares(self) -> str:
+        """Return the device whose memory its engine shares with others, as `Turns` does."""
+        return "" if self.sleeper is None else self.sleeper.shares
+
 
 def load_engine(
     config: SiteConfig,
@@ -191,6 +196,7 @@ def _settings(config: SiteConfig, device: str) -> EngineSettings:
         adapter_slots=ADAPTER_SLOTS if on_gpu and takes_adapters else None,
         adapter_rank=largest_rank(config),
         sleep=config.sleep,
+        share_sleeping_memory=config.share_sleeping_memory,
         training=Bounds(
             between_tokens_s=config.training_between_tokens_s,
             least_share=config.training_least_share,

@@ -70,6 +70,7 @@ class EngineProcess(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.start_parts: list[Part] = []  # of the engine, once it is ready, as is its inbox
         self.inbox: InboxAddress | None = None
+        self.shares = ""  # the device whose memory it shares with engines that other processes have
         self._described: asyncio.Future[pm.Described] = self._loop.create_future()
         self._ready: asyncio.Future[Facts] = self._loop.create_future()
         self._listener: Listener | None = None
@@ -325,7 +326,7 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_exception(ConfigError(message.message))
         else:
             self._eos_token_ids = message.facts.eos_token_ids
-            self.start_parts, self.inbox = message.parts, message.inbox
+            self.start_parts, self.inbox, self.shares = message.parts, message.inbox, message.shares
             self._ready.set_result(message.facts)
 
     def _load(self, message: pm.Load | pm.Alive) -> None:

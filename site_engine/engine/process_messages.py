@@ -140,6 +140,13 @@ class Turn(Message, frozen=True):
     asleep: bool
 
 
+class Hold(Message, frozen=True):
+    """Let keys and values have so many bytes beyond the engine's own, or as many of them as there are."""
+
+    call: int
+    extra_bytes: int
+
+
 class Stop(Message, frozen=True):
     """The process is to end after the current iteration."""
 
@@ -156,11 +163,14 @@ class Described(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine can serve. `parts`: of its start. `inbox`: for requests that others have begun."""
+    """The engine can serve. `parts`: of its start. `inbox`: for requests that others have begun. `shares`: as
+    `Turns` has it.
+    """
 
     facts: Facts
     parts: list[Part] = []
     inbox: InboxAddress | None = None
+    shares: str = ""
 
 
 class Refused(Message, frozen=True):
@@ -208,10 +218,13 @@ class VariantRemoved(Message, frozen=True):
 
 
 class Turned(Message, frozen=True):
-    """The answer to a Turn. `refusal`: why nothing has changed, else empty."""
+    """The answer to Turn and Hold. `refusal`: why nothing has changed, else empty. `size_bytes`: what sleep
+    has freed, or what is held.
+    """
 
     call: int
     refusal: str = ""
+    size_bytes: int = 0
 
 
 class SavedContent(msgspec.Struct, array_like=True, frozen=True):
@@ -309,6 +322,7 @@ ToEngine: TypeAlias = (
     | RemoveVariant
     | ToTraining
     | Turn
+    | Hold
     | Stop
 )
 FromEngine: TypeAlias = (

@@ -148,7 +148,7 @@ class EngineServer:
                 self._thread.add_variant(message.variant, partial(self._variant_added, message.call))
             case pm.RemoveVariant():
                 self._thread.remove_variant(message.id, partial(self._variant_removed, message.call))
-            case pm.Turn():
+            case pm.Turn() | pm.Hold():
                 self._sleep.handle(message)
             case pm.Train() | pm.StopTraining() | pm.Taken():
                 self._training.handle(message)

@@ -17,46 +17,66 @@ class RemoteSleep:
     def __init__(self, send: Callable[[pm.Message], None]) -> None:
         self._send = send
         self._next_call = count(1)
-        self._asked: dict[int, asyncio.Future[str]] = {}
+        self._asked: dict[int, asyncio.Future[pm.Turned]] = {}
         self._lost = ""
+        self.freed_bytes = 0  # by the last sleep
 
     async def sleep(self) -> str:
         """Let the engine, in which nothing runs, give up its memory; return why not, or nothing."""
-        return await self._turned(asleep=True)
+        answer = await self._answered(lambda call: pm.Turn(call, asleep=True))
+        self.freed_bytes = answer.size_bytes
+        return answer.refusal
 
     async def wake(self) -> str:
         """Let the engine have its memory again; return why not, or nothing."""
-        return await self._turned(asleep=False)
+        return (await self._answered(lambda call: pm.Turn(call, asleep=False))).refusal
 
-    async def _turned(self, *, asleep: bool) -> str:
+    async def hold(self, extra_bytes: int) -> int:
+        """Let keys and values have so many bytes beyond the engine's own; return how many they have."""
+        return (await self._answered(lambda call: pm.Hold(call, extra_bytes))).size_bytes
+
+    async def _answered(self, question: Callable[[int], pm.Message]) -> pm.Turned:
         if self._lost:
-            return self._lost
+            return pm.Turned(0, self._lost)
         call, answer = next(self._next_call), asyncio.get_running_loop().create_future()
         self._asked[call] = answer
-        self._send(pm.Turn(call, asleep))
-        return str(await answer)
+        self._send(question(call))
+        found: pm.Turned = await answer
+        return found
 
     def handle(self, message: pm.Turned) -> None:
-        _resolve(self._asked.pop(message.call), message.refusal)
+        _resolve(self._asked.pop(message.call), message)
 
     def lose(self, reason: str) -> None:
         """Answer all that waits: the process is lost."""
         self._lost = f"the engine is lost: {reason}"
         asked, self._asked = self._asked, {}
         for each in asked.values():
-            _resolve(each, self._lost)
+            _resolve(each, pm.Turned(0, self._lost))
 
 
-def _resolve(answer: asyncio.Future[str], value: str) -> None:
+def _resolve(answer: asyncio.Future[pm.Turned], value: pm.Turned) -> None:
     if not answer.done():  # nobody waits any more
         answer.set_result(value)
 
 
 class Turns(Protocol):
-    """What lets an engine sleep. Both return why nothing has changed, or nothing."""
+    """What lets an engine sleep, by which it gives up `freed_bytes`. `shares`: the device whose memory it
+    shares with other engines meanwhile, empty if with none.
+    """
 
-    def sleep(self) -> str: ...
+    @property
+    def shares(self) -> str: ...
+    @property
+    def freed_bytes(self) -> int: ...
+
+    def sleep(self) -> str:
+        """Return why nothing has changed, or nothing, as `wake` does."""
+
     def wake(self) -> str: ...
+
+    def hold(self, extra_bytes: int) -> int:
+        """Let keys and values have so many bytes beyond the engine's own; return how many they have."""
 
 
 class SleepServer:
@@ -65,7 +85,7 @@ class SleepServer:
     def __init__(
         self,
         engine: Turns | None,
-        between: Callable[[Callable[[], str], Callable[[str], None]], None],
+        between: Callable[[Callable[[], pm.Turned], Callable[[pm.Turned], None]], None],
         put: Callable[[pm.Message], None],
     ) -> None:
         """`between` runs something between two iterations, and passes on what it returns."""
@@ -73,13 +93,14 @@ class SleepServer:
         self._between = between
         self._put = put
 
-    def handle(self, message: pm.Turn) -> None:
-        def act() -> str:
-            if self._engine is None:
-                return "this engine keeps no weights in host memory"
-            return self._engine.sleep() if message.asleep else self._engine.wake()
+    def handle(self, message: pm.Turn | pm.Hold) -> None:
+        self._between(partial(self._act, message), self._put)
 
-        self._between(act, partial(self._turned, message.call))
-
-    def _turned(self, call: int, refusal: str) -> None:
-        self._put(pm.Turned(call, refusal))
+    def _act(self, message: pm.Turn | pm.Hold) -> pm.Turned:
+        engine, call = self._engine, message.call
+        if engine is None:
+            return pm.Turned(call, "this engine keeps no weights in host memory")
+        if isinstance(message, pm.Hold):
+            return pm.Turned(call, "", engine.hold(message.extra_bytes))
+        refusal = engine.sleep() if message.asleep else engine.wake()
+        return pm.Turned(call, refusal, engine.freed_bytes)

@@ -29,6 +29,7 @@ class EngineSettings:
     sleep: str = (
         "disk"  # else its memory can come and go, with the weights in the host's or a GPU's meanwhile
     )
+    share_sleeping_memory: bool = False  # keys and values can grow into memory of other bases that sleep
     variant_bytes: int | None = None  # that variants may own; None: half of the free memory
     policy: Policy = DEFAULT_POLICY
     training: Bounds = field(default_factory=Bounds)  # what it may cost those that are served

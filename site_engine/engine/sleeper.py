@@ -6,33 +6,71 @@ import logging
 import time
 from collections.abc import Callable
 
-from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.scheduler import Scheduler
 from site_engine.errors import NoMemory
+from site_engine.model.kv_cache import KVCache
 from site_engine.model.sleep_memory import SleepMemory
 
 log = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """Of an engine in which nothing runs. To be used between two iterations."""
+    """To be used between two iterations. To sleep, nothing may run in the engine.
 
-    def __init__(self, memory: SleepMemory, prefixes: PrefixTree | None, settle: Callable[[], None]) -> None:
+    Keys and values of an engine that is awake can have memory beyond its own, of engines that sleep.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, memory: SleepMemory, scheduler: Scheduler, settle: Callable[[], None]
+    ) -> None:
         """`settle` waits for what the device still computes."""
+        self._kv_cache = kv_cache
         self._memory = memory
-        self._prefixes = prefixes
+        self._scheduler = scheduler
         self._settle = settle
+        self._asleep = False
+        self.freed_bytes = 0  # by the last sleep
+
+    @property
+    def shares(self) -> str:
+        return self._memory.shares
+
+    def hold(self, extra_bytes: int) -> int:
+        """Have as much of so many bytes beyond the engine's own as there is, none while it sleeps; return how
+        many there are. Requests with pages in memory that is given up are preempted.
+        """
+        if self._asleep:
+            return 0
+        kv_cache, wanted = self._kv_cache, self._kv_cache.pages_with(extra_bytes)
+        if wanted < kv_cache.end:
+            self._settle()
+            end = kv_cache.end_within(wanted)
+            self._scheduler.preempt_beyond(end)
+            if self._scheduler.prefixes is not None:
+                self._scheduler.prefixes.forget(range(end + 1, kv_cache.end + 1))
+            self._scheduler.pool.move_end(end)
+            kv_cache.resize(end)
+        if wanted > kv_cache.end:
+            try:
+                kv_cache.resize(wanted)
+            except NoMemory as exc:
+                log.warning("keys and values get no %d bytes more: %s", extra_bytes, exc)
+            self._scheduler.pool.move_end(kv_cache.end)
+        return kv_cache.extra_bytes
 
     def sleep(self) -> str:
         """Give up the memory; return why not, or nothing."""
         began_s = time.monotonic()
         self._settle()
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self.hold(0)
+        if self._scheduler.prefixes is not None:
+            self._scheduler.prefixes.clear()
         try:
-            freed_bytes = self._memory.sleep()
+            self.freed_bytes = self._memory.sleep()
         except NoMemory as exc:
             return str(exc)
-        log.info("the engine sleeps: %d bytes freed in %.2f s", freed_bytes, time.monotonic() - began_s)
+        self._asleep = True
+        log.info("the engine sleeps: %d bytes freed in %.2f s", self.freed_bytes, time.monotonic() - began_s)
         return ""
 
     def wake(self) -> str:
@@ -42,12 +80,12 @@ class Sleeper:
             self._memory.wake()
         except NoMemory as exc:
             return str(exc)
+        self._asleep = False
         log.info("the engine woke in %.2f s", time.monotonic() - began_s)
         return ""
 
 
-def sleeper_of(
-    memory: SleepMemory | None, prefixes: PrefixTree | None, settle: Callable[[], None]
-) -> Sleeper | None:
+def sleeper_of(kv_cache: KVCache, scheduler: Scheduler, settle: Callable[[], None]) -> Sleeper | None:
     """Return what lets an engine sleep, if it has memory that can come and go."""
-    return None if memory is None else Sleeper(memory, prefixes, settle)
+    memory = kv_cache.memory
+    return None if memory is None else Sleeper(kv_cache, memory, scheduler, settle)

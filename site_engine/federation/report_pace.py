@@ -39,6 +39,8 @@ class Figures(Protocol):
     @property
     def kv_reserved_tokens(self) -> int: ...
     @property
+    def kv_extra_tokens(self) -> int: ...
+    @property
     def running_remaining(self) -> tuple[int, ...]: ...
     @property
     def running_weight(self) -> int: ...
@@ -69,7 +71,7 @@ class Told(NamedTuple):
     @classmethod
     def by(cls, figures: Figures, slots: int, kv_capacity_tokens: int) -> Told:
         cost, rows = figures.iteration, max(1, figures.running)
-        used = max(0, kv_capacity_tokens - figures.kv_free_tokens)
+        used = max(0, kv_capacity_tokens + figures.kv_extra_tokens - figures.kv_free_tokens)
         iteration_s = cost.seconds(rows, rows, used) or figures.seconds_per_iteration
         response = sum(figures.running_remaining) * figures.running_weight + figures.pending_response_tokens
         return cls(

@@ -47,13 +47,17 @@ class GivenDescriptor:
                 except OSError:
                     return
                 with other:
-                    _, user, _ = CREDENTIALS.unpack(
-                        other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-                    )
-                    if user == os.getuid():
+                    if is_own_user(other):
                         with suppress(OSError):  # of one who has gone
                             socket.send_fds(other, [b"\0"], [self._descriptor])
                             self._given.release()
+
+
+def is_own_user(other: socket.socket) -> bool:
+    """Return whether a process of this user is at the other end."""
+    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    _, user, _ = CREDENTIALS.unpack(found)
+    return bool(user == os.getuid())
 
 
 def taken(name: str) -> int:

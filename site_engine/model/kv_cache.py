@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from site_engine.core.request import Request
+from site_engine.errors import NoMemory
 from site_engine.model.logit_rules import to_device
 from site_engine.model.page_copies import PageCopies
-from site_engine.model.sleep_memory import SleepMemory
+from site_engine.model.sleep_memory import Room, SleepMemory, whole
 from site_engine.model.tensor_group import TensorGroup
 
 
@@ -37,7 +40,8 @@ class KVCache:
 
     Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
     is allocated. The ranks of a `group` have pages of the same numbers, each with the heads that it computes.
-    `memory`: whence the pages are, and whither while the base sleeps. `copies` makes what copies pages there.
+    `memory`: whence the pages are, and whither while the base sleeps; where its rooms can grow, there can be
+    memory for pages beyond the first `pages`, too. `copies` makes what copies pages there.
     """
 
     def __init__(
@@ -54,10 +58,19 @@ class KVCache:
     ) -> None:
         def room(shape: LayerShape, dim: int) -> torch.Tensor:
             size = pages + 1, page_size, shape.kv_heads, dim
-            if memory is not None:
+            if memory is None:
+                return torch.zeros(size, dtype=dtype, device=device)
+            if not memory.grows:
                 return memory.room(size, dtype)
-            return torch.zeros(size, dtype=dtype, device=device)
+            row_bytes = prod(size[1:]) * dtype.itemsize
+            own = memory.growing_room((pages + 1) * row_bytes, (self._most + 1) * row_bytes)
+            self._rooms.append((own, row_bytes))
+            return own.bytes[: (self._most + 1) * row_bytes].view(dtype).view(self._most + 1, *size[1:])
 
+        page_bytes = numbers_per_token(layers) * page_size * dtype.itemsize
+        self._most = max(pages, memory_bytes(device) // max(1, page_bytes))
+        self._rooms: list[tuple[Room, int]] = []  # that can grow, with the bytes of a page
+        self._ends = [pages]  # the last pages of the parts of these
         self.pages = pages
         self.page_size = page_size
         self.device = device
@@ -74,6 +87,54 @@ class KVCache:
     def tokens(self) -> int:
         """Return the capacity in tokens."""
         return self.pages * self.page_size
+
+    @property
+    def end(self) -> int:
+        """Return the last page for which there is memory."""
+        return self._ends[-1]
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return the memory beyond that of the first `pages`."""
+        return self._bytes(self.end) - self._bytes(self.pages)
+
+    def pages_with(self, extra_bytes: int) -> int:
+        """Return the pages that fit so many bytes beyond the memory of the first `pages`."""
+        if not (self._rooms and extra_bytes):
+            return self.pages
+        fit = self._bytes(self.pages) + extra_bytes
+        return self.pages + bisect_right(range(self.pages + 1, self._most + 1), fit, key=self._bytes)
+
+    def end_within(self, pages: int) -> int:
+        """Return the last page of the parts that are left if no page beyond `pages` is."""
+        return max(end for end in self._ends if end <= pages)
+
+    def resize(self, pages: int) -> None:
+        """Have memory for so many pages: more than there are, in a new part, or an end within fewer.
+
+        New pages are zeros. Nothing may use those that go. Raises NoMemory, with all as it was.
+        """
+        before = self.end
+        self._wait()
+        try:
+            for room, row_bytes in self._rooms:
+                room.resize((pages + 1) * row_bytes)
+        except NoMemory:
+            for room, row_bytes in self._rooms:
+                room.resize((before + 1) * row_bytes)
+            raise
+        self._ends = [end for end in self._ends if end < pages] + [pages]
+        for each in (*self.keys, *self.values):
+            each[before + 1 : pages + 1].zero_()
+        self._wait()
+
+    def _bytes(self, pages: int) -> int:
+        return sum(whole((pages + 1) * row_bytes, room) for room, row_bytes in self._rooms)
+
+    def _wait(self) -> None:
+        """Wait for all that the device computes and copies."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
     def is_whole(self) -> bool:
@@ -151,5 +212,15 @@ def affordable_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, device: 
         free = int(torch.cuda.mem_get_info(device)[0] * 0.85)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers)
-    return free // (numbers * int(dtype.itemsize))
+    return free // (numbers_per_token(layers) * int(dtype.itemsize))
+
+
+def numbers_per_token(layers: Sequence[LayerShape]) -> int:
+    return sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -65,7 +65,7 @@ def host_swap(
 
 def copy_seconds_per_token(kv_cache: KVCache, clock: Callable[[], float]) -> float:
     """Measure copying some pages out and in again, after a warm-up; return seconds per token."""
-    pages = list(range(1, min(TRIAL_PAGES, kv_cache.keys[0].shape[0] - 1) + 1))
+    pages = list(range(1, min(TRIAL_PAGES, kv_cache.pages) + 1))
     for _ in range(2):
         began = clock()
         kv_cache.copy_in(kv_cache.copy_out(pages), pages)

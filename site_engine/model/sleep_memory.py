@@ -43,6 +43,26 @@ class AddressRange(Protocol):
         """Get memory of any contents. Raises NoMemory, with none got."""
 
 
+class Room(Protocol):
+    """Addresses of which the front has memory, in parts that come and go whole."""
+
+    @property
+    def granularity(self) -> int:
+        """Return the bytes of which whole ones are mapped."""
+
+    @property
+    def mapped_bytes(self) -> int: ...
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """Return the bytes of all addresses; nothing may use those without memory."""
+
+    def resize(self, size_bytes: int) -> None:
+        """Let the front have so many bytes, rounded up. New ones have any contents, and so has a part that
+        is not kept whole. Raises NoMemory, with the parts that are kept whole.
+        """
+
+
 class HostRange:
     """Of host memory."""
 
@@ -76,14 +96,66 @@ class HostRange:
         self._is_mapped = True
 
 
+class HostRoom:
+    """Of host memory."""
+
+    granularity = mmap.PAGESIZE
+
+    def __init__(self, most_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, whole(most_bytes, self), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.mapped_bytes = 0
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def resize(self, size_bytes: int) -> None:
+        before, self.mapped_bytes = self.mapped_bytes, whole(size_bytes, self)
+        if self.mapped_bytes < before:
+            self._memory.madvise(mmap.MADV_DONTNEED, self.mapped_bytes, before - self.mapped_bytes)
+
+
+class Granular(Protocol):
+    @property
+    def granularity(self) -> int: ...
+
+
+def whole(size_bytes: int, memory: Granular) -> int:
+    """Return bytes, rounded up to what is mapped."""
+    return -(-size_bytes // memory.granularity) * memory.granularity
+
+
 class SleepMemory:
     """What is kept has a copy elsewhere, in the host's memory from the first sleep on; rooms are lost."""
 
-    def __init__(self, device: torch.device, make_range: Callable[[], AddressRange] = HostRange) -> None:
-        """`make_range` returns addresses of the device."""
+    def __init__(
+        self,
+        device: torch.device,
+        make_range: Callable[[], AddressRange] = HostRange,
+        make_room: Callable[[int], Room] | None = None,
+    ) -> None:
+        """`make_range` returns addresses of the device. With `make_room`, which returns so many, each room of
+        keys and values has its own, so that it can grow.
+        """
         self._device = device
         self._kept, self._rooms = make_range(), make_range()
         self._copies: list[torch.Tensor] = []
+        self._make_room = make_room
+        self._growing: dict[Room, int] = {}  # with the bytes that each has after sleep
+
+    @property
+    def grows(self) -> bool:
+        """Whether rooms can grow."""
+        return self._make_room is not None
+
+    @property
+    def shares(self) -> str:
+        """Return the device into whose memory rooms can grow, by a name of its own; empty if they can't."""
+        if not self.grows:
+            return ""
+        if self._device.type == "cuda":
+            return str(torch.cuda.get_device_properties(self._device).uuid)
+        return str(self._device.type)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move constant tensors here, in place. Those that share memory go on sharing it.
@@ -108,6 +180,18 @@ class SleepMemory:
         """Return zeros, which are zeros again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
+    def growing_room(self, size_bytes: int, most_bytes: int) -> Room:
+        """Return a room of zeros that its user resizes; after sleep it has `size_bytes` of zeros again.
+
+        Raises NoMemory.
+        """
+        assert self._make_room is not None, "the rooms of this memory can grow"
+        room = self._make_room(most_bytes)
+        room.resize(size_bytes)
+        room.bytes[:size_bytes].zero_()
+        self._growing[room] = size_bytes
+        return room
+
     def sleep(self) -> int:
         """Give up the memory, which nothing may use meanwhile, and return its bytes.
 
@@ -123,27 +207,36 @@ class SleepMemory:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         freed = self._kept.mapped_bytes + self._rooms.mapped_bytes
-        self._kept.unmap()
-        self._rooms.unmap()
+        freed += sum(each.mapped_bytes for each in self._growing)
+        self._unmap()
         return freed
 
     def wake(self) -> None:
         """Have everything again as it was, and rooms of zeros. Raises NoMemory, and sleeps on."""
-        self._kept.map()
         try:
+            self._kept.map()
             self._rooms.map()
+            for each, size_bytes in self._growing.items():
+                each.resize(size_bytes)
         except NoMemory:
-            self._kept.unmap()
+            self._unmap()
             raise
         for piece, copy in zip(self._kept.taken(), self._copies, strict=True):
             piece.copy_(copy, non_blocking=True)
-        for room in self._rooms.taken():
+        grown = (each.bytes[:size_bytes] for each, size_bytes in self._growing.items())
+        for room in (*self._rooms.taken(), *grown):
             room.zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if not self._kept.copies_in_host:
             self._copies = []
             torch.cuda.empty_cache()
+
+    def _unmap(self) -> None:
+        self._kept.unmap()
+        self._rooms.unmap()
+        for each in self._growing:
+            each.resize(0)
 
 
 def _check_host_memory(size_bytes: int) -> None:

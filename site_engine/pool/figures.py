@@ -44,6 +44,7 @@ def join_figures(each: Sequence[LoadFigures]) -> LoadFigures:
         longest_iteration_s=max(one.longest_iteration_s for one in each),
         training=sum(one.training for one in each),
         training_s_per_iteration=sum(one.training_s_per_iteration for one in each) / count,
+        kv_extra_tokens=sum(one.kv_extra_tokens for one in each),
         resident=frozenset().union(*(one.resident for one in each)),
     )
 

@@ -154,6 +154,8 @@ class EnginePool:
     def _cancel_tasks(self) -> None:
         for each in self._tasks:
             each.cancel()
+        for replica in self._replicas:
+            replica.share_nothing()
 
     def _serve(self, replica: Replica) -> None:
         process = replica.process

@@ -12,6 +12,7 @@ from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
 from site_engine.errors import ConfigError
 from site_engine.pool.figures import join_figures
+from site_engine.pool.lending import Borrower, Lender
 from site_engine.pool.rebalancing import Placed
 from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 HUNG_AFTER_S = 20.0
 """An engine without progress for so long is given up, where another moves."""
+AGAIN_AFTER_S = 0.05
+"""Until one that wakes asks for memory again which one that has ended had."""
 
 
 class Replica:
@@ -34,6 +37,8 @@ class Replica:
         self.serves = False
         self.rests = False  # until the pool wakes; its process has ended, or sleeps
         self._sleeps = False
+        self._borrower: Borrower | None = None  # while it serves, if it shares memory with other engines
+        self._lender: Lender | None = None  # while it sleeps
         self.stalled = False
         self.began_s = 0.0
         self.wait_s = 0.0  # before it is started again
@@ -47,6 +52,7 @@ class Replica:
         self.admitted: list[str] = []  # of these
         self.prefixes = PrefixIndex(facts.kv_tokens)
         self.serves, self.rests, self.stalled = True, False, False
+        self._share()
 
     def reported(self, seen: LoadSeen) -> None:
         """Take a report, which counts all that was admitted before."""
@@ -60,6 +66,7 @@ class Replica:
         self.losses += 1
         if self.serves:
             self._close()
+            self.share_nothing()
         self._sleeps = False
 
     async def rest(self) -> None:
@@ -69,27 +76,58 @@ class Replica:
                 return
             self._close()
             self.rests = self._sleeps = True
-            if refusal := await self.process.sleeper.sleep():
+            refusal = await self.process.sleeper.sleep()
+            if self._borrower is not None and not refusal:
+                self._borrower.give_back()
+            self.share_nothing()
+            if refusal:
                 log.info("engine %d ends to sleep: %s", self.place, refusal)
                 self._sleeps = False
                 self.process.on_lost = None
                 await asyncio.to_thread(self.process.stop)
+            elif self.process.shares:
+                self._lender = Lender(self.process.shares, self.process.sleeper.freed_bytes)
 
     async def wake(self) -> bool:
         """Wake the process, if it is there and sleeps; return whether it serves now.
 
         Raises ConfigError, and it sleeps on.
         """
+        lender = self._lender
+        if lender is not None and not await lender.take_back():
+            lender.lend()
+            raise ConfigError(f"others on {self.device} have not given its memory back in time")
         refusal = await self.process.sleeper.wake() if self._sleeps else ""
+        while refusal and self._sleeps and lender is not None and lender.awaits_end:
+            await asyncio.sleep(AGAIN_AFTER_S)
+            refusal = await self.process.sleeper.wake()
+        if refusal and self._sleeps:
+            if lender is not None:
+                lender.lend()
+            raise ConfigError(refusal)
+        self.share_nothing()
         if not self._sleeps:  # it has ended, perhaps just now
             return False
-        if refusal:
-            raise ConfigError(refusal)
         figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
         self.tokens_before = tokens - figures.tokens_total, prompt_tokens - figures.prompt_tokens_total
         self.prefixes = PrefixIndex(self.facts.kv_tokens)
         self.serves, self.rests, self._sleeps = True, False, False
+        self._share()
         return True
+
+    def _share(self) -> None:
+        """Take part in the memory of engines that sleep on its device, from now on."""
+        self.share_nothing()
+        if self.process.shares:
+            self._borrower = Borrower(self.process.shares, self.process.sleeper.hold)
+
+    def share_nothing(self) -> None:
+        """End what it has lent, or holds of others."""
+        if self._borrower is not None:
+            self._borrower.close()
+        if self._lender is not None:
+            self._lender.close()
+        self._borrower = self._lender = None
 
     def _close(self) -> None:
         self.serves = False
@@ -98,21 +136,24 @@ class Replica:
 
     def now(self) -> Engine:
         given = reduce(Work.with_one, self.given.values(), Work())
-        return Engine(self.seen.figures, self.facts.slots, self.facts.kv_tokens, given)
+        load, facts = self.seen.figures, self.facts
+        return Engine(load, facts.slots, facts.kv_tokens + load.kv_extra_tokens, given)
 
     def figures(self) -> DeviceFigures:
         """Return the engine's part of what the site reports."""
         load, facts = self.seen.figures, self.facts
         if not self.serves:
             free = facts.kv_tokens if self.rests else 0
-            load = load._replace(running=0, pending=0, kv_free_tokens=free, tokens_per_s=0.0)
+            load = load._replace(
+                running=0, pending=0, kv_free_tokens=free, kv_extra_tokens=0, tokens_per_s=0.0
+            )
         return DeviceFigures(
             self.device,
             not (self.serves or self.rests),
             facts.slots,
             load.running,
             load.pending,
-            facts.kv_tokens,
+            facts.kv_tokens + load.kv_extra_tokens,
             load.kv_free_tokens,
             load.tokens_per_s,
             self.moved_in,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.page_pool import NULL_PAGE, PagePool
+from site_engine.core.prefix_cache import PrefixTree
 from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
@@ -36,6 +37,37 @@ def test_references_equal_holders_at_every_step(seed: int, pages: int) -> None:
         assert NULL_PAGE not in held
         assert pool.used == len(set(held))
         assert all(pool.references(page) == held.count(page) for page in range(1, pages + 1))
+
+
+@given(seed=st.integers(0, 10_000), own=st.integers(1, 12))
+def test_no_page_above_an_end_that_moves_is_given_out_and_none_is_lost(seed: int, own: int) -> None:
+    rnd, pool = random.Random(seed), PagePool(own, 2)
+    tree, held = PrefixTree(pool), list[list[int]]()
+    for number in range(60):
+        act = rnd.random()
+        if act < 0.5:
+            tree.evict(min(pool.idle, rnd.randint(0, 2)))
+            before = pool.used
+            if (taken := pool.take(rnd.randint(0, 4))) is not None:
+                if before < own:
+                    assert min(taken, default=0) <= own  # those beyond come last
+                tree.insert([number] * 2 * len(taken), taken)
+                held.append(taken)
+        elif act < 0.75 and held:
+            pool.drop(held.pop(rnd.randrange(len(held))))
+        else:
+            end = own + rnd.randint(0, 8)
+            for each in [each for each in held if max(each, default=0) > end]:
+                held.remove(each)
+                pool.drop(each)
+            tree.forget(range(end + 1, pool.capacity + 1))
+            pool.move_end(end)
+        used = {page for pages in held for page in pages} | set(tree._nodes)
+        assert max(used, default=0) <= pool.capacity
+        assert pool.used == len(used)
+        assert sorted([*pool._free, *pool._free_beyond, *used]) == list(range(1, pool.capacity + 1))
+    with pytest.raises(ValueError, match="cannot move"):
+        pool.move_end(own - 1)
 
 
 def test_taking_is_all_or_nothing_and_dropping_a_free_page_is_a_bug() -> None:

@@ -14,7 +14,7 @@ from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate, estimates, sizes
 from gateway.routing.filters import may, why_not
-from gateway.routing.fleet import Fleet, least, most
+from gateway.routing.fleet import Fleet, figures, kv_tokens, least, most
 from gateway.routing.policies import mico
 from gateway.routing.prefixes import Cached
 
@@ -36,6 +36,16 @@ def site(*, slots: int, running: int, pending: int, kv_free: int, age_s: float, 
     )
     identity = SiteIdentity("s", "b", "c", "r", MODELS, slots=slots, kv_capacity_tokens=100_000)
     return Site(identity, SiteState.READY, load, Credit(), rtt_s=0.1 * age_s, weight=weight)
+
+
+@given(extra=st.integers(0, 50_000), free=st.integers(0, 150_000), running=st.integers(0, 20))
+def test_memory_that_is_lent_counts_as_a_sites_own(extra: int, free: int, running: int) -> None:
+    lent = site(slots=8, running=running, pending=1, kv_free=free, age_s=1.0, weight=1.0)
+    lent = replace(lent, load=replace(lent.load, kv_extra_tokens=extra))
+    own = replace(lent.identity, kv_capacity_tokens=kv_tokens(lent))
+    assert figures(lent, Credit()) == figures(
+        replace(lent, identity=own, load=replace(lent.load, kv_extra_tokens=0)), Credit()
+    )
 
 
 sites = st.lists(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from site_engine.cuda.device_range import DeviceRange
+from site_engine.cuda.device_range import DeviceRange, DeviceRoom, Driver
 from site_engine.errors import NoMemory
 from site_engine.model.sleep_memory import SleepMemory
 
@@ -119,3 +119,27 @@ def test_without_any_weights_there_is_nothing_to_copy() -> None:
     memory = SleepMemory(torch.device("cpu"), lambda: made(driver))
     assert memory.sleep() == 0
     memory.wake()
+
+
+def test_a_room_grows_and_shrinks_by_parts_at_its_addresses() -> None:
+    driver = CountingDriver()
+    room = DeviceRoom(cast(Driver, driver), 8 * PAGE)
+    room.resize(PAGE + 1)
+    room.resize(3 * PAGE)
+    room.resize(5 * PAGE - 9)
+    addresses = sorted(driver.mapped)
+    assert [driver.sizes[driver.mapped[at]] for at in addresses] == [2 * PAGE, PAGE, 2 * PAGE]
+    assert (room.mapped_bytes, driver.free_bytes) == (5 * PAGE, 11 * PAGE)
+    kept = driver.mapped[addresses[0]]
+    room.resize(3 * PAGE)
+    assert sorted(driver.mapped) == addresses[:2]
+    room.resize(PAGE + 1)
+    assert driver.mapped == {addresses[0]: kept}  # whose contents are what they were
+    driver.free_bytes = 2 * PAGE
+    with pytest.raises(NoMemory, match="full"):
+        room.resize(5 * PAGE)
+    assert driver.mapped == {addresses[0]: kept}
+    room.resize(0)
+    assert (driver.sizes, driver.mapped, driver.free_bytes) == ({}, {}, 4 * PAGE)
+    room.resize(2 * PAGE)
+    assert list(driver.mapped) == addresses[:1]

@@ -38,6 +38,8 @@ def test_devices_are_named_one_by_one_and_a_cpu_may_be_named_twice() -> None:
         ({"devices": "cuda:0", "sleep": "swap"}, "must be disk, host or a GPU"),
         ({"devices": "cuda:0+cuda:1", "sleep": "host"}, "must be disk for devices joined"),
         ({"sleep": "host"}, "sleeps only where devices is set"),
+        ({"devices": "cpu", "share_sleeping_memory": "true", "kv_tokens": "9"}, "needs kv_tokens, and sleep"),
+        ({"devices": "cpu", "share_sleeping_memory": "true", "sleep": "host"}, "needs kv_tokens, and sleep"),
         ({"devices": "cuda:0,cuda:1", "sleep": "cuda:1"}, "sleep on cuda:1 is for a base on other GPUs"),
         ({"devices": "cpu", "sleep": "cuda:1"}, "is for a base on other GPUs"),
         ({"devices": "cuda:0+"}, "has ''; name them as"),
