@@ -28,7 +28,7 @@ from site_engine.federation.training import TrainingRuns
 from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
-from site_engine.optional_packages import hide_torch
+from site_engine.optional_packages import UNUSED, hide, hide_torch
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
@@ -51,6 +51,7 @@ def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
     config, *others = configs
     switch_soon()
     logs.set_up(config.log_level, config.site.rpartition("/")[0] if others else config.site)
+    hide(*UNUSED)
     if all(each.separates_engine and not each.training for each in configs):
         hide_torch()
     try:

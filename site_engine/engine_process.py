@@ -30,7 +30,7 @@ from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.native import facts_of, grammars_of
-from site_engine.optional_packages import hide
+from site_engine.optional_packages import UNUSED, hide
 from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
@@ -172,7 +172,7 @@ def end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    hide("scipy", "sklearn")  # for methods and losses of transformers that no engine has
+    hide(*UNUSED)
     began = StartUp(time.monotonic)
     with began.part("torch"):
         import torch  # noqa: F401 - while the site gets as far as to say what is to be loaded

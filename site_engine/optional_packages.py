@@ -6,6 +6,9 @@ import logging
 import sys
 from typing import Any, cast
 
+UNUSED = ("scipy", "sklearn", "boto3")
+"""What transformers and accelerate import for methods, losses and clouds that no engine has."""
+
 
 def hide(*names: str) -> None:
     """Make packages that are not imported yet look as if they were not installed, for the whole process.
