@@ -5,7 +5,7 @@
 
 Sites are the real link before an engine without a model (bench/support/fleet_sites.py), many in one process,
 each with a connection of its own to every gateway; their CPU is counted apart. CPU is that of the kernel's
-scheduler, of the first gateway. Gateways have a database each.
+scheduler, of the first gateway, and reports are those to each. Gateways are replicas on one SQLite database.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Shown:
 class Fleet:
     """The processes with the sites."""
 
-    def __init__(self, processes: list[asyncio.subprocess.Process], streams: int) -> None:
+    def __init__(self, processes: list[asyncio.subprocess.Process], sites: int, gateways: int) -> None:
         self._processes = processes
-        self._streams = streams
+        self._streams, self._gateways = sites * gateways, gateways
         self._shown = [Shown() for _ in processes]
         self._changed = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read(number)) for number in range(len(processes))]
@@ -68,8 +68,9 @@ class Fleet:
         return sum(each.linked for each in self._shown)
 
     @property
-    def reports(self) -> int:
-        return sum(each.reports for each in self._shown)
+    def reports(self) -> float:
+        """Return the number of reports so far that a gateway has on average."""
+        return sum(each.reports for each in self._shown) / self._gateways
 
     def cpu_s(self) -> float:
         return sum(cpu_s_of(each.pid) for each in self._processes)
@@ -113,7 +114,7 @@ async def fleet(ports: list[int], sites: int, options: argparse.Namespace) -> As
         )
         processes.append(started)
         first += count
-    found = Fleet(processes, sites * len(ports))
+    found = Fleet(processes, sites, len(ports))
     try:
         yield found
     finally:
@@ -124,7 +125,7 @@ class Gateways:
     """Gateways of one fleet, each in a folder and at ports of its own, to be killed and started again."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.workspaces = []
+        self.workspaces, self._database = [], folder / "fleet.db"
         for number in range(count):
             own = folder / f"gateway-{number}"
             own.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ class Gateways:
     async def start(self) -> float:
         began_s = time.perf_counter()
         started = (
-            self._stack.enter_async_context(mico(each, "WARNING", with_sites=False))
+            self._stack.enter_async_context(mico(each, "WARNING", with_sites=False, database=self._database))
             for each in self.workspaces
         )
         self.all = list(await asyncio.gather(*started))

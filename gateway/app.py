@@ -162,7 +162,13 @@ async def _core(
 ) -> AsyncIterator[Core]:
     directory = Directory()
     clock = asyncio.get_running_loop().time
-    federation = Federation(_federation_settings(config), directory, clock, credentials.certificates)
+    federation = Federation(
+        _federation_settings(config),
+        directory,
+        clock,
+        credentials.certificates,
+        replicas=lambda: leases.replicas,
+    )
     forecasts = _start_forecasts(config, directory)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)

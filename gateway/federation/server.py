@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
+import numpy as np
 
 from gateway.domain import SiteIdentity
 from gateway.federation import codec
@@ -18,7 +19,7 @@ from gateway.federation.directory import MAX_SITES, Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
-from gateway.federation.report_pace import ping_heartbeats
+from gateway.federation.report_pace import FEW_SITES, in_share, ping_heartbeats
 from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.federation.stream_pace import StreamPace
 from gateway.federation.training import trains_of
@@ -69,11 +70,15 @@ class Federation(rpc.FederationServicer):
         clock: Callable[[], float],
         certificates: Certificates | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        *,
+        replicas: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        """`replicas`: the names of those that live, this one among them."""
         self.directory = directory
         self.bulk: Bulk | None = None  # of fine-tuning, while that runs
         self._settings = settings
         self._clock = clock
+        self.replicas = replicas
         self._sleep = sleep
         self._site_auth = SiteAuth(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
@@ -260,7 +265,7 @@ class Federation(rpc.FederationServicer):
         """
         heartbeat_s, missed, heartbeats = self._settings.heartbeat_s, 0, 0
         while link.closing is None:
-            link.reports.adapt(len(self._links), heartbeat_s)
+            link.reports.adapt(len(self._links), heartbeat_s, in_share=self._is_in_share(link))
             quiet = 0 if link.live else link.reports.every_s - 1
             if missed >= MISSED_HEARTBEATS + quiet:
                 return f"silent for {self._clock() - link.silent_since_s:.1f} s"
@@ -274,6 +279,15 @@ class Federation(rpc.FederationServicer):
             stalled = self._clock() - began_s > 1.5 * heartbeat_s
             missed = 0 if stalled or link.silent_since_s >= began_s else missed + 1
         return link.closing
+
+    def _is_in_share(self, link: Link) -> bool:
+        """Return whether to hear of a site often: always if one of its models has few sites."""
+        if in_share(link.name, self._settings.replica, self.replicas()):
+            return True
+        serving = self.directory.fleet.serving
+        return any(
+            np.count_nonzero(serving(model, frozenset())) < FEW_SITES for model in link.identity.models
+        )
 
 
 class Listening(NamedTuple):

@@ -34,6 +34,7 @@ class Leases:
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self.quotas = QuotaLedger(lapsed=self._lapsed, clock=clock, unix_time=unix_time)
+        self.replicas: tuple[str, ...] = ()  # that live, by the last round
         self._slices = slices
         self._when_away = when_away
         self._clock = clock
@@ -89,9 +90,10 @@ class Leases:
         began_s = self._clock()
         done = await self._slices.round(self.quotas.unsettled(), self.quotas.claim)
         self._renewed_s = began_s
-        self.quotas.replicas = done.replicas
+        self.replicas = done.replicas
+        self.quotas.replicas = len(done.replicas)
         surplus = [self.quotas.apply_grant(*each) for each in done.grants]
-        if any(surplus) and done.replicas > 1:  # nobody waits for what the only replica gives back
+        if any(surplus) and len(done.replicas) > 1:  # nobody waits for what the only replica gives back
             self._round_wanted.set()
         if done.limits is not None:
             await self._replace(done.limits)

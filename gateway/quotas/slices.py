@@ -29,7 +29,7 @@ class LeaseRound(NamedTuple):
     `restored`: the tables are not as this replica left them, as after a backup was restored.
     """
 
-    replicas: int
+    replicas: tuple[str, ...]  # that live, this one among them
     grants: list[GrantedSlice]
     limits: dict[LimitId, int] | None = None
     restored: bool = False

@@ -211,7 +211,7 @@ class SliceTable:
             grants += await self._transaction(work)
         self._mark = state.mark
         changed, self._tables_changed = self._tables_changed, False
-        return LeaseRound(len(state.alive), grants, state.limits, changed)
+        return LeaseRound(tuple(state.alive), grants, state.limits, changed)
 
     async def _read_state(self, connection: AsyncConnection) -> _RoundState:
         now = await self._renew(connection)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from site_engine.federation.attempts import Attempts
-from site_engine.messages import Model, ReportPace, Welcome
+from site_engine.federation.report_pace import ReportPace
+from site_engine.messages import Model, Welcome
+from site_engine.messages import ReportPace as AskedPace
 
 if TYPE_CHECKING:
     from site_engine.federation.bulk import Bulk
@@ -31,6 +33,7 @@ class Connection:
 
     gateway: str
     attempts: Attempts
+    reports: ReportPace
     wake: Callable[[], None]
     counting: set[str] = field(default_factory=set)  # counts that its gateway waits for
     linked: bool = True
@@ -44,7 +47,8 @@ class Connection:
     reads_models: bool = False
     reads_held: bool = False
     tunes: bool = False
-    report_pace: ReportPace = field(default_factory=ReportPace)  # that it asks for
+    reported_s: float = 0.0  # when it was last sent a report
+    sign_s: float = 0.0  # or a sign of life in the place of one
     bulk: Bulk | None = None  # calls beside the stream, while one is up
     hello_is_old: bool = (
         False  # it names other models than are served now, and the gateway knows Hello's only
@@ -52,17 +56,19 @@ class Connection:
     has_bid: bool = False
     bid_s: float = float("-inf")
 
-    def welcomed(self, welcome: Welcome, wake: Callable[[], None]) -> None:
+    def welcomed(self, welcome: Welcome, wake: Callable[[], None], now: float) -> None:
         """Begin a stream with what its gateway says of itself."""
         self.linked, self.wake, self.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         self.heartbeat_s = welcome.heartbeat_s
         self.draining = self.has_bid = self.hello_is_old = False
         self.protocol, self.reads_prefixes = welcome.protocol, welcome.reads_prefixes
         self.reads_models, self.reads_held = welcome.reads_models, welcome.reads_held
-        self.tunes, self.report_pace = welcome.tunes, ReportPace()
+        self.tunes = welcome.tunes
+        self.reported_s = self.sign_s = now
+        self.reports.agree(AskedPace())
 
-    def paced(self, pace: ReportPace) -> None:
-        self.report_pace = pace
+    def paced(self, pace: AskedPace) -> None:
+        self.reports.agree(pace)
         if 0 < pace.heartbeat_s <= MAX_HEARTBEAT_S:  # false for NaN, too
             self.heartbeat_s = pace.heartbeat_s
 

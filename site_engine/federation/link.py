@@ -223,7 +223,7 @@ class Link:
                 elif isinstance(decoded, Train | StopTraining):
                     self._site.on_training(decoded)
                 elif isinstance(decoded, ReportPace):
-                    self._site.pace_reports(connection, decoded)
+                    connection.paced(decoded)
                 else:
                     self._site.receive(connection, decoded)
 

@@ -1,14 +1,12 @@
-"""Decide when the load has changed so much that the gateways should know: a report costs each of them as much
-as a token.
+"""Decide when the load has changed so much that a gateway should know: a report costs it as much as a token.
 
 Between two reports a gateway takes the last one for true. What it decides by is then off by a known bound at
 most: requests and KV by `SHARE` of the site, seconds of work by `SHARE` of themselves or `SECONDS`. A gateway
-with many sites asks each for a multiple of that bound. Pure bookkeeping; the caller passes the time.
+with many sites asks for a multiple of that bound. Pure bookkeeping; the caller passes the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from site_engine import messages as m
@@ -18,7 +16,9 @@ SECONDS = 0.05
 REPORT_EVERY_S = 1.0
 """However little changes: a gateway takes a site that reports less often for lost."""
 MAX_TIMES = 16
-"""Whatever a gateway asks for, reports are not further off, nor more seldom."""
+"""Whatever a gateway asks for, reports are not further off, nor more seldom. One that asks for so many times
+the bound asks for no bids either, and is not told at once that nothing is left to do.
+"""
 
 
 class Cost(Protocol):
@@ -96,7 +96,7 @@ class Told(NamedTuple):
             or _off(self.prefill_s, now.prefill_s, times)
             or _off(self.decode_s, now.decode_s, times)
             or abs(now.iteration_s - self.iteration_s) > share * self.iteration_s
-            or (now.requests == 0 < self.requests)
+            or (now.requests == 0 < self.requests and times < MAX_TIMES)
         )
 
 
@@ -105,10 +105,10 @@ def _off(told_s: float, now_s: float, times: int) -> bool:
 
 
 class ReportPace:
-    """Of one site: the report that the gateways have, and what has changed since."""
+    """Of one gateway: the report that it has of the site, and what has changed since."""
 
     def __init__(self, slots: int, kv_capacity_tokens: int) -> None:
-        self._times_off = self._times_seldom = 1
+        self._times_off, self.every_s = 1, REPORT_EVERY_S
         self._slots = slots
         self._kv_capacity_tokens = kv_capacity_tokens
         self._told: Told | None = None
@@ -116,37 +116,37 @@ class ReportPace:
         self._admitted = self._ended = 0
 
     @property
-    def every_s(self) -> float:
-        """Return the longest time until the next report: none while a gateway waits for one."""
-        return 0.0 if self._told is None else REPORT_EVERY_S * self._times_seldom
+    def is_rare(self) -> bool:
+        return self._times_off == MAX_TIMES
 
-    def agree(self, asked: Iterable[m.ReportPace]) -> None:
-        """Do the least that a gateway asks for, and have the next figures reported."""
-        every = list(asked) or [m.ReportPace()]
-        self._times_off = max(1, min(MAX_TIMES, *(each.times_off for each in every)))
-        self._times_seldom = max(1, min(MAX_TIMES, *(each.every_s for each in every)))
+    def agree(self, asked: m.ReportPace) -> None:
+        """Do what the gateway asks for, and have the next figures reported."""
+        self._times_off = max(1, min(MAX_TIMES, asked.times_off))
+        self.every_s = REPORT_EVERY_S * max(1, min(MAX_TIMES, asked.every_s))
         self._told = None
 
     def admitted(self) -> None:
-        """Note a request that a gateway adds to what it was told, until the next report counts it."""
+        """Note a request that the gateway adds to what it was told, until the next report counts it."""
         self._admitted += 1
 
-    def ended(self) -> None:
-        """Note a request whose gateway leaves it out of what it was told, until the next report."""
-        self._ended += 1
+    def ended(self, requests: int) -> None:
+        """Note requests that the gateway leaves out of what it was told, until the next report."""
+        self._ended += requests
 
-    def is_due(self, figures: Figures, now: float) -> bool:
-        """Return whether the figures must be reported."""
-        if self._told is None or now - self._told_s >= self.every_s:
+    def is_late(self, now: float) -> bool:
+        """Return whether the gateway must have a report, whatever it tells."""
+        return self._told is None or now - self._told_s >= self.every_s
+
+    def is_due(self, seen: Told, now: float) -> bool:
+        """Return whether what is seen now must be reported."""
+        if self._told is None or self.is_late(now):
             return True
         if max(self._admitted, self._ended) > self._times_off * SHARE * self._slots:
             return True
-        seen = Told.by(figures, self._slots, self._kv_capacity_tokens)
         return self._told.differs(seen, self._slots, self._kv_capacity_tokens, self._times_off)
 
-    def reported(self, figures: Figures, now: float) -> None:
-        self._told = Told.by(figures, self._slots, self._kv_capacity_tokens)
-        self._told_s = now
+    def reported(self, seen: Told, now: float) -> None:
+        self._told, self._told_s = seen, now
         self._admitted = self._ended = 0
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from site_engine.federation.attempts import Attempts, Routes, rejection
 from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection, of_everyone
 from site_engine.federation.held import HeldCall, HeldCalls
 from site_engine.federation.outbox import STREAM_INTERVAL_S
-from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace
+from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace, Told
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +67,12 @@ class Site:
         self._connections: dict[str, Connection] = {}
         self._routes: Routes = {}
         self._connected = 0
-        self._loads = 0
+        self._loads = self._reports = 0
         self._bids = 0
         self.on_order: m.OnModelOrder | None = None  # orders are refused without it
         self.on_training: m.OnTraining = lambda _: None
         self.unknown_messages = 0  # of kinds that only newer gateways know
-        self._pace = ReportPace(hello.slots, hello.kv_capacity_tokens)
-        self._load_s = self._sign_s = float("-inf")
+        self._load_s = float("-inf")  # when any gateway was last sent a report
         self._figures: LoadFigures | None = None
         self._stalled = False
         self._draining: m.Draining | None = None
@@ -99,8 +99,8 @@ class Site:
 
     @property
     def reports(self) -> int:
-        """The number of load reports made so far."""
-        return self._loads
+        """The number of load reports so far, to all gateways together."""
+        return self._reports
 
     def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
         """Note that a stream is up. Attempts of an earlier one to the replica go on if `hello` names them.
@@ -116,8 +116,9 @@ class Site:
         if known is None:
             self._connected += 1
             attempts = Attempts(self._connected, self._routes, self._on_finish, self._stream_interval_s)
-            known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
-        known.welcomed(welcome, wake)
+            pace = ReportPace(self._hello.slots, self._hello.kv_capacity_tokens)
+            known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, pace, wake)
+        known.welcomed(welcome, wake, self._clock())
         if hello.models != known.visible(self._served):  # they changed meanwhile, or are a tenant's
             self._announce_models(known)
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
@@ -125,7 +126,6 @@ class Site:
             self._engine.cancel(known.attempts.cancel(attempt_id))
         if self._draining is not None:
             known.attempts.outbox.put(self._draining)
-        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
         self._engine.request_load()
         return known
 
@@ -138,7 +138,6 @@ class Site:
         connection.wake = lambda: None  # nobody reads while no stream is up
         connection.attempts.outbox.stream_lost()
         connection.lost_s = self._clock()
-        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
         self.tick()
 
     def tick(self) -> None:
@@ -147,7 +146,7 @@ class Site:
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
                 self._abandon(each)
-        if now - self._load_s >= self._pace.every_s:
+        if any(each.linked and each.reports.is_late(now) for each in self._connections.values()):
             self._engine.request_load()
         self._watch_engine(now)
         self._show_life(now)
@@ -171,12 +170,12 @@ class Site:
 
     def _show_life(self, now: float) -> None:
         """Say something in a long iteration, as seldom as reports where nobody waits: a pong of no ping."""
-        if now - max(self._load_s, self._sign_s) < SIGN_OF_LIFE_S:
-            return
-        self._sign_s = now
-        owed = now - self._load_s >= SIGN_OF_LIFE_S + self._pace.every_s - REPORT_EVERY_S
         for each in self._connections.values():
+            if now - max(each.reported_s, each.sign_s) < SIGN_OF_LIFE_S:
+                continue
+            owed = now - each.reported_s >= SIGN_OF_LIFE_S + each.reports.every_s - REPORT_EVERY_S
             if each.linked and each.protocol >= PINGS_RARELY and (owed or not each.is_idle):
+                each.sign_s = now
                 each.attempts.outbox.put(m.Pong(NO_PING, now, time.time()))
                 each.wake()
 
@@ -208,10 +207,6 @@ class Site:
             case _:
                 log.warning("gateway %s said Welcome twice", connection.gateway)
         self._changed(connection)
-
-    def pace_reports(self, connection: Connection, message: m.ReportPace) -> None:
-        connection.paced(message)
-        self._pace.agree(each.report_pace for each in self._connections.values() if each.linked)
 
     def _assign(self, connection: Connection, assign: m.Assign) -> None:
         refusal = self._refusal(connection, assign)
@@ -295,7 +290,7 @@ class Site:
             else:
                 connection.attempts.refused(attempt_id, answer)
         else:
-            self._pace.admitted()
+            connection.reports.admitted()
             connection.attempts.admitted(attempt_id, answer)
         self._changed(connection)
 
@@ -344,15 +339,14 @@ class Site:
     # from the engine
 
     def outputs(self, outputs: Sequence[Output]) -> None:
-        touched: set[Attempts] = set()
+        touched = Counter[Attempts]()  # and how many of the requests of each have ended
         for output in outputs:
             if (route := self._routes.get(output.request_id)) is not None:
                 route.attempts.output(route.attempt_id, route.choice, output)
-                touched.add(route.attempts)
-                if output.finish is not None:
-                    self._pace.ended()
+                touched[route.attempts] += output.finish is not None
         for connection in list(self._connections.values()):
             if connection.attempts in touched:
+                connection.reports.ended(touched[connection.attempts])
                 if connection.attempts.computed:
                     self._announce_prefixes(connection)
                 self._changed(connection)
@@ -366,17 +360,22 @@ class Site:
                 other.wake()
 
     def load(self, seen: LoadSeen) -> None:
-        """Report figures that tell the gateways something, come with a bid, or replace a report that was not
-        sent yet: one sent after an admission counts it.
+        """Report figures to each gateway that they tell something, come with a bid, or replace a report that
+        was not sent yet: one sent after an admission counts it.
         """
-        figures, now = seen.figures, seen.at_s
-        self._figures = figures
-        to = [each for each in self._connections.values() if each.linked]
-        bidding = [each for each in to if self._may_bid(each, figures)]
-        waiting = any(each.attempts.outbox.has_load for each in to)
-        if not (bidding or waiting or self._pace.is_due(figures, now)):
+        self._figures = figures = seen.figures
+        told = Told.by(figures, self._hello.slots, self._hello.kv_capacity_tokens)
+        linked = [each for each in self._connections.values() if each.linked]
+        bidding = [each for each in linked if self._may_bid(each, figures)]
+        to = [
+            each
+            for each in linked
+            if each in bidding or each.attempts.outbox.has_load or each.reports.is_due(told, seen.at_s)
+        ]
+        if not to:
             return
-        self._pace.reported(figures, now)
+        for each in to:
+            each.reports.reported(told, seen.at_s)
         self._send_load(to, seen)
         for each in bidding:
             self._bids += 1
@@ -389,13 +388,14 @@ class Site:
     def _send_load(self, to: Iterable[Connection], seen: LoadSeen, stalled_s: float = 0.0) -> None:
         self._load_s = seen.at_s
         self._loads += 1
-        if stalled_s:
-            self._pace.forget()  # whatever comes next is news
         load = m.Load(self._loads, seen.at_s, seen.figures, stalled_s, self.unknown_messages)
         for connection in to:
             if connection.linked:
+                self._reports += 1
+                connection.reported_s = seen.at_s
                 connection.attempts.outbox.load(load)
                 if stalled_s:
+                    connection.reports.forget()  # whatever comes next is news
                     connection.withdraw_bid()
                 connection.wake()
 
@@ -406,7 +406,7 @@ class Site:
         free_slots = self._hello.slots - figures.running
         preparing = any(each.attempts.preparing for each in self._connections.values())
         room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
-        if not room or self._draining is not None or connection.draining:
+        if not room or self._draining is not None or connection.draining or connection.reports.is_rare:
             connection.withdraw_bid()
             return False
         return not connection.has_bid and self._clock() - connection.bid_s >= BID_INTERVAL_S

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.errors import UpstreamFailed
+from gateway.federation.report_pace import RARELY_OFF, in_share
 from tests.support.answers import collect, run
 from tests.support.fakes.federation import DEADLINE_S, Scene, until
 from wire import federation_pb2 as pb
@@ -43,6 +44,37 @@ def test_of_many_sites_those_that_know_how_are_asked_for_fewer_reports(
         )
         await here.heartbeat()
         assert here.gateway.directory.load_of("0").quiet_s == 0.0
+
+    run(scenario)
+
+
+def test_of_two_gateways_one_hears_of_a_site_rarely_unless_few_have_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until the other is gone."""
+    monkeypatch.setattr("gateway.federation.report_pace.LINKS_TWICE_OFF", 1)
+    monkeypatch.setattr("gateway.federation.server.FEW_SITES", 2)
+
+    async def scenario(here: Scene) -> None:
+        federation = here.gateway.federation
+        names = [str(number) for number in range(6)]
+        sites = {name: await here.site(name, paces_reports=True) for name in names}
+        few = await here.site("few", paces_reports=True, model="x")
+        await here.heartbeat()
+        for each in (*sites.values(), few):
+            assert (await each.next()).report_pace.times_off == 2
+        own = "g1"
+        federation.replicas = lambda: (own, "other")
+        rare = {name for name in (*names, "few") if not in_share(name, own, (own, "other"))}
+        assert rare and not rare.issuperset(names)
+        await here.heartbeat()
+        for name in sorted(rare - {"few"}):
+            assert (await sites[name].next()).report_pace.times_off == RARELY_OFF
+        federation.replicas = lambda: (own,)
+        await here.heartbeat()
+        for name in sorted(rare - {"few"}):
+            assert (await sites[name].next()).report_pace.times_off == 2
+        assert all(each.inbox.empty() for each in (*sites.values(), few))
 
     run(scenario)
 

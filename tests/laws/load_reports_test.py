@@ -18,7 +18,7 @@ from gateway.federation import codec as gateway_codec
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
-from gateway.federation.report_pace import LINKS_PER_SECOND, MAX_EVERY_S
+from gateway.federation.report_pace import LINKS_PER_SECOND, MAX_EVERY_S, ReportPace, in_share
 from gateway.routing.demand import Demand
 from gateway.routing.filters import is_stale
 from gateway.routing.policies import REPORTS_EVERY_S
@@ -30,7 +30,7 @@ from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation import codec as site_codec
 from site_engine.federation import site as site_module
-from site_engine.federation.report_pace import REPORT_EVERY_S, SECONDS, SHARE, Told
+from site_engine.federation.report_pace import MAX_TIMES, REPORT_EVERY_S, SECONDS, SHARE, Told
 from wire import federation_pb2 as pb
 
 SLOTS, KV_TOKENS, PROMPT_TOKENS = 64, 200_000, 400
@@ -161,7 +161,7 @@ class Gateway:
             decoded = site_codec.decode(sent)
             assert decoded is not None
             if isinstance(decoded, m.ReportPace):
-                self._site.pace_reports(self.connection, decoded)
+                self.connection.paced(decoded)
             else:
                 self._site.receive(self.connection, decoded)
 
@@ -172,6 +172,10 @@ class Gateway:
                 self.link.receive(part)
                 if part.HasField("load"):
                     self.told = self.view.load
+
+    @property
+    def pace(self) -> ReportPace:
+        return self.link.reports
 
     @property
     def view(self) -> Site:
@@ -195,27 +199,19 @@ class World:
         self.gateways[number] = Gateway(before.name, self.site, self._clock)
         self.gateways[number].assigned = before.assigned
 
-    @property
-    def share(self) -> float:
-        return SHARE * min(each.link.reports.times_off for each in self.gateways)
-
-    @property
-    def every_s(self) -> float:
-        return REPORT_EVERY_S * min(each.link.reports.every_s for each in self.gateways)
-
     async def turn(
         self,
         assigned: Sequence[int] = (),
         tokens: int = 1,
         iterations: int = 0,
-        links: Sequence[int] = (),
+        links: Sequence[tuple[int, bool]] = (),
         lasts_s: float = TURN_S,
     ) -> None:
         """Let gateways assign, the engine work, and the site report what it sees at the end. `links`: of each
-        gateway now.
+        gateway now, and whether it has the site in its share.
         """
-        for gateway, count in zip(self.gateways, links, strict=False):
-            gateway.link.reports.adapt(count, 1.0)
+        for gateway, (count, shared) in zip(self.gateways, links, strict=False):
+            gateway.link.reports.adapt(count, 1.0, in_share=shared)
         self.engine.next_tokens = tokens
         for number in assigned:
             self.gateways[number].assign()
@@ -230,8 +226,9 @@ class World:
 
     def check(self, turn_s: float = TURN_S) -> None:
         figures = self.engine.figures()
-        true, share = Told.by(figures, SLOTS, KV_TOKENS), self.share
+        true = Told.by(figures, SLOTS, KV_TOKENS)
         for gateway in self.gateways:
+            share, every_s = SHARE * gateway.pace.times_off, REPORT_EVERY_S * gateway.pace.every_s
             site = gateway.view
             seen = Told.by(site.load, SLOTS, KV_TOKENS)
             seconds = share / SHARE * SECONDS
@@ -244,10 +241,10 @@ class World:
             assert seen.decode_s <= told.decode_s, "without the answers that have ended since"
             assert abs(seen.iteration_s - true.iteration_s) <= share * seen.iteration_s + 1e-12
             assert site.credit.requests <= share * SLOTS, "what is added to a report is bounded, too"
-            assert self.now_s - site.load.received_s < self.every_s + turn_s
+            assert self.now_s - site.load.received_s < every_s + turn_s
             assert self.now_s - site.load.received_s <= REPORTS_EVERY_S + site.load.quiet_s
             assert not is_stale(site.load, self.now_s)
-            if true.requests == 0:
+            if true.requests == 0 and gateway.pace.times_off < MAX_TIMES:
                 assert seen.requests + site.credit.requests == 0
 
 
@@ -283,7 +280,7 @@ def test_no_gateway_is_ever_off_by_more_than_the_bound(
     asyncio.run(scenario())
 
 
-sizes = st.integers(0, 5 * LINKS_PER_SECOND)
+sizes = st.tuples(st.integers(0, 5 * LINKS_PER_SECOND), st.booleans())
 walks = st.lists(
     st.tuples(turns, st.none() | st.tuples(sizes, sizes), st.none() | st.integers(0, 1), st.integers(0, 20)),
     min_size=1,
@@ -293,19 +290,22 @@ walks = st.lists(
 
 @settings(max_examples=50)
 @given(walks)
-def test_fleets_grow_and_shrink_and_no_gateway_is_off_by_more_than_the_least_that_one_asks_for(
-    walk: list[tuple[tuple[list[int], int, int, float], tuple[int, int] | None, int | None, int]],
+def test_fleets_grow_and_shrink_and_no_gateway_is_off_by_more_than_it_asks_for(
+    walk: list[
+        tuple[tuple[list[int], int, int, float], tuple[tuple[int, bool], ...] | None, int | None, int]
+    ],
 ) -> None:
     """Nor does any take the site for silent. The link after one that broke begins as in a small fleet."""
 
     async def scenario() -> None:
-        world, sizes = World(), (0, 0)
+        small = (0, True), (0, True)
+        world, sizes = World(), small
         await world.turn()
         for (assigned, tokens, iterations, rate), news, broken, idle_turns in walk:
             world.engine.rate = rate
             if broken is not None:
                 world.relink(broken)
-            sizes = news or (sizes if broken is None else (0, 0))
+            sizes = news or (sizes if broken is None else small)
             await world.turn(assigned, tokens, iterations, sizes)
             world.check()
             for _ in range(idle_turns):
@@ -317,9 +317,9 @@ def test_fleets_grow_and_shrink_and_no_gateway_is_off_by_more_than_the_least_tha
 
 def test_a_site_of_a_large_fleet_tells_a_quarter_as_often_that_nothing_is_new() -> None:
     async def scenario() -> None:
-        world, large = World(), 4 * LINKS_PER_SECOND
+        world, large = World(), (4 * LINKS_PER_SECOND, True)
         await world.turn(links=(large, large))
-        assert world.every_s == MAX_EVERY_S
+        assert {each.pace.every_s for each in world.gateways} == {MAX_EVERY_S}
 
         async def reports_in(seconds: int) -> list[int]:
             before = [each.loads for each in world.gateways]
@@ -329,10 +329,41 @@ def test_a_site_of_a_large_fleet_tells_a_quarter_as_often_that_nothing_is_new() 
             return [each.loads - past for each, past in zip(world.gateways, before, strict=True)]
 
         assert await reports_in(5 * MAX_EVERY_S) == [5, 5]
-        await world.turn(links=(large, LINKS_PER_SECOND - 1), lasts_s=0.5)
-        assert await reports_in(5) == [5, 5], "of both asks the stricter"
+        await world.turn(links=(large, (LINKS_PER_SECOND - 1, True)), lasts_s=0.5)
+        assert await reports_in(2 * MAX_EVERY_S) == [2, 2 * MAX_EVERY_S], "each gets what it asks for"
 
     asyncio.run(scenario())
+
+
+def test_outside_of_a_share_a_busy_site_reports_as_seldom_as_without_news() -> None:
+    async def scenario() -> None:
+        world, links = World(), 4 * LINKS_PER_SECOND
+        await world.turn([0] * 32, tokens=1_000, links=((links, True), (links, False)))
+        await world.turn(iterations=1)
+        before = [each.loads for each in world.gateways]
+        for number in range(160):  # 8 s, in which half of the slots fill and empty again
+            await world.turn([0] * 2 if number % 32 < 16 else [], tokens=40, iterations=1)
+            world.check()
+        often, seldom = (each.loads - past for each, past in zip(world.gateways, before, strict=True))
+        assert seldom <= 3 < often
+
+    asyncio.run(scenario())
+
+
+names = st.text(max_size=8)
+
+
+@given(st.sets(names, min_size=1, max_size=9), names, st.lists(names, min_size=1, max_size=5))
+def test_each_site_is_in_the_share_of_half_of_the_gateways_and_few_change_with_one(
+    gateways: set[str], more: str, sites: list[str]
+) -> None:
+    before, after = tuple(sorted(gateways)), tuple(sorted(gateways | {more}))
+    for site in sites:
+        shared = {each for each in before if in_share(site, each, before)}
+        now = {each for each in after if in_share(site, each, after)}
+        assert len(shared) == (len(before) + 1) // 2
+        assert len(shared - now) <= 1 >= len(now - shared)
+    assert in_share("site", "alone", ()), "none is known yet"
 
 
 def test_a_site_that_tells_nothing_new_reports_once_a_second() -> None:

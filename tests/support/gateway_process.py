@@ -160,13 +160,15 @@ async def mico(
     predictor: Path | None = None,
     with_sites: bool = True,
     workers: int = 1,
+    database: Path | None = None,
 ) -> AsyncIterator[GatewayProcess]:
     """Start the gateway as shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody
-    reaches. Wait until a site has joined, if there are sites `with_sites`.
+    reaches. Wait until a site has joined, if there are sites `with_sites`. `database`: None for its own.
     """
     folder = workspace.folder / "mico"
     folder.mkdir(exist_ok=True)
-    port, metrics_port, url = free_port(), free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
+    port, metrics_port = free_port(), free_port()
+    url = f"sqlite+aiosqlite:///{database or folder / 'mico.db'}"
     settings = {
         "name": workspace.folder.name,
         "http_port": port,

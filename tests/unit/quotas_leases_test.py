@@ -45,7 +45,7 @@ class Shrinking:
         claim = claim_of(LIMIT)
         assert claim is not None
         grant = Grant(amount=1_000 - self.rounds, target=900 - self.rounds, elsewhere=0, reachable=1_000)
-        return LeaseRound(self.replicas, [GrantedSlice(LIMIT, claim, grant)])
+        return LeaseRound(("this", "other")[: self.replicas], [GrantedSlice(LIMIT, claim, grant)])
 
 
 @pytest.mark.parametrize(("replicas", "hurries"), [(1, False), (2, True)])

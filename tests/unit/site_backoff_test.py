@@ -76,7 +76,7 @@ def test_a_gateway_that_pings_more_rarely_is_left_after_three_of_its_longer_hear
             slept.append(seconds)
             clock.now += seconds
             for heartbeat_s in (5.0, 0.0, inf, nan, 1e6):
-                site.pace_reports(connection, m.ReportPace(2, 4, heartbeat_s))
+                connection.paced(m.ReportPace(2, 4, heartbeat_s))
 
         made = Link(
             "far:1",
