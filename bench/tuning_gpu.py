@@ -2,7 +2,8 @@
 
 `python -m bench.tuning_gpu --shape bench/models/qwen2.5-0.5b --only gradients,alone,beside`. Gradients of the
 16-bit model are compared with those of the same weights in float32, taken by PyTorch through the whole
-unpacked model. Each part prints its figures; the last line is all of them as JSON.
+unpacked model. `trainer` trains as many rows a step with Trainer and peft, padded and packed; it needs peft.
+Each part prints its figures; the last line is all of them as JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import transformers
 
 from bench.engine_gpu import plain_model
+from bench.support.trainer_peer import TrainerPeer
 from site_engine.core.request import Request, Sampling
 from site_engine.core.slack import Bounds
 from site_engine.core.training import AdapterShape, Failed, Recipe, StepDone
@@ -40,7 +42,7 @@ from site_engine.training.packing import pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import Trainer
 
-PARTS = ("gradients", "alone", "beside")
+PARTS = ("gradients", "alone", "beside", "trainer")
 SHAPE = AdapterShape(16, 32.0)
 BETWEEN_S = 0.02
 MAX_GRADIENT_ERROR = 2e-2
@@ -302,6 +304,28 @@ def beside(
     return {**found, "kept": kept or model.device.type == "cpu"}
 
 
+def trainers(plain: Any, batch: int, longest: int, steps: int, parts: int) -> dict[str, object]:
+    """Train steps of `batch` rows with Trainer and peft, in so many micro-batches a step, after one as long
+    to warm up.
+    """
+    data = Dataset(tuple(examples(steps * batch, plain.config.vocab_size, longest, seed=1)))
+    recipe = Recipe(epochs=1, batch_size=batch, shape=SHAPE)
+    job = Trainer(SlicedModel(plain), data, recipe, about={}, clock=time.perf_counter, train_tokens=64)
+    found: dict[str, object] = {"steps": steps, "micro_batches_of_a_step": parts, "kept": True}
+    tokens = sum(len(each.ids) for each in data.examples)
+    for packs in (False, True):
+        peer = TrainerPeer(plain, job, recipe)
+        peer.train(packs=packs, parts=parts)
+        began_s = time.perf_counter()
+        losses = peer.train(packs=packs, parts=parts)
+        name = "packed" if packs else "padded"
+        found[f"{name}_tokens_per_s"] = round(tokens / (time.perf_counter() - began_s))
+        found[f"{name}_last_loss"] = round(losses[-1], 3)
+        del peer
+        gc.collect()
+    return found
+
+
 def engine_of(model: LoadedModel, rows: int, room: int) -> SiteEngine:
     settings = EngineSettings(
         slots=max(rows, 2),
@@ -322,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64, help="rows of an optimizer step")
     parser.add_argument("--rows", type=int, default=16, help="chats at once")
     parser.add_argument("--layers", type=int, default=4, help="of the model whose gradients are compared")
+    parser.add_argument("--steps", type=int, default=8, help="that Trainer is timed for")
+    parser.add_argument("--parts", type=int, default=4, help="micro-batches of a step of Trainer")
     parser.add_argument("--tf32", action="store_true", help="compute adapters with 10 bits of fraction")
     options = parser.parse_args(arguments)
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
@@ -335,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "gradients" in wanted:
         show(figures, "gradients", gradients(plain, options.layers))
         gc.collect()
+    if "trainer" in wanted:  # before a site's engine changes the layers of the model
+        longest = plain.config.max_position_embeddings
+        show(figures, "trainer", trainers(plain, options.batch, longest, options.steps, options.parts))
     if {"alone", "beside"} & set(wanted):
         model = from_model(plain, eos_token_ids=())
         room = min(model.context_tokens, 4096) if device == "cuda" else 256

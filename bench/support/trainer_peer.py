@@ -24,7 +24,8 @@ IGNORED = -100
 
 class TrainerPeer:
     """Trains a copy of `plain` from the first factors of a job that has not begun, with its examples in its
-    order; with `own_seed` from factors and in an order of its own. Raises ImportError without peft.
+    order; with `own_seed` from factors and in an order of its own. It trains where `plain` is. Raises
+    ImportError without peft.
     """
 
     def __init__(self, plain: Any, job: Trainer, recipe: Recipe, own_seed: int | None = None) -> None:
@@ -46,30 +47,35 @@ class TrainerPeer:
             recipe = replace(recipe, seed=own_seed)
         self._recipe, self._examples, self._valid = recipe, job.examples, job.valid_examples
 
-    def train(self, *, packs: bool = False) -> list[float]:
-        """Return the loss of each step; with `packs` a batch is one row of tokens without padding."""
+    def train(self, *, packs: bool = False, parts: int = 1) -> list[float]:
+        """Return the loss of each step; with `packs` a batch is one row of tokens without padding.
+
+        `parts`: micro-batches of a batch, of which the loss is that of the whole.
+        """
         steps = self._recipe.total_steps(len(self._examples))
         order = chain.from_iterable(
             batch_at(step, len(self._examples), self._recipe) for step in range(steps)
         )
         collate = packed if packs else padded
+        size = self._recipe.batch_size // parts
         with tempfile.TemporaryDirectory() as folder:
             settings = transformers.TrainingArguments(
                 output_dir=folder,
                 num_train_epochs=1,
-                per_device_train_batch_size=self._recipe.batch_size,
+                per_device_train_batch_size=size,
+                gradient_accumulation_steps=parts,
                 learning_rate=self._recipe.learning_rate,
                 warmup_steps=round(WARMUP_SHARE * steps),
                 logging_steps=1,
                 report_to=[],
                 save_strategy="no",
-                use_cpu=True,
+                use_cpu=self._model.device.type == "cpu",
                 disable_tqdm=True,
                 log_level="error",
             )
             rows = [row(self._examples[number]) for number in order]
             trainer = transformers.Trainer(self._model, settings, train_dataset=rows, data_collator=collate)
-            in_order = DataLoader(rows, batch_size=self._recipe.batch_size, collate_fn=collate)
+            in_order = DataLoader(rows, batch_size=size, collate_fn=collate)
             trainer.get_train_dataloader = lambda: in_order
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()

@@ -12,12 +12,12 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 # isort: split
 from site_engine.core.training import AdapterShape, StepDone
 from site_engine.cuda.kernels import training_kernels
-from site_engine.training import llama_layers
+from site_engine.training import llama_layers, sliced_model
 from site_engine.training.adapter import Adapter, new_adapter
 from site_engine.training.micro_batch import MicroBatch
 from site_engine.training.packing import pack, pad
 from site_engine.training.sliced_model import SlicedModel
-from tests.support.engine_models import FAMILIES
+from tests.support.engine_models import FAMILIES, WINDOW
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, computed, examples, run, trainer
 
@@ -39,15 +39,20 @@ def started(name: str, target: str, *, fused: bool) -> tuple[SlicedModel, Adapte
 
 def passed(name: str, target: str, *, fused: bool, backward: bool = True, padded: int = 0) -> MicroBatch:
     model, adapter, adapted = started(name, target, fused=fused)
-    packed = pack(examples(5, seed=3).examples)
+    longest = WINDOW + 6 if name == "mistral" else 8  # of which one is longer than its window
+    packed = pack(examples(3, seed=3, longest=longest).examples)
     if padded:
         packed = pad(packed, len(packed.ids) + padded, model.head_tokens)
     return computed(model, adapter, adapted, packed, backward=backward)
 
 
-@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize(
-    ("target", "room"), [("all-linear", True), ("attention", True), ("all-linear", False)]
+    ("name", "target", "room"),
+    [
+        *((name, "all-linear", True) for name in FUSED),
+        ("qwen2", "attention", True),
+        ("llama", "all-linear", False),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_layers_of_transformers(
     name: str, target: str, room: bool, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +68,8 @@ def test_loss_and_gradients_are_those_of_the_layers_of_transformers(
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-9
 
 
-def test_what_is_padded_counts_for_nothing() -> None:
+def test_what_is_padded_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_model, "FUSED_HEAD_TOKENS", 16)
     found, wanted = (passed("llama", "all-linear", fused=True, padded=padded) for padded in (9, 0))
     assert found.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-6)
     assert found.correct == wanted.correct
@@ -79,7 +85,8 @@ def test_a_validation_has_the_loss_and_no_gradients() -> None:
 
 def losses(*, fused: bool) -> list[float]:
     model = random_model(FAMILIES["llama"]()).float()
-    job = trainer(examples(8, seed=3), replace(SMALL, learning_rate=0.02), model, fused=fused)
+    recipe = replace(SMALL, batch_size=2, learning_rate=0.02)
+    job = trainer(examples(2, seed=3, longest=8), recipe, model, fused=fused)
     return [each.loss for each in run(job) if isinstance(each, StepDone)]
 
 

@@ -83,7 +83,7 @@ def test_a_padded_job_trains_the_same_adapter_whatever_its_sizes_are() -> None:
             torch.testing.assert_close(padded.adapter.tensors()[name], factor, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("token_s", "fitted"), [(1e-8, 4096), (1e-5, 1024), (1.5e-5, 512), (1e-4, 256)])
+@pytest.mark.parametrize(("token_s", "fitted"), [(1e-8, 1024), (2e-5, 512), (3e-5, 256), (1e-4, 256)])
 def test_micro_batches_are_fitted_to_the_time_of_a_slice(
     token_s: float, fitted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,7 @@ def test_micro_batches_are_fitted_to_the_time_of_a_slice(
         return backward(self, number, again, *more)
 
     monkeypatch.setattr(SlicedModel, "backward", timed)
-    most: dict[str, Any] = {"train_tokens": 4096, "slice_s": 0.0103, "padded": True}
+    most: dict[str, Any] = {"train_tokens": 1024, "slice_s": 0.0103, "padded": True}
     job = trainer(examples(4), clock=lambda: now_s[0], **most)
     job.warm_up()
     assert job.train_tokens == fitted

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
+from gateway.http import fine_tuning
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.edge import error_of
@@ -250,7 +251,9 @@ def test_a_job_pauses_resumes_from_its_snapshot_and_is_cancelled(url: str) -> No
     play(url, scenario)
 
 
-def test_events_stream_until_the_job_has_ended(url: str) -> None:
+def test_events_stream_until_the_job_has_ended(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fine_tuning, "STREAM_POLL_S", 0.02)
+
     async def scenario(here: Replica) -> None:
         job = await create(here)
 
