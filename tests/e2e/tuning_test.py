@@ -1,7 +1,6 @@
 """Jobs of fine-tuning over real processes: one that nothing disturbs, and others whose sites or gateway die.
 
-All of one tenant have the same rows and seed, so that each must become the same adapter, bit by bit. Another
-tenant has a job without end beside the first.
+All have the same rows and seed, so that each must become the same adapter, bit by bit.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import NotFoundError, OpenAI, Stream
-from openai.types.fine_tuning import FineTuningJobEvent
+from openai import OpenAI
 
-from gateway.store.audit import Act
 from gateway.store.database import open_engine
-from gateway.store.store import Store
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Kind
 from mico.local.plan import to_toml
-from mico.store_access import with_store
 from tests.support.local_federation import LocalFederation, eventually
 from tests.support.tiny_model import write_tiny_model
 from tests.support.training import chats
@@ -74,14 +68,11 @@ class School:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def create(
-        self, client: OpenAI | None = None, *, rows: int = 16, epochs: int = EPOCHS, size: int = 8
-    ) -> str:
-        client = client or self.client
-        lines = b"\n".join(chats(rows)) + b"\n"
-        file = client.files.create(file=("rows.jsonl", lines), purpose="fine-tune")
-        hyperparameters: Any = {"n_epochs": epochs, "batch_size": size, "learning_rate_multiplier": 100.0}
-        return client.fine_tuning.jobs.create(
+    def create(self) -> str:
+        lines = b"\n".join(chats(16)) + b"\n"
+        file = self.client.files.create(file=("rows.jsonl", lines), purpose="fine-tune")
+        hyperparameters: Any = {"n_epochs": EPOCHS, "batch_size": 8, "learning_rate_multiplier": 100.0}
+        return self.client.fine_tuning.jobs.create(
             model=BASE,
             training_file=file.id,
             suffix="support",
@@ -92,17 +83,6 @@ class School:
 
     def job(self, job_id: str) -> Any:
         return self.client.fine_tuning.jobs.retrieve(job_id)
-
-    def pause_and_resume(self, job_id: str) -> None:
-        """Pause a job that runs, until its site has stored it, and let it go on: at the same site."""
-        jobs, site = self.client.fine_tuning.jobs, self.job(job_id).mico["site"]
-        assert jobs.pause(job_id).status == "queued"
-        eventually(lambda: self.job(job_id).mico["site"] is None, "its state is stored, and its run over")
-        stopped = self.job(job_id)
-        assert (stopped.status, stopped.mico["paused"]) == ("queued", True)
-        assert 0 < stopped.mico["step"] < STEPS
-        jobs.resume(job_id)
-        eventually(lambda: self.job(job_id).mico["site"] == site, "it goes on where it was")
 
     def site_of(self, job_id: str) -> str:
         """Return the site that has stored a snapshot of the job, and trains on."""
@@ -173,21 +153,8 @@ def school(federation: LocalFederation, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def guest(school: School) -> Iterator[tuple[OpenAI, str]]:
-    """Another tenant's client, and its job, which trains for longer than any test takes."""
-
-    async def make_key(store: Store) -> str:
-        return (await store.keys.create_key("guest", "guests", act=Act("test", "a second tenant")))[1]
-
-    federation = school.federation
-    key = with_store(federation.running.database_url, federation.folder.path, make_key)
-    with school.client.with_options(api_key=key) as client:
-        yield client, school.create(client, rows=512, epochs=50, size=1)
-
-
-@pytest.fixture(scope="module")
-def whole(school: School, guest: tuple[OpenAI, str]) -> str:
-    """A job that nothing disturbs, by turns with the guest's; meanwhile sites start that others die at."""
+def whole(school: School) -> str:
+    """A job that nothing disturbs; meanwhile the sites start that the others die at."""
     job_id = school.create()
     school.start("first", **SLOW)
     school.start("second", engine_process=True, **SLOW)
@@ -198,42 +165,6 @@ def whole(school: School, guest: tuple[OpenAI, str]) -> str:
 def learned(texts: list[str]) -> int:
     """Return how many answers have the form of the examples: a digit, an exclamation mark."""
     return sum(len(text) == 2 and text[0].isdigit() and text[1] == "!" for text in texts)
-
-
-def assert_hidden(client: OpenAI, job_id: str, model: str) -> None:
-    """Check that the job and the model of another tenant do not exist for a client."""
-    jobs: Any = client.fine_tuning.jobs
-    chat: Any = {"messages": [{"role": "user", "content": "what is 1?"}], "max_tokens": 1}
-    for call in (
-        *(partial(each, job_id) for each in (jobs.retrieve, jobs.pause, jobs.resume, jobs.cancel)),
-        *(partial(each, job_id) for each in (jobs.list_events, jobs.checkpoints.list)),
-        *(partial(each, model) for each in (client.models.retrieve, client.models.delete)),
-        partial(client.chat.completions.create, model=model, **chat),
-    ):
-        with pytest.raises(NotFoundError):
-            call()
-
-
-def test_another_tenants_job_streams_its_events_until_it_is_cancelled(
-    school: School, guest: tuple[OpenAI, str], whole: str
-) -> None:
-    client, job_id = guest
-    tuned = school.job(whole).fine_tuned_model
-    assert_hidden(client, whole, tuned)
-    assert tuned not in [each.id for each in client.models.list().data]
-    assert_hidden(school.client, job_id, "ft:guest")
-    assert [each.id for each in client.fine_tuning.jobs.list()] == [job_id]
-    events = client.get(
-        f"/fine_tuning/jobs/{job_id}/events?stream=true",
-        cast_to=FineTuningJobEvent,
-        stream=True,
-        stream_cls=Stream[FineTuningJobEvent],
-    )
-    assert next(each for each in events if each.type == "metrics").level == "info"  # while it runs
-    assert client.fine_tuning.jobs.cancel(job_id).status == "cancelled"
-    assert "cancelled" in [each.message for each in events][-1]
-    over = client.fine_tuning.jobs.retrieve(job_id)
-    assert (over.status, over.fine_tuned_model) == ("cancelled", None)
 
 
 def test_a_job_by_the_sdk_becomes_a_model_that_answers(school: School, whole: str) -> None:
@@ -271,7 +202,6 @@ def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole:
     assert not [each for each in school.messages(kept) if "goes on from its last snapshot" in each]
     left = school.create()
     assert school.site_of(left) == other
-    school.pause_and_resume(left)
     school.sites[other].terminate()  # while the first is still waited for
     assert school.sites[other].wait(60) == 0
     for job_id in (lost, left):
