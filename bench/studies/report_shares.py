@@ -98,7 +98,7 @@ class SitePace:
         told[:, due] = new
         self._told_s[due] = now_s
         self.admitted[due] = self.ended[due] = 0
-        return due
+        return due  # type: ignore[no-any-return]
 
 
 class Shares(Federation):
@@ -174,7 +174,8 @@ def own_views(specs: tuple[SiteSpec, ...], gateways: int, clock: Callable[[], fl
 
 def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, Expected]]]:
     """Return the setting and the queries of a run."""
-    sites, outages = options.sites, ()
+    sites: int = options.sites
+    outages: tuple[Outage, ...] = ()
     if options.burst:
         each = ",".join(f"{-(-sites // len(SLOWER))}x{options.slots}@{slower}" for slower in SLOWER)
         specs, random = tuple(sites_of(each)), Random(options.seed)
@@ -203,7 +204,7 @@ def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, E
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     setting, queries = drawn(options)
     specs = setting.specs
-    simulated.views_of = own_views  # type: ignore[assignment]
+    simulated.views_of = own_views  # type: ignore[attr-defined, assignment]
     federation = Shares(setting, way, options)
     results, began_s = Results(), process_time()
     tokens, failed, lost = dict.fromkeys((spec.name for spec in specs), 0), dict[int, int](), 0
