@@ -75,7 +75,7 @@ class SitePace:
         share, told = self._times * SHARE, self._told
         new = np.array(seen)[:, None]
         off = np.abs(new - told)
-        due = now_s - self._told_s >= self.every_s
+        due: Bools = now_s - self._told_s >= self.every_s
         own = np.maximum(self.admitted, self.ended)
         if self._together:
             own = np.maximum(self.admitted.sum(), self.ended.sum())
@@ -174,7 +174,7 @@ def own_views(specs: tuple[SiteSpec, ...], gateways: int, clock: Callable[[], fl
 
 def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, Expected]]]:
     """Return the setting and the queries of a run."""
-    sites, outages = options.sites, ()
+    sites, outages = options.sites, tuple[Outage, ...]()
     if options.burst:
         each = ",".join(f"{-(-sites // len(SLOWER))}x{options.slots}@{slower}" for slower in SLOWER)
         specs, random = tuple(sites_of(each)), Random(options.seed)
@@ -203,7 +203,7 @@ def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, E
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     setting, queries = drawn(options)
     specs = setting.specs
-    simulated.views_of = own_views  # type: ignore[assignment]
+    simulated.views_of = own_views  # type: ignore[attr-defined]
     federation = Shares(setting, way, options)
     results, began_s = Results(), process_time()
     tokens, failed, lost = dict.fromkeys((spec.name for spec in specs), 0), dict[int, int](), 0
