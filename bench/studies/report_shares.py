@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from math import inf
@@ -168,7 +168,7 @@ def share_alone(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: 
     return candidates.narrowed(drawn)
 
 
-def own_views(specs: tuple[SiteSpec, ...], gateways: int, clock: Callable[[], float]) -> list[View]:
+def own_views(specs: Sequence[SiteSpec], gateways: int, clock: Callable[[], float]) -> list[View]:
     return [View([spec.seen_by(number) for spec in specs], clock) for number in range(gateways)]
 
 
