@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from math import inf
@@ -75,7 +75,7 @@ class SitePace:
         share, told = self._times * SHARE, self._told
         new = np.array(seen)[:, None]
         off = np.abs(new - told)
-        due = now_s - self._told_s >= self.every_s
+        due: Bools = now_s - self._told_s >= self.every_s
         own = np.maximum(self.admitted, self.ended)
         if self._together:
             own = np.maximum(self.admitted.sum(), self.ended.sum())
@@ -168,14 +168,13 @@ def share_alone(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: 
     return candidates.narrowed(drawn)
 
 
-def own_views(specs: tuple[SiteSpec, ...], gateways: int, clock: Callable[[], float]) -> list[View]:
+def own_views(specs: Sequence[SiteSpec], gateways: int, clock: Callable[[], float]) -> list[View]:
     return [View([spec.seen_by(number) for spec in specs], clock) for number in range(gateways)]
 
 
 def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, Expected]]]:
     """Return the setting and the queries of a run."""
-    sites: int = options.sites
-    outages: tuple[Outage, ...] = ()
+    sites, outages = options.sites, tuple[Outage, ...]()
     if options.burst:
         each = ",".join(f"{-(-sites // len(SLOWER))}x{options.slots}@{slower}" for slower in SLOWER)
         specs, random = tuple(sites_of(each)), Random(options.seed)
@@ -204,7 +203,7 @@ def drawn(options: argparse.Namespace) -> tuple[Setting, Iterator[tuple[Query, E
 def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     setting, queries = drawn(options)
     specs = setting.specs
-    simulated.views_of = own_views  # type: ignore[attr-defined, assignment]
+    simulated.views_of = own_views  # type: ignore[attr-defined]
     federation = Shares(setting, way, options)
     results, began_s = Results(), process_time()
     tokens, failed, lost = dict.fromkeys((spec.name for spec in specs), 0), dict[int, int](), 0
