@@ -98,7 +98,7 @@ class SitePace:
         told[:, due] = new
         self._told_s[due] = now_s
         self.admitted[due] = self.ended[due] = 0
-        return due  # type: ignore[no-any-return]
+        return due
 
 
 class Shares(Federation):
