@@ -13,18 +13,25 @@ RECENT: Final = 32
 FEWEST: Final = 8
 """Fewer queries do not tell how fast they arrive."""
 SHORTEST_S: Final = 1e-6
+MAX_MODELS: Final = 4096
+"""Models come and go, above all tuned ones."""
 
 
 class Traffic:
-    """The last RECENT queries for each model at one gateway. Not thread-safe."""
+    """The last RECENT queries for each of MAX_MODELS models at one gateway. Not thread-safe."""
 
     def __init__(self) -> None:
         self._recent: dict[str, _Recent] = {}
+
+    def __len__(self) -> int:
+        return len(self._recent)
 
     def arrive(self, demand: Demand, now_s: float) -> Demand:
         """Count a query; return its demand with what arrives for its model, itself included."""
         recent = self._recent.get(demand.model)
         if recent is None:
+            if len(self._recent) == MAX_MODELS:
+                del self._recent[next(iter(self._recent))]
             recent = self._recent[demand.model] = _Recent()
         return replace(
             demand, arriving=recent.add(now_s, demand.response_tokens, bool(demand.cached.by_site))

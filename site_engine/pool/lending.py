@@ -46,9 +46,8 @@ class Borrower:
         self._listener.bind(f"\0{PREFIX}{device}-{secrets.token_hex(8)}")
         self._listener.listen()
         accepting = asyncio.create_task(self._accept())
-        accepting.add_done_callback(
-            lambda _: self._listener.close()
-        )  # which the event loop watches until then
+        # Only then does the event loop watch it no more.
+        accepting.add_done_callback(lambda _: self._listener.close())
         self._tasks = {accepting, asyncio.create_task(self._follow())}
 
     def give_back(self) -> None:

@@ -14,7 +14,7 @@ from gateway.routing.demand import Arriving, Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import mico
 from gateway.routing.prefixes import Cached
-from gateway.routing.traffic import FEWEST, RECENT, Traffic
+from gateway.routing.traffic import FEWEST, MAX_MODELS, RECENT, Traffic
 from tests.laws.routing_test import DEMAND, NOW, federation, site
 
 A_BURST = Arriving(tokens_per_s=1e9)
@@ -79,6 +79,13 @@ def test_a_burst_is_known_after_its_first_queries_and_forgotten_after_it() -> No
     found = [each.arriving.tokens_per_s for each in arrivals([*before, *burst, *after])]
     assert found[2 * RECENT - 1] > 1e6
     assert found[-1] == pytest.approx(100.0, rel=0.1)
+
+
+def test_models_that_come_and_go_take_no_memory_for_ever() -> None:
+    traffic = Traffic()
+    for number in range(MAX_MODELS + 10):
+        traffic.arrive(replace(DEMAND, model=f"m{number}"), 0.0)
+    assert len(traffic) == MAX_MODELS
 
 
 def test_the_models_of_a_gateway_have_their_own_traffic() -> None:
