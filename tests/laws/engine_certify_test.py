@@ -19,8 +19,8 @@ from tests.support.engine_models import VOCAB
 from tests.support.variants import lora, served
 
 
-def deep(spread: float) -> tuple[LoadedModel, Any]:
-    """Return a deep model in bfloat16 whose logits move far by rounding alone."""
+def deep(spread: float, dtype: torch.dtype = torch.bfloat16) -> tuple[LoadedModel, Any]:
+    """Return a deep model, whose logits in bfloat16 move far by rounding alone."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -32,7 +32,7 @@ def deep(spread: float) -> tuple[LoadedModel, Any]:
         initializer_range=spread,
     )
     torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain = plain.eval().requires_grad_(False)
     return from_model(plain, eos_token_ids=()), plain
 
@@ -46,10 +46,10 @@ def test_rounding_refuses_no_adapter(tmp_path: Path) -> None:
     assert len(store.served) == 6
 
 
-@pytest.mark.parametrize("of", ["float32", "bfloat16"])
-def test_an_adapter_that_is_not_computed_is_refused(of: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_is_not_computed_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """No module was told of the adapter's rows."""
-    model, plain = served() if of == "float32" else deep(0.1)
+    model, plain = deep(0.1, dtype)
     made = lora(tmp_path / "shop", plain, rank=4, seed=1)
     store = VariantStore(model)
     with pytest.raises(VariantRefused, match="computes other logits beside other rows than alone"):
