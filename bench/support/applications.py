@@ -191,8 +191,9 @@ class Engines:
 
 def merge(model: Any, adapter: Adapter) -> None:
     """Make a model compute an adapter by its own weights."""
-    for name, (down, up, scale) in adapter.low_rank.items():
+    for name, product in adapter.low_rank.items():
         weight = model.get_submodule(name).weight.data
+        down, up, scale = product.to(weight.device)
         weight += (scale * (up.float() @ down.float())).to(weight.dtype)
     for name, tensors in adapter.own.items():
         for parameter, tensor in tensors.items():

@@ -19,6 +19,9 @@ class LowRank(NamedTuple):
     up: torch.Tensor
     scale: float
 
+    def to(self, device: torch.device) -> LowRank:
+        return LowRank(self.down.to(device), self.up.to(device), self.scale)
+
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Return what is added to the module's output for inputs [..., in], or for ids where it embeds.
 

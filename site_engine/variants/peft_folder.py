@@ -79,18 +79,21 @@ class Adapter:
 
 
 def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room_bytes: int) -> Adapter:
-    """Read and check an adapter of `model`, of these layers. Raises VariantRefused with the reason."""
+    """Read and check an adapter of `model`, of these layers: tensors in host memory, with its data type.
+
+    Raises VariantRefused with the reason.
+    """
     settings = read_settings(folder)
     if not (folder / WEIGHTS).is_file():
         pickled = f"{PICKLE} is a pickle, which can run code" if (folder / PICKLE).exists() else "is missing"
         raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {pickled}")
-    parameter = next(model.parameters())
+    like = torch.empty(0, dtype=next(model.parameters()).dtype)
     most = TENSORS_OF_A_MODULE * sum(1 for _ in model.modules())
     with TensorFile(folder / WEIGHTS, room_bytes=room_bytes) as file:
         if len(file.names) > most:
             count = f"{len(file.names):,} tensors, and an adapter of this base at most {most}"
             raise VariantRefused(f"{folder}: {WEIGHTS} has {count}")
-        tensors = {name: file.read(name, parameter) for name in file.names}
+        tensors = {name: file.read(name, like) for name in file.names}
     for name, tensor in tensors.items():
         refuse_not_finite(name, tensor)
     if settings["peft_type"] == "PREFIX_TUNING":

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,8 +40,9 @@ LAYER = re.compile(r"\.(\d+)\.")
 class VariantStore:
     """`most_bytes`: that variants may own together; None: half of the memory that is free.
 
-    `slots` bound the adapters that run at once. `prepare` returns a variant ready for the engine's own
-    kernels, and raises VariantRefused for one that they do not compute.
+    `slots` bound the adapters that run at once. `prepare` gets a variant whose factors are in host memory,
+    returns it ready for the engine's own kernels, and raises VariantRefused for one that they do not compute;
+    None: factors go to the device.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class VariantStore:
         model: LoadedModel,
         most_bytes: int | None = None,
         slots: AdapterSlots | None = None,
-        prepare: Callable[[LoadedVariant], LoadedVariant] = lambda variant: variant,
+        prepare: Callable[[LoadedVariant], LoadedVariant] | None = None,
     ) -> None:
         self.slots = slots
         self.certifier = Certifier(model)
-        self._prepare = prepare
+        self._prepare = prepare or self._on_device
         self._model = model
         self._most_bytes = most_bytes
         self._served: dict[str, LoadedVariant] = {}
@@ -141,7 +143,8 @@ class VariantStore:
         size = sum(block.bytes for block in blocks)
         chain = Chain(variant.id, fingerprint, blocks, size, eos, tokenizer)
         rank = max((product.down.shape[0] for product in found.low_rank.values()), default=0)
-        return LoadedVariant(chain, changes, rank, found.virtual)
+        virtual = tuple(each.to(self._model.device) for each in found.virtual)
+        return LoadedVariant(chain, changes, rank, virtual)
 
     def _own(
         self, name: str, module: Any, tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str]
@@ -156,6 +159,7 @@ class VariantStore:
                 reason = "its vocabulary is another" if vocabulary else "wrong base"
                 sizes = f"{tuple(tensor.shape)}, and {tuple(ours.shape)} in the base"
                 raise VariantRefused(f"{reason}: {name}.{each} is {sizes}")
+        tensors = {each: tensor.to(self._model.device) for each, tensor in tensors.items()}
         if list(tensors) == ["bias"] and "weight" in module._parameters:
             return Change(bias=tensors["bias"] - module.bias.detach())
         key = f"{name} {sorted(hashes.items())}"
@@ -167,6 +171,15 @@ class VariantStore:
             version._parameters = {**module._parameters, **own}
             self._versions[key] = version = optimize_for_cpu(version)
         return Change(own=version)
+
+    def _on_device(self, variant: LoadedVariant) -> LoadedVariant:
+        """Copy the factors of a variant to the device, where no slots hold them."""
+        device = self._model.device
+        changes = {
+            name: change if change.low_rank is None else change._replace(low_rank=change.low_rank.to(device))
+            for name, change in variant.changes.items()
+        }
+        return replace(variant, changes=changes)
 
     def _room_bytes(self) -> int:
         """Return the bytes that the next variant may own."""
