@@ -308,9 +308,10 @@ def run_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
     todo = work(asked, asked.vllm, VLLM_ORDERS, ["vLLM's"])
     config = json.loads((Path(asked.model) / "config.json").read_text())
     longest = max(line.prompt_tokens + line.response_tokens for _, lines in todo for line in lines)
-    arguments = {"model": asked.model, "max_num_seqs": asked.rows, "max_model_len": longest + 1}
+    arguments = {"max_num_seqs": asked.rows, "max_model_len": longest + 1}
+    arguments |= beside_vllm.limited(asked.kv_tokens)
     passes = vllm_passes(todo, config["vocab_size"])
-    served = beside_vllm.serve(asked.vllm_path, arguments | beside_vllm.limited(asked.kv_tokens), passes)
+    served = beside_vllm.serve(asked.vllm_path, Path(asked.model), arguments, passes)
     return vllm_runs(todo, served)
 
 

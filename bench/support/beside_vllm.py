@@ -130,21 +130,27 @@ def give_memory_back() -> None:
 
 def serve(
     packages: str,
+    model: Path,
     arguments: Mapping[str, Any],
     passes: Sequence[Pass],
     adapters: Sequence[str] = (),
+    *,
     within_s: float = WITHIN_S,
 ) -> Served:
     """Start vLLM with these arguments of its `LLM`, after our memory is free, and have it serve all passes.
 
-    `adapters`: folders as peft writes them.
+    `model`: a folder with a configuration; `adapters`: folders as peft writes them.
     """
     give_memory_back()
     with tempfile.TemporaryDirectory(prefix="mico-vllm-") as folder:
         work, results, log = (Path(folder) / name for name in ("work.json", "results.jsonl", "log"))
         work.write_text(
             json.dumps(
-                {"arguments": arguments, "adapters": adapters, "passes": [each._asdict() for each in passes]}
+                {
+                    "arguments": {"model": str(model.resolve()), **arguments},
+                    "adapters": adapters,
+                    "passes": [each._asdict() for each in passes],
+                }
             )
         )
         ended = _run([str(work), str(results)], packages, log, within_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from bench import blend_gpu
+from bench import blend_gpu, ranks
 from bench.blend import Job
 from bench.support.beside_vllm import (
     SETTLED_TOKENS,
@@ -25,6 +26,10 @@ from bench.support.offline_work import Line
 ENGINE = """
 from types import SimpleNamespace as Values
 
+KNOWN = {"block_size", "enable_lora", "enable_prefix_caching", "gpu_memory_utilization", "max_lora_rank",
+         "max_loras", "max_model_len", "max_num_seqs", "num_gpu_blocks_override", "tensor_parallel_size"}
+PLAIN = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0}
+
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
         assert ignore_eos and not detokenize and temperature == 0.0
@@ -32,15 +37,16 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, model, **arguments):
-        plain = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0}
-        assert arguments == {**plain, "max_loras": 2}
+        assert PLAIN.items() <= arguments.items() and arguments.keys() - PLAIN.keys() <= KNOWN, arguments
+        self.longest, self.adapters = arguments["max_model_len"], arguments.get("max_loras", 0)
         cache = Values(kv_cache_size_tokens=4096)
         self.llm_engine = Values(vllm_config=Values(cache_config=cache))
 
     def generate(self, prompts, params, use_tqdm, lora_request):
         answers, adapters = [], lora_request or [None] * len(prompts)
+        assert len({each.lora_int_id for each in adapters if each}) <= self.adapters
         for prompt, rules, adapter in zip(prompts, params, adapters, strict=True):
-            if len(prompt["prompt_token_ids"]) > 3:
+            if len(prompt["prompt_token_ids"]) + rules.max_tokens > self.longest:
                 raise ValueError("prompt is too long")
             assert adapter is None or adapter.lora_name == f"adapter-{adapter.lora_int_id - 1}"
             cached = 0 if adapter is None else adapter.lora_int_id
@@ -64,13 +70,13 @@ def packages(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-ARGUMENTS = {"model": "m", "max_loras": 2}
+MODEL, ARGUMENTS = Path("m"), {"max_loras": 2, "max_model_len": 6}
 ADAPTERS = ["/adapters/adapter-0", "/adapters/adapter-1"]
 
 
 def test_passes_go_to_another_process_and_their_times_come_back(packages: str) -> None:
     passes = [Pass("few", [[1, 2], [3]], [4, 1]), Pass("adapters", [[1], [2], [3]], [2, 2, 2], [1, 2, 0])]
-    found = serve(packages, ARGUMENTS, passes, ADAPTERS)
+    found = serve(packages, MODEL, ARGUMENTS, passes, ADAPTERS)
     assert (found.error, found.kv_tokens) == ("", 4096)
     assert {name: [each.cached_tokens for each in took] for name, took in found.passes.items()} == {
         "few": [0],
@@ -81,7 +87,7 @@ def test_passes_go_to_another_process_and_their_times_come_back(packages: str) -
 def test_an_error_is_one_line_and_passes_until_then_count(
     packages: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = serve(packages, ARGUMENTS, [Pass("few", [[1]], [4]), Pass("long", [[1] * 9], [1])])
+    found = serve(packages, MODEL, ARGUMENTS, [Pass("few", [[1]], [4]), Pass("long", [[1] * 9], [1])])
     assert found.error == "1: ValueError: prompt is too long"
     assert list(found.passes) == ["few"]
     assert found.figures()["error"] == found.error
@@ -90,13 +96,15 @@ def test_an_error_is_one_line_and_passes_until_then_count(
 
 def test_without_vllm_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("import not_installed_anywhere")
-    found = serve(str(tmp_path), {}, [])
+    found = serve(str(tmp_path), MODEL, {}, [])
     assert found == Served(0.0, 0, {}, "1: ModuleNotFoundError: No module named 'not_installed_anywhere'")
 
 
 def test_a_process_that_never_ends_is_ended(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("import signal; signal.pause()")
-    assert serve(str(tmp_path), {}, [], within_s=0.1).error == "not done within 0 s: no error in its log"
+    assert (
+        serve(str(tmp_path), MODEL, {}, [], within_s=0.1).error == "not done within 0 s: no error in its log"
+    )
 
 
 def test_the_last_error_that_is_no_consequence_is_told() -> None:
@@ -169,3 +177,18 @@ def test_runs_of_vllm_stand_beside_ours() -> None:
     lines = blend_gpu.table([ours, arrival, told]).splitlines()
     assert [line.split()[1:3] for line in lines[1:3]] == [["Mico", "blend"], ["vLLM", "arrival"]]
     assert lines[3] == "vLLM failed: 1: lost"
+
+
+def test_ranks_report_steps_and_room_of_vllm(
+    packages: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = f"--do vllm,vllm-large --rows 1 2 --prompt 2 --steps 3 --vllm-path {packages}"
+    monkeypatch.setattr("sys.argv", ["ranks", "--devices", "cpu,cpu", *chosen.split()])
+    assert ranks.main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == {"vllm", "vllm-large"}
+    for each in found.values():
+        assert each["kv_tokens"] == 4096
+        assert isinstance(each["1_ms"], float)
+        assert isinstance(each["2_ms"], float)
+        assert "error" not in each
