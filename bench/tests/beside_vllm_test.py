@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import transformers
 
-from bench import blend_gpu, ranks
+from bench import blend_gpu, ranks, variants
 from bench.blend import Job
 from bench.support.beside_vllm import (
     SETTLED_TOKENS,
@@ -22,6 +23,7 @@ from bench.support.beside_vllm import (
     step_passes,
 )
 from bench.support.offline_work import Line
+from bench.tests.variants_test import SHAPE, SMALLEST
 
 ENGINE = """
 from types import SimpleNamespace as Values
@@ -192,3 +194,25 @@ def test_ranks_report_steps_and_room_of_vllm(
         assert isinstance(each["1_ms"], float)
         assert isinstance(each["2_ms"], float)
         assert "error" not in each
+
+
+def test_variants_report_shares_of_vllm_after_our_engines(
+    packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    transformers.LlamaConfig(**SHAPE).save_pretrained(folder)
+    chosen = f"--model {folder} --do steps,vllm --vllm-path {packages} {SMALLEST}"
+    monkeypatch.setattr("sys.argv", ["variants", *chosen.split()])
+    assert variants.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in printed if line.startswith("{")]
+    theirs = [each for each in records if each.get("phase") == "vllm"]
+    assert [(each["kv_tokens"], each["slots"]) for each in theirs if "kv_tokens" in each] == [(4096, 2)]
+    assert not any("error" in each for each in theirs)
+    assert any("Mico, steps: 2 adapters, 4 rows, 2 slots" in line for line in printed)
+
+
+def test_vllm_has_no_phase_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["variants", "--model", "m", "--do", "vllm,steps"])
+    with pytest.raises(SystemExit):
+        variants.main()
