@@ -6,8 +6,10 @@ gives the engine forecasts instead, and `--reserve p90 peak` compares what a req
 blend, with a part of the lines, warms the graphs and is not counted. `seconds_with_new_graphs` are those of
 iterations that captured graphs all the same; costs are not fitted to them. Prints the seconds of the kinds of
 steps and, at the end, what a prompt's token took by the size of its piece, and what is counted of each run,
-at the costs of bench/results/gpu.md and at those fitted to all other iterations here. With `--out` every run
-is at once a line there. The last line is JSON.
+at the costs of bench/results/gpu.md and at those fitted to all other iterations here. `--vllm` names
+workloads that vLLM serves afterwards, in the orders that a file can have, with as many rows and as much
+memory for keys and values; without `--orders` only vLLM runs. With `--out` every run is at once a line there.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from scipy.optimize import nnls
 
 from bench.blend import NAMED, NO_DATA, Job, as_requests, counted, lines_of
 from bench.engine_gpu import kind_of, plain_model
+from bench.support import beside_vllm
+from bench.support.beside_vllm import Pass, Served
 from bench.support.forced import device_runner
 from bench.support.gpu_costs import seconds
-from bench.support.offline_served import ORDERS, Forecasts, Serving
+from bench.support.offline_served import ORDERS, Forecasts, Serving, prompts
 from bench.support.offline_work import H200, Line
+from gateway.batches.order import order as in_order
 from site_engine.core.reserve import Reservation
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.forward import fast_forward
@@ -40,11 +45,13 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import from_model
 from tests.support.held_to_the_end import HeldToTheEnd
+from tests.support.line_sizes import sizes_of
 
 Features = tuple[float, ...]
 RIDGE = 165  # tokens that take as long to multiply as the weights to read
 SCALES = np.array([1, 1e-2, 1e-3, 1e-5, 1e-6, 1])
 WARM_LINES, WARM_ANSWER = 512, 300
+VLLM_ORDERS = ("arrival", "longest", "prefix")
 
 
 def features(plan: SchedulePlan) -> Features:
@@ -217,12 +224,14 @@ def build(asked: argparse.Namespace) -> SiteEngine:
     return engine
 
 
-def work(asked: argparse.Namespace) -> list[tuple[Job, list[Line]]]:
-    """Return the runs that are asked for."""
+def work(
+    asked: argparse.Namespace, workloads: Sequence[str], orders: Sequence[str], reserves: Sequence[str]
+) -> list[tuple[Job, list[Line]]]:
+    """Return the runs of workloads in orders."""
     found = []
-    for name, order, reserve in product(asked.workload, asked.orders, asked.reserve):
+    for name, how, reserve in product(workloads, orders, reserves):
         job = Job(
-            name, order, asked.wrong_by, reserve, asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data
+            name, how, asked.wrong_by, reserve, asked.seconds, asked.kv_tokens, asked.rows, 0, asked.data
         )
         lines = lines_of(job)
         found.append((job, [shorter(line, asked.longest_answer) for line in lines]))
@@ -240,7 +249,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--data", default="", help=f"folder with traces; without it only {', '.join(NO_DATA)}"
     )
-    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--orders", nargs="*", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--vllm", nargs="*", default=[], choices=sorted(NAMED), help="workloads of vLLM")
+    beside_vllm.add_arguments(parser)
     parser.add_argument("--simulate", nargs="*", default=[], help="orders to count at the fitted costs alone")
     parser.add_argument("--reserve", nargs="+", default=["peak"], choices=("peak", "p90"))
     parser.add_argument("--wrong-by", type=float, default=0.0, help="standard deviation of log forecasts")
@@ -258,7 +269,7 @@ def measure(measured: Measured, todo: list[tuple[Job, list[Line]]], out: Path | 
     began, runs, warmed = seconds(), list[Run](), set[str]()
     for seed, (job, lines) in enumerate(todo):
         if job.workload not in warmed:
-            few = [shorter(line, WARM_ANSWER) for line in lines[:: max(1, len(lines) // WARM_LINES)]]
+            few = first_few(lines)
             print(f"warm-up: {measured.serve(job._replace(order='blend'), few, 1000 + seed)}", flush=True)
             warmed.add(job.workload)
         try:
@@ -275,12 +286,68 @@ def measure(measured: Measured, todo: list[tuple[Job, list[Line]]], out: Path | 
     return runs
 
 
-def main() -> None:
-    asked, began = arguments(), seconds()
-    todo = work(asked)
+def first_few(lines: list[Line]) -> list[Line]:
+    """Return lines that warm an engine up."""
+    return [shorter(line, WARM_ANSWER) for line in lines[:: max(1, len(lines) // WARM_LINES)]]
+
+
+def vllm_passes(todo: Sequence[tuple[Job, list[Line]]], vocab_size: int) -> list[Pass]:
+    """Return what vLLM is asked: some lines to warm up, then all of each run in its order, with new ids."""
+    few = first_few(todo[0][1])
+    passes = [Pass("warm", prompts(few, vocab_size, 1000), [line.response_tokens for line in few])]
+    for seed, (job, lines) in enumerate(todo):
+        ids = prompts(lines, vocab_size, seed)
+        listed = in_order(sizes_of(lines), ORDERS[job.order]).tolist()
+        answers = [lines[at].response_tokens for at in listed]
+        passes.append(Pass(f"{job.workload}, {job.order}", [ids[at] for at in listed], answers))
+    return passes
+
+
+def run_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Have vLLM serve the workloads that are asked of it; return a line for each run, or for its error."""
+    todo = work(asked, asked.vllm, VLLM_ORDERS, ["vLLM's"])
+    config = json.loads((Path(asked.model) / "config.json").read_text())
+    longest = max(line.prompt_tokens + line.response_tokens for _, lines in todo for line in lines)
+    arguments = {"max_num_seqs": asked.rows, "max_model_len": longest + 1}
+    arguments |= beside_vllm.limited(asked.kv_tokens)
+    passes = vllm_passes(todo, config["vocab_size"])
+    served = beside_vllm.serve(asked.vllm_path, Path(asked.model), arguments, passes)
+    return vllm_runs(todo, served)
+
+
+def vllm_runs(todo: Sequence[tuple[Job, list[Line]]], served: Served) -> list[dict[str, Any]]:
+    """Return the runs that vLLM has ended, like those of our engine, and why it has ended no more."""
+    found: list[dict[str, Any]] = []
+    for job, lines in todo:
+        for took in served.passes.get(f"{job.workload}, {job.order}", []):
+            tokens = sum(line.response_tokens for line in lines)
+            figures = {
+                "took_s": round(took.seconds, 2),
+                "tokens_per_s": round(tokens / took.seconds, 1),
+                "cached_tokens": took.cached_tokens,
+                "shared": round(took.cached_tokens / max(1, shareable(lines)), 3),
+            }
+            found.append({"engine": "vLLM", **job._asdict(), "lines": len(lines), **figures})
+    return [*found, {"engine": "vLLM", **served.figures()}]
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the seconds of all runs, those of a workload together."""
+    rows = [f"{'workload':22s} {'engine':6s} {'order':8s} {'seconds':>8s} {'tokens/s':>9s} shared"]
+    for run in sorted((run for run in runs if "took_s" in run), key=lambda run: str(run["workload"])):
+        rows.append(
+            f"{run['workload']:22s} {run['engine']:6s} {run['order']:8s} {run['took_s']:8.2f} "
+            f"{run['tokens_per_s']:9,.0f} {run['shared']:6.3f}"
+        )
+    return "\n".join([*rows, *(f"vLLM failed: {run['error']}" for run in runs if "error" in run)])
+
+
+def run_ours(asked: argparse.Namespace) -> tuple[list[float], list[dict[str, Any]]]:
+    """Serve what is asked of our engine; return fitted costs of an iteration and a line for each run."""
+    began = seconds()
     measured = Measured(build(asked))
     print(f"ready after {seconds() - began:.0f} s", flush=True)
-    runs = measure(measured, todo, asked.out)
+    runs = measure(measured, work(asked, asked.workload, asked.orders, asked.reserve), asked.out)
     fit = Fit(measured.iterations)
     for price in prices(measured.iterations, measured.decodes):
         print(price, flush=True)
@@ -289,10 +356,29 @@ def main() -> None:
         simulated = () if run.job.workload in done else asked.simulate
         done.add(run.job.workload)
         found.append(
-            {**run.job._asdict(), "lines": len(run.lines), **run.figures, **counts(run, fit, simulated)}
+            {
+                "engine": "Mico",
+                **run.job._asdict(),
+                "lines": len(run.lines),
+                **run.figures,
+                **counts(run, fit, simulated),
+            }
         )
         print(found[-1], flush=True)
-    print(json.dumps({"conditions": vars(asked), "fit": fit.weights, "runs": found}, default=str))
+    return fit.weights, found
+
+
+def main() -> None:
+    asked = arguments()
+    weights, found = run_ours(asked) if asked.orders else ([], [])
+    for run in run_vllm(asked) if asked.vllm else []:
+        found.append(run)
+        print(run, flush=True)
+        if asked.out is not None:
+            with asked.out.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+    print(table(found))
+    print(json.dumps({"conditions": vars(asked), "fit": weights, "runs": found}, default=str))
 
 
 if __name__ == "__main__":

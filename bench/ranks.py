@@ -9,7 +9,9 @@ and of 256 requests, of one device and of all of them as one. `margins`: greedy 
 by token, by the split model: where it takes another token, the log probabilities of both have to be closer
 than twice the 99.9th percentile of what rounding changes. `large`: steps of the model at `--large` on all
 devices as one. `peer`: those of `generate` by transformers, with the layers of that model on one device after
-the other. `--miniature` takes tiny models, for a CPU: `--devices cpu,cpu`. Exit status 1 if an answer is
+the other. `vllm` and `vllm-large`, which have to be named: those of vLLM with tensor parallelism over all
+devices, by the seconds of answers of 16 tokens and of `--steps` more, in a process that draws its own
+weights. `--miniature` takes tiny models, for a CPU: `--devices cpu,cpu`. Exit status 1 if an answer is
 wrong. The last line is JSON.
 """
 
@@ -34,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.support import device_map_peer
+from bench.support import beside_vllm, device_map_peer
 from bench.support.random_folder import random_folder
 from site_engine.config import SiteConfig
 from site_engine.core.request import Admission, Output, Request, Sampling
@@ -47,7 +49,9 @@ from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
 WITHIN_S = 600.0
-LARGE = ("large", "peer")
+LARGE = ("large", "peer", "vllm-large")
+VLLM = ("vllm", "vllm-large")
+VLLM_CONTEXT = 2048
 SETTLED_TOKENS = 16
 """Of every request before its steps are timed: all run then, and their graphs are captured."""
 MINIATURE = {
@@ -250,6 +254,20 @@ async def peer(folder: Path, devices: Sequence[str], options: argparse.Namespace
     return {"8_ms": round(took_ms, 2)}
 
 
+def vllm(folder: Path, devices: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Time the steps of vLLM, which takes the configuration in a folder, with all of its own memory."""
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    sizes = {"prompt_tokens": options.prompt, "steps": options.steps, "vocab_size": vocab_size}
+    passes = [one for rows in options.rows for one in beside_vllm.step_passes(str(rows), rows, **sizes)]
+    arguments = {
+        "tensor_parallel_size": len(devices), "enable_prefix_caching": False,
+        "max_num_seqs": max(options.rows), "max_model_len": VLLM_CONTEXT,
+    }  # fmt: skip
+    served = beside_vllm.serve(options.vllm_path, folder, arguments, passes)
+    took = {f"{rows}_ms": served.step_ms(str(rows), options.steps) for rows in options.rows}
+    return {name: ms and round(ms, 3) for name, ms in took.items()} | served.figures()
+
+
 WORK = {"replicas": replicas, "steps": steps, "margins": margins, "large": large, "peer": peer}
 
 
@@ -258,7 +276,12 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     dtype = torch.float32 if devices[0] == "cpu" else torch.bfloat16
     found: dict[str, Any] = {}
     for name in options.do.split(","):
-        config = transformers.AutoConfig.from_pretrained(options.large if name in LARGE else options.shape)
+        source = options.large if name in LARGE else options.shape
+        if name in VLLM:
+            found[name] = await asyncio.to_thread(vllm, Path(source), devices, options)
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
+            continue
+        config = transformers.AutoConfig.from_pretrained(source)
         for key, value in (MINIATURE if options.miniature else {}).items():
             setattr(config, key, value)
         folder = scratch / ("large" if name in LARGE else "shape")
@@ -289,6 +312,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=512, help="of an engine, for the replicas")
     parser.add_argument("--tokens", type=int, default=128, help="of their answers")
     parser.add_argument("--peer-steps", type=int, default=16)
+    beside_vllm.add_arguments(parser)
     parser.add_argument("--forced", type=int, default=32, help="tokens of each of 24 answers")
     options = parser.parse_args()
     print(

@@ -4,7 +4,9 @@
 
 A folder with nothing but a config.json gets random weights, adapters are random too. All in one run: whatever
 is compared is measured in turns. On a CPU the ratios show that the bench runs, no more. Prints a JSON line
-for each measurement as it is made, and at the end what it claims beside its limits.
+for each measurement as it is made, and at the end what it claims beside its limits. The phase `vllm`, the
+last one if it is named, has vLLM decode as many rows with the same adapters; its steps are what longer
+answers take more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.support import beside_vllm
 from bench.support.adapter_demand import answer_when_due, arrivals, zipf_queries
 from bench.support.claims import Claims
 from bench.support.live_adapters import Traffic, come_and_go, timed
@@ -53,6 +56,7 @@ class Bench(Claims):
         self.scene, self.folder, self.asked = scene, folder, asked
         self.tenants = [int(count) for count in asked.tenants.split(",")]
         self._seed = 0
+        self._shares: list[str] = []
 
     def work(self, chains: Sequence[str], rows: int, tokens: int | None = None) -> list[Query]:
         """Return a query for each row, the chains' rows side by side; no prompt ever comes twice."""
@@ -130,6 +134,7 @@ class Bench(Claims):
                          slower=round(slower, 4), base=described(found["base"]),
                          with_adapters=described(found["adapters"]))  # fmt: skip
                 where = f"steps: {count} adapters, {all_rows} rows, {slots} slots"
+                self.share(f"Mico, {where}", *(1e3 * statistics.fmean(each) for each in found.values()))
                 if count == EIGHT:
                     limit = 0.10 if scene.model.model.config.hidden_size > 2000 else 0.35
                     self.claim(f"{where}, slower by", slower, limit, at_least=False)
@@ -269,7 +274,53 @@ class Bench(Claims):
             what = f"{where}, p99 first token of residents, times that of all resident"
             self.claim(what, first[0] / first[1], 1.2, at_least=False)
 
+    def vllm(self) -> None:
+        """Time steps of vLLM with adapters and of as many base rows, after our engines have ended."""
+        scene, rows = self.scene, self.scene.sizes.rows
+        few, many = min(self.few_and_many()), max(self.few_and_many())
+        cases = list(dict.fromkeys([(few, few), (few, rows), (many, rows)]))
+        folders = [scene.adapter(number).adapter for number in range(many)]
+        sizes = scene.sizes
+        shape = {
+            "prompt_tokens": sizes.prompt_tokens, "steps": sizes.steps, "vocab_size": scene.model.vocab_size
+        }  # fmt: skip
+        scene.close()
+        for slots in sorted({few, many}):
+            arguments = {
+                "enable_lora": True, "max_loras": slots, "max_lora_rank": sizes.rank, "max_num_seqs": rows,
+                "max_model_len": sizes.prompt_tokens + beside_vllm.SETTLED_TOKENS + sizes.steps + 1,
+                "enable_prefix_caching": False, "gpu_memory_utilization": beside_vllm.PART_OF_MEMORY,
+            }  # fmt: skip
+            some = [case for case in cases if case[0] <= slots]
+            asked = [(0, all_rows) for all_rows in dict.fromkeys(all_rows for _, all_rows in some)] + some
+            passes = [
+                each
+                for count, all_rows in asked
+                for each in beside_vllm.step_passes(f"{count} {all_rows}", all_rows, adapters=count, **shape)
+            ]
+            served = beside_vllm.serve(
+                self.asked.vllm_path, Path(self.asked.model), arguments, passes, folders
+            )
+            self.log(phase="vllm", slots=slots, **served.figures())
+            for count, all_rows in some:
+                base, more = (served.step_ms(f"{each} {all_rows}", sizes.steps) for each in (0, count))
+                if base and more:
+                    self.log(phase="vllm", adapters=count, rows=all_rows, slots=slots,
+                             of_base=round(base / more, 4), slower=round(more / base - 1, 4),
+                             base_ms=round(base, 4), with_adapters_ms=round(more, 4))  # fmt: skip
+                    where = f"{count} adapters, {all_rows} rows, {slots} slots"
+                    self.share(f"vLLM, steps: {where}", base, more)
+            if served.error:
+                self._shares.append(f"vLLM, {slots} slots: {served.error}")
+
     # ---- what phases share
+
+    def share(self, what: str, base_ms: float, adapters_ms: float) -> None:
+        """Keep what a step of base rows takes and one with adapters, for the table."""
+        part = base_ms / adapters_ms
+        self._shares.append(
+            f"{base_ms:8.3f} ms {adapters_ms:8.3f} with adapters, {part:.3f} of throughput: {what}"
+        )
 
     def few_and_many(self) -> list[int]:
         """Return the numbers of tenants that are compared with peers; all of them have a slot."""
@@ -287,12 +338,13 @@ class Bench(Claims):
         return found
 
     def table(self) -> str:
-        """Return what is claimed beside its limit, a line for each."""
-        return "\n".join(
+        """Return steps beside those of the base, then what is claimed beside its limit, a line for each."""
+        claims = [
             f"{'held  ' if each.held else 'MISSED'} {each.value:9.4f} "
             f"{'at least' if each.at_least else 'at most '} {each.limit:<6g} {each.what}"
             for each in self.claims
-        )
+        ]
+        return "\n".join([*self._shares, *claims])
 
 
 def margins(reference: Any, prompt: list[int], answer: list[int]) -> list[float]:
@@ -325,7 +377,7 @@ def described(took_s: Sequence[float]) -> dict[str, float]:
 
 
 PHASES = ("exact", "base", "steps", "turns", "live", "peft")
-MORE_PHASES = ("many", "own")
+MORE_PHASES = ("many", "own", "vllm")
 
 
 def arguments() -> argparse.Namespace:
@@ -347,8 +399,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own", type=float, default=0.2, help="share of layers in the phase own, likewise")
     parser.add_argument("--many-slots", type=int, default=8, help="of them in the engine at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="no phase begins after so many")
+    beside_vllm.add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = parser.parse_args()
+    if "vllm" in asked.do.split(",")[:-1]:
+        parser.error("vllm comes last: it has the memory of the engines")
     if unknown := set(asked.do.split(",")) - {*PHASES, *MORE_PHASES}:
         known = ", ".join(PHASES + MORE_PHASES)
         parser.error(f"no phase {', '.join(sorted(unknown))}; there are {known}")

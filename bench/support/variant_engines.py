@@ -72,6 +72,10 @@ class Scene:
         self._with_slots = {sizes.slots: self.engine}
         self.added_s: list[float] = []  # what loading and certifying each adapter took
 
+    def close(self) -> None:
+        """Drop the model and all engines, so that another process can have their memory."""
+        del self.model, self.base, self.engine, self._with_slots, self._forward
+
     @property
     def tokens_of_row(self) -> int:
         """The longest prompt and answer of which all rows have room for keys and values."""
