@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 from bench.blend import NAMED, NO_DATA, Job, as_requests, counted, lines_of
 from bench.engine_gpu import kind_of, plain_model
 from bench.support import beside_vllm
-from bench.support.beside_vllm import Pass, Served
+from bench.support.beside_vllm import Pass, Took
 from bench.support.forced import device_runner
 from bench.support.gpu_costs import seconds
 from bench.support.offline_served import ORDERS, Forecasts, Serving, prompts
@@ -51,7 +51,7 @@ Features = tuple[float, ...]
 RIDGE = 165  # tokens that take as long to multiply as the weights to read
 SCALES = np.array([1, 1e-2, 1e-3, 1e-5, 1e-6, 1])
 WARM_LINES, WARM_ANSWER = 512, 300
-VLLM_ORDERS = ("arrival", "longest", "prefix")
+VLLM_ORDERS, VLLM_WARM_LINES = ("arrival", "longest", "prefix"), 64
 
 
 def features(plan: SchedulePlan) -> Features:
@@ -251,6 +251,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--orders", nargs="*", default=list(ORDERS), choices=list(ORDERS))
     parser.add_argument("--vllm", nargs="*", default=[], choices=sorted(NAMED), help="workloads of vLLM")
+    parser.add_argument("--vllm-orders", nargs="+", default=list(VLLM_ORDERS), choices=VLLM_ORDERS)
     beside_vllm.add_arguments(parser)
     parser.add_argument("--simulate", nargs="*", default=[], help="orders to count at the fitted costs alone")
     parser.add_argument("--reserve", nargs="+", default=["peak"], choices=("peak", "p90"))
@@ -269,7 +270,7 @@ def measure(measured: Measured, todo: list[tuple[Job, list[Line]]], out: Path | 
     began, runs, warmed = seconds(), list[Run](), set[str]()
     for seed, (job, lines) in enumerate(todo):
         if job.workload not in warmed:
-            few = first_few(lines)
+            few = first_few(lines, WARM_LINES)
             print(f"warm-up: {measured.serve(job._replace(order='blend'), few, 1000 + seed)}", flush=True)
             warmed.add(job.workload)
         try:
@@ -286,14 +287,14 @@ def measure(measured: Measured, todo: list[tuple[Job, list[Line]]], out: Path | 
     return runs
 
 
-def first_few(lines: list[Line]) -> list[Line]:
+def first_few(lines: list[Line], count: int) -> list[Line]:
     """Return lines that warm an engine up."""
-    return [shorter(line, WARM_ANSWER) for line in lines[:: max(1, len(lines) // WARM_LINES)]]
+    return [shorter(line, WARM_ANSWER) for line in lines[:: max(1, len(lines) // count)]]
 
 
 def vllm_passes(todo: Sequence[tuple[Job, list[Line]]], vocab_size: int) -> list[Pass]:
     """Return what vLLM is asked: some lines to warm up, then all of each run in its order, with new ids."""
-    few = first_few(todo[0][1])
+    few = first_few(todo[0][1], VLLM_WARM_LINES)
     passes = [Pass("warm", prompts(few, vocab_size, 1000), [line.response_tokens for line in few])]
     for seed, (job, lines) in enumerate(todo):
         ids = prompts(lines, vocab_size, seed)
@@ -305,30 +306,47 @@ def vllm_passes(todo: Sequence[tuple[Job, list[Line]]], vocab_size: int) -> list
 
 def run_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Have vLLM serve the workloads that are asked of it; return a line for each run, or for its error."""
-    todo = work(asked, asked.vllm, VLLM_ORDERS, ["vLLM's"])
+    todo = work(asked, asked.vllm, asked.vllm_orders, ["vLLM's"])
     config = json.loads((Path(asked.model) / "config.json").read_text())
     longest = max(line.prompt_tokens + line.response_tokens for _, lines in todo for line in lines)
     arguments = {"max_num_seqs": asked.rows, "max_model_len": longest + 1}
     arguments |= beside_vllm.limited(asked.kv_tokens)
     passes = vllm_passes(todo, config["vocab_size"])
-    served = beside_vllm.serve(asked.vllm_path, Path(asked.model), arguments, passes)
-    return vllm_runs(todo, served)
+    runs, found = {f"{job.workload}, {job.order}": (job, lines) for job, lines in todo}, []
+
+    def ended(name: str, took: Took) -> None:
+        if name in runs:
+            found.append(vllm_run(*runs[name], took))
+            write(asked.out, found[-1])
+
+    served = beside_vllm.serve(
+        asked.vllm_path, Path(asked.model), arguments, passes, within_s=asked.vllm_within, ended=ended
+    )
+    found.append({"engine": "vLLM", **served.figures()})
+    write(asked.out, found[-1])
+    return found
 
 
-def vllm_runs(todo: Sequence[tuple[Job, list[Line]]], served: Served) -> list[dict[str, Any]]:
-    """Return the runs that vLLM has ended, like those of our engine, and why it has ended no more."""
-    found: list[dict[str, Any]] = []
-    for job, lines in todo:
-        for took in served.passes.get(f"{job.workload}, {job.order}", []):
-            tokens = sum(line.response_tokens for line in lines)
-            figures = {
-                "took_s": round(took.seconds, 2),
-                "tokens_per_s": round(tokens / took.seconds, 1),
-                "cached_tokens": took.cached_tokens,
-                "shared": round(took.cached_tokens / max(1, shareable(lines)), 3),
-            }
-            found.append({"engine": "vLLM", **job._asdict(), "lines": len(lines), **figures})
-    return [*found, {"engine": "vLLM", **served.figures()}]
+def vllm_run(job: Job, lines: list[Line], took: Took) -> dict[str, Any]:
+    """Return the figures of a run of vLLM, as of our engine's."""
+    tokens = sum(line.response_tokens for line in lines)
+    return {
+        "engine": "vLLM",
+        **job._asdict(),
+        "lines": len(lines),
+        "took_s": round(took.seconds, 2),
+        "tokens_per_s": round(tokens / took.seconds, 1),
+        "cached_tokens": took.cached_tokens,
+        "shared": round(took.cached_tokens / max(1, shareable(lines)), 3),
+    }
+
+
+def write(out: Path | None, record: dict[str, Any]) -> None:
+    """Print a run, and append it to a file if there is one."""
+    print(record, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -371,12 +389,7 @@ def run_ours(asked: argparse.Namespace) -> tuple[list[float], list[dict[str, Any
 def main() -> None:
     asked = arguments()
     weights, found = run_ours(asked) if asked.orders else ([], [])
-    for run in run_vllm(asked) if asked.vllm else []:
-        found.append(run)
-        print(run, flush=True)
-        if asked.out is not None:
-            with asked.out.open("a") as file:
-                file.write(json.dumps(run) + "\n")
+    found += run_vllm(asked) if asked.vllm else []
     print(table(found))
     print(json.dumps({"conditions": vars(asked), "fit": weights, "runs": found}, default=str))
 

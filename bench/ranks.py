@@ -263,7 +263,7 @@ def vllm(folder: Path, devices: Sequence[str], options: argparse.Namespace) -> d
         "tensor_parallel_size": len(devices), "enable_prefix_caching": False,
         "max_num_seqs": max(options.rows), "max_model_len": VLLM_CONTEXT,
     }  # fmt: skip
-    served = beside_vllm.serve(options.vllm_path, folder, arguments, passes)
+    served = beside_vllm.serve(options.vllm_path, folder, arguments, passes, within_s=options.vllm_within)
     took = {f"{rows}_ms": served.step_ms(str(rows), options.steps) for rows in options.rows}
     return {name: ms and round(ms, 3) for name, ms in took.items()} | served.figures()
 

@@ -299,8 +299,9 @@ class Bench(Claims):
                 for each in beside_vllm.step_passes(f"{count} {all_rows}", all_rows, adapters=count, **shape)
             ]
             served = beside_vllm.serve(
-                self.asked.vllm_path, Path(self.asked.model), arguments, passes, folders
-            )
+                self.asked.vllm_path, Path(self.asked.model), arguments, passes, folders,
+                within_s=self.asked.vllm_within,
+            )  # fmt: skip
             self.log(phase="vllm", slots=slots, **served.figures())
             for count, all_rows in some:
                 base, more = (served.step_ms(f"{each} {all_rows}", sizes.steps) for each in (0, count))

@@ -6,11 +6,11 @@ Engine processes as a site starts them, one for each base, on the devices in tur
 `wake`: one base sleeps and wakes `--turns` times; from the order to wake until the first token of a query,
 the memory of the device that sleep frees, and whether greedy answers are the same tokens as before. `bursts`:
 queries for one base after another, all of a burst at once; with all bases resident, then with `--awake` of
-them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `lent`:
+them, where the base that was used longest ago sleeps before the next wakes, which counts as waiting. `kept`:
 `--awake` of the bases answer `--many` queries each, more than their own keys and values have room for, while
-the others sleep, and once more while one of these wakes; without and with `share_sleeping_memory`. `disk`:
-the same wake with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1 if an answer is
-wrong or short. The last line is JSON.
+the others sleep, and once more while one of these wakes. `lent`: the same with `share_sleeping_memory`.
+`disk`: the wake of `wake` with `sleep = "disk"`. `--miniature` takes tiny models, for a CPU. Exit status 1
+if an answer is wrong or short. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -173,14 +173,15 @@ async def extra_tokens(on: Engine) -> int:
     return on.load.figures.kv_extra_tokens if on.load else 0
 
 
-async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: bool) -> dict[str, Any]:
+async def crowded(bases: Sequence[Engine], options: argparse.Namespace, which: str) -> dict[str, Any]:
     """Let some of the bases sleep while the others are asked for more than their own memory holds."""
     awake, asleep = bases[: options.awake], bases[options.awake :]
     for each in asleep:
         await turned(pool_of(each).sleeping.sleep)
-    if shares:
+    if which == "lent":
         await asyncio.sleep(3 * LOOK_EVERY_S)
     found: dict[str, Any] = {"extra_tokens": [await extra_tokens(each) for each in awake]}
+    print(f"{which}: {len(asleep)} asleep, {json.dumps(found)}", flush=True)
     waking: asyncio.Task[float] | None = None
     rounds: list[list[list[int]]] = []
     for name in ("warm", "all asleep", "one wakes"):
@@ -202,6 +203,7 @@ async def lent(bases: Sequence[Engine], options: argparse.Namespace, *, shares: 
             "first_token_p50_s": round(statistics.median(waits), 3),
             "first_token_p95_s": round(p95(waits), 3),
         }
+        print(f"{which}, {name}, {took_s:.1f} s: {json.dumps(found[name])}", flush=True)
     assert waking is not None
     found["wake_s"] = round(await waking, 3)
     found["short"] = sum(len(each) != options.answer for its in rounds for each in its)
@@ -226,7 +228,8 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     print(f"{size / 1e9:.2f} GB of weights", flush=True)
     found: dict[str, Any] = {"weights_gb": round(size / 1e9, 2)}
     settings = {"slots": options.slots, "kv_tokens": options.kv_tokens}
-    if "disk" in options.do:
+    asked = options.do.split(",")
+    if "disk" in asked:
         async with engine(scratch, [options.devices.split(",")[0]], **settings) as on:
             short = argparse.Namespace(**{**vars(options), "turns": 1})
             found["disk"] = await wake(on, short)
@@ -238,21 +241,24 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         sleep = other if options.sleep == "neighbour" else options.sleep
         return engine(scratch, [own], sleep=sleep, share_sleeping_memory=shares, **settings)
 
-    for shares in (False, True) if "lent" in options.do else ():
+    for name in [name for name in ("kept", "lent") if name in asked]:
         async with AsyncExitStack() as stack:
-            starts = (stack.enter_async_context(base(at, shares=shares)) for at in range(options.bases))
-            name = "lent" if shares else "kept"
-            found[name] = await lent(await asyncio.gather(*starts), options, shares=shares)
+            starts = [
+                stack.enter_async_context(base(at, shares=name == "lent")) for at in range(options.bases)
+            ]
+            bases = await asyncio.gather(*starts)
+            print(f"{name}: ready after {[round(each.start_s, 1) for each in bases]} s", flush=True)
+            found[name] = await crowded(bases, options, name)
             print(f"{name}: {json.dumps(found[name])}", flush=True)
-    if not {"wake", "bursts"} & set(options.do.split(",")):
+    if not {"wake", "bursts"} & set(asked):
         return found
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(base(0))
         found["start_s"] = round(first.start_s, 1)
-        if "wake" in options.do:
+        if "wake" in asked:
             found["wake"] = await wake(first, options)
             print(f"wake: {json.dumps(found['wake'])}", flush=True)
-        if "bursts" in options.do:
+        if "bursts" in asked:
             more = [stack.enter_async_context(base(number)) for number in range(1, options.bases)]
             bases = [first, *await asyncio.gather(*more)]
             found["bursts"] = await alternate(bases, options)

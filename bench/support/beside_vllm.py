@@ -1,7 +1,7 @@
 """Have vLLM serve the same queries in a process of its own, and read what it took.
 
-vLLM may lie in a folder that only that process has on its path. What goes wrong there is one line of the
-results, and the passes until then count.
+vLLM may lie in a folder that only that process has on its path. Passes are told as they end; what goes wrong
+is one line of the results, and the passes until then count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 540.0
+LOOK_EVERY_S = 0.2
 LOG_CHARS = 5_000
 BLOCK_TOKENS = 16
 SETTLED_TOKENS = 16
@@ -87,6 +89,33 @@ class Served(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-path", default="", help="folder of packages with vLLM, if not installed")
+    parser.add_argument("--vllm-within", type=float, default=WITHIN_S, help="seconds until vLLM is ended")
+
+
+class Results:
+    """What the peer writes, told as it comes."""
+
+    def __init__(self, path: Path, ended: Callable[[str, Took], None]) -> None:
+        self.ready: dict[str, Any] = {"start_s": 0.0, "kv_tokens": 0}
+        self.passes: dict[str, list[Took]] = {}
+        self._path, self._read, self._ended = path, 0, ended
+
+    def look(self) -> None:
+        """Read the lines that are new and whole."""
+        lines = self._path.read_text().split("\n")[:-1] if self._path.exists() else []
+        for line in lines[self._read :]:
+            self._add(json.loads(line))
+        self._read = len(lines)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        if "name" not in record:
+            self.ready = record
+            print(f"vLLM: ready after {record['start_s']:.1f} s, {record['kv_tokens']} tokens", flush=True)
+            return
+        took = Took(record["seconds"], record["cached_tokens"])
+        self.passes.setdefault(record["name"], []).append(took)
+        print(f"vLLM: {record['name']}, {took.seconds:.3f} s", flush=True)
+        self._ended(record["name"], took)
 
 
 def step_passes(
@@ -136,14 +165,18 @@ def serve(
     adapters: Sequence[str] = (),
     *,
     within_s: float = WITHIN_S,
+    ended: Callable[[str, Took], None] = lambda name, took: None,
 ) -> Served:
     """Start vLLM with these arguments of its `LLM`, after our memory is free, and have it serve all passes.
 
-    `model`: a folder with a configuration; `adapters`: folders as peft writes them.
+    `model`: a folder with a configuration; `adapters`: folders as peft writes them; `ended`: called with each
+    pass as it ends.
     """
+    began_s = time.perf_counter()
     give_memory_back()
     with tempfile.TemporaryDirectory(prefix="mico-vllm-") as folder:
-        work, results, log = (Path(folder) / name for name in ("work.json", "results.jsonl", "log"))
+        work, lines, log = (Path(folder) / name for name in ("work.json", "results.jsonl", "log"))
+        results = Results(lines, ended)
         work.write_text(
             json.dumps(
                 {
@@ -153,18 +186,21 @@ def serve(
                 }
             )
         )
-        ended = _run([str(work), str(results)], packages, log, within_s)
+        prepared_s = time.perf_counter() - began_s
+        print(f"vLLM: {len(passes)} passes written in {prepared_s:.1f} s, begins", flush=True)
+        how = _run([str(work), str(lines)], packages, log, within_s, results.look)
         told = log.read_text(errors="replace")
-        lines = results.read_text().splitlines() if results.exists() else []
-    error = "" if ended == "0" else error_of(told, ended)
+    error = "" if how == "0" else error_of(told, how)
     if error:
         first = told[max(0, told.find("Traceback")) :][:LOG_CHARS]
         print(f"{first}\n[...]\n{told[-LOG_CHARS:]}", file=sys.stderr, flush=True)
-    return read(lines, error)
+    return Served(results.ready["start_s"], results.ready["kv_tokens"] or 0, results.passes, error)
 
 
-def _run(arguments: Sequence[str], packages: str, log: Path, within_s: float) -> str:
-    """Run the peer and return how it ended; end whatever it has started."""
+def _run(
+    arguments: Sequence[str], packages: str, log: Path, within_s: float, look: Callable[[], None]
+) -> str:
+    """Run the peer and return how it ended; look meanwhile; end whatever it has started."""
     path = [packages, str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     with log.open("wb") as file:
@@ -173,14 +209,18 @@ def _run(arguments: Sequence[str], packages: str, log: Path, within_s: float) ->
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             env=environment,
         )  # fmt: skip
+    ends_s = time.perf_counter() + within_s
     try:
-        return str(process.wait(within_s))
-    except subprocess.TimeoutExpired:
+        while time.perf_counter() < ends_s:
+            with suppress(subprocess.TimeoutExpired):
+                return str(process.wait(LOOK_EVERY_S))
+            look()
         return f"not done within {within_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        look()
 
 
 def error_of(log: str, ended: str) -> str:
@@ -188,12 +228,3 @@ def error_of(log: str, ended: str) -> str:
     errors = [found.group() for line in log.splitlines() if (found := ERROR.search(line))]
     causes = [each for each in errors if not any(word in each for word in CONSEQUENCES)] or errors
     return f"{ended}: {causes[-1] if causes else 'no error in its log'}"
-
-
-def read(lines: Sequence[str], error: str) -> Served:
-    """Return what the peer has written."""
-    ready, *done = [json.loads(line) for line in lines] or [{"start_s": 0.0, "kv_tokens": 0}]
-    passes: dict[str, list[Took]] = {}
-    for each in done:
-        passes.setdefault(each["name"], []).append(Took(each["seconds"], each["cached_tokens"]))
-    return Served(ready["start_s"], ready["kv_tokens"] or 0, passes, error)

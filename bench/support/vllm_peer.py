@@ -4,14 +4,17 @@
 
 Runs where vLLM can be imported and imports nothing of this project. WORK is what `bench.support.beside_vllm`
 writes; RESULTS gets a line of JSON once the engine is ready and one after each pass: both standard streams
-are full of what vLLM logs.
+are full of what vLLM logs. Ends with the program that has started it, and all of its own process group.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,15 @@ def served(llm: Any, one: dict[str, Any], adapters: list[Any]) -> dict[str, Any]
     return {"name": one["name"], "seconds": took_s, "cached_tokens": cached}
 
 
+def end_with(parent: int) -> None:
+    """Wait until another process is the parent of this one, then end the process group."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     work, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 
     def write(record: dict[str, Any]) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ import transformers
 from bench import blend_gpu, ranks, variants
 from bench.blend import Job
 from bench.support.beside_vllm import (
+    ROOT,
     SETTLED_TOKENS,
     STEP_ROUNDS,
     Pass,
@@ -22,6 +28,7 @@ from bench.support.beside_vllm import (
     serve,
     step_passes,
 )
+from bench.support.http_servers import with_children
 from bench.support.offline_work import Line
 from bench.tests.variants_test import SHAPE, SMALLEST
 
@@ -78,7 +85,9 @@ ADAPTERS = ["/adapters/adapter-0", "/adapters/adapter-1"]
 
 def test_passes_go_to_another_process_and_their_times_come_back(packages: str) -> None:
     passes = [Pass("few", [[1, 2], [3]], [4, 1]), Pass("adapters", [[1], [2], [3]], [2, 2, 2], [1, 2, 0])]
-    found = serve(packages, MODEL, ARGUMENTS, passes, ADAPTERS)
+    told: list[str] = []
+    found = serve(packages, MODEL, ARGUMENTS, passes, ADAPTERS, ended=lambda name, took: told.append(name))
+    assert told == ["few", "adapters"]
     assert (found.error, found.kv_tokens) == ("", 4096)
     assert {name: [each.cached_tokens for each in took] for name, took in found.passes.items()} == {
         "few": [0],
@@ -107,6 +116,33 @@ def test_a_process_that_never_ends_is_ended(tmp_path: Path) -> None:
     assert (
         serve(str(tmp_path), MODEL, {}, [], within_s=0.1).error == "not done within 0 s: no error in its log"
     )
+
+
+def test_vllm_ends_with_the_program_that_has_started_it(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("import signal; print('begun', flush=True); signal.pause()")
+    program = "import sys; from pathlib import Path; from bench.support.beside_vllm import serve; "
+    command = [sys.executable, "-c", f"{program}serve(sys.argv[1], Path('m'), {{}}, [])", str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as parent:
+        until(lambda: any("begun" in log.read_text() for log in tmp_path.glob("mico-vllm-*/log")))
+        (peer,) = with_children(parent.pid)[1:]
+        parent.kill()
+    until(lambda: not runs(peer))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition of other processes."""
+    deadline_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_the_last_error_that_is_no_consequence_is_told() -> None:
@@ -169,12 +205,26 @@ def test_vllm_has_all_lines_of_a_batch_in_each_order() -> None:
     assert passes[0].prompts[0] != last[0]
 
 
+def test_each_run_is_in_the_file_at_once_and_the_end_too(
+    packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, model = tmp_path / "runs.jsonl", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 100}')
+    chosen = f"--model {model} --orders --seconds 0.1 --vllm documents --vllm-orders arrival prefix"
+    monkeypatch.setattr(
+        "sys.argv", ["blend_gpu", *chosen.split(), "--vllm-path", packages, "--out", str(out)]
+    )
+    blend_gpu.main()
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [run.get("order") for run in runs] == ["arrival", "prefix", None]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == runs
+
+
 def test_runs_of_vllm_stand_beside_ours() -> None:
-    todo = [(job(how), LINES) for how in ("arrival", "longest")]
-    served = Served(100.0, 96, {"warm": [Took(1.0, 0)], "documents, arrival": [Took(2.0, 1)]}, "1: lost")
-    arrival, told = blend_gpu.vllm_runs(todo, served)
+    arrival = blend_gpu.vllm_run(job("arrival"), LINES, Took(2.0, 1))
     assert (arrival["took_s"], arrival["tokens_per_s"], arrival["shared"]) == (2.0, 9.0, 0.5)
-    assert told == {"engine": "vLLM", "start_s": 100.0, "kv_tokens": 96, "error": "1: lost"}
+    told = {"engine": "vLLM", "start_s": 100.0, "kv_tokens": 96, "error": "1: lost"}
     ours = {**arrival, "engine": "Mico", "order": "blend", "took_s": 1.5}
     lines = blend_gpu.table([ours, arrival, told]).splitlines()
     assert [line.split()[1:3] for line in lines[1:3]] == [["Mico", "blend"], ["vLLM", "arrival"]]
