@@ -123,7 +123,7 @@ class Slack:
         if seen.chat_decodes:
             whole_s = self.aim_s - seen.iteration_s
             kept_s = min(seen.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
-            share = seen.free_share**2 if seen.sliced else 1.0
+            share = seen.free_share if seen.sliced else 1.0
             return following.seconds <= share * whole_s - kept_s - seen.since_tokens_s
         return self._batch_s > 0.0
 

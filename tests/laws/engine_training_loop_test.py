@@ -191,7 +191,7 @@ def test_slices_between_two_tokens_are_fewer_as_slots_fill_but_one(
     iterations = 0
     while iterations < 40:
         iterations += bool(engine.step())
-    fewest = (1 - chats / 8) ** 2 * (BETWEEN_S - 2 * BASE_S) / slice_s - 2
+    fewest = (1 - chats / 8) * (BETWEEN_S - 2 * BASE_S) / slice_s - 2
     assert len(job.begun_s) >= max(1, fewest) * (iterations - 1)
     if chats == 8:
         assert len(job.begun_s) <= iterations + 1
