@@ -97,7 +97,6 @@ class Scheduler:
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
-        self.slots = slots
         self.token_budget = token_budget
         self.prompt_budget = PromptBudget(CostFit() if fit is None else fit)
         self._policy = policy
