@@ -276,7 +276,7 @@ def beside(
         most = min(engine.limit_tokens, room) - len(prompt) - 1  # so that all rows have a place
         engine.submit(Request(name, prompt, Sampling(max_tokens=most, temperature=0.0, ignore_eos=True)))
 
-    found: dict[str, object] = {"rows": rows, "bound_ms": 1000 * BETWEEN_S}
+    found: dict[str, object] = {"rows": rows, "slots": engine.settings.slots, "bound_ms": 1000 * BETWEEN_S}
     for name in ("alone", "trained"):
         for number in range(rows):
             chat(f"{name} {number}")
@@ -326,11 +326,11 @@ def trainers(plain: Any, batch: int, longest: int, steps: int, parts: int) -> di
     return found
 
 
-def engine_of(model: LoadedModel, rows: int, room: int) -> SiteEngine:
+def engine_of(model: LoadedModel, rows: int, slots: int, room: int) -> SiteEngine:
     settings = EngineSettings(
-        slots=max(rows, 2),
+        slots=max(rows, slots),
         kv_tokens=(rows + 2) * room,
-        token_budget=max(512, rows),
+        token_budget=max(512, rows, slots),
         adapter_slots=8 if model.device.type == "cuda" else None,
         training=Bounds(between_tokens_s=BETWEEN_S),
         max_pending=1024,
@@ -345,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--batch", type=int, default=64, help="rows of an optimizer step")
     parser.add_argument("--rows", type=int, default=16, help="chats at once")
+    parser.add_argument("--slots", type=int, default=256, help="of which chats leave free what training has")
     parser.add_argument("--layers", type=int, default=4, help="of the model whose gradients are compared")
     parser.add_argument("--steps", type=int, default=8, help="that Trainer is timed for")
     parser.add_argument("--parts", type=int, default=4, help="micro-batches of a step of Trainer")
@@ -368,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = from_model(plain, eos_token_ids=())
         room = min(model.context_tokens, 4096) if device == "cuda" else 256
         began_s = time.perf_counter()
-        engine = engine_of(model, options.rows, room)
+        engine = engine_of(model, options.rows, options.slots, room)
         print(f"built in {time.perf_counter() - began_s:.1f} s", flush=True)
         began_s = time.perf_counter()
         engine.training.warm_up()  # as a site does before it joins

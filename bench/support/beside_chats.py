@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from site_engine.core.request import Request, Sampling
 from site_engine.core.slack import Bounds, Deferral
@@ -30,6 +30,13 @@ WAIT_S = 0.4
 WARM_UP = 8
 ALONE_S = 15.0
 """For which a job trains alone."""
+
+
+class Timer(Protocol):
+    """What the module `time` is: a clock, and waiting by it."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Chat(NamedTuple):
@@ -77,10 +84,10 @@ def chats_of(trace: Path | None, count: int, vocabulary: int, first: int = 0) ->
     ]
 
 
-def engine_of(model: LoadedModel, deferral: Deferral) -> SiteEngine:
+def engine_of(model: LoadedModel, deferral: Deferral, timer: Timer = time) -> SiteEngine:
     """Return an engine that knows what its iterations cost."""
     bounds = Bounds(between_tokens_s=BETWEEN_S, deferral=deferral, wait_s=WAIT_S)
-    engine = packed_engine(model, EngineSettings(slots=8, kv_tokens=8192, training=bounds), time.monotonic)
+    engine = packed_engine(model, EngineSettings(slots=8, kv_tokens=8192, training=bounds), timer.monotonic)
     for number in range(WARM_UP):
         engine.submit(Request(f"warm-up {number}", [1] * (1 + 8 * number), Sampling(max_tokens=8)))
         while number % 2 and engine.has_work:
@@ -88,14 +95,20 @@ def engine_of(model: LoadedModel, deferral: Deferral) -> SiteEngine:
     return engine
 
 
-def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: float | None = None) -> Served:
+def serve(
+    engine: SiteEngine,
+    chats: Sequence[Chat],
+    gap_s: float,
+    seconds: float | None = None,
+    timer: Timer = time,
+) -> Served:
     """Answer chats that arrive `gap_s` apart on average, beside a new job if any; without `seconds`, all."""
-    began_s, waiting = time.monotonic(), list(reversed(chats))
+    began_s, waiting = timer.monotonic(), list(reversed(chats))
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}
     first_s, between_s, trained = list[float](), list[float](), list[int]()
     per_token_s = list[float]()
-    while now_s := time.monotonic() - began_s:
+    while now_s := timer.monotonic() - began_s:
         if (seconds is not None and now_s >= seconds) or (seconds is None and not (waiting or arrived)):
             break
         while waiting and waiting[-1].at * gap_s <= now_s:
@@ -104,10 +117,10 @@ def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: floa
             arrived[name] = chat.at * gap_s
             engine.submit(Request(name, chat.prompt, sampling))
         if not engine.has_work:
-            time.sleep(min(0.005, max(0.0, waiting[-1].at * gap_s - now_s)) if waiting else 0.005)
+            timer.sleep(min(0.005, max(0.0, waiting[-1].at * gap_s - now_s)) if waiting else 0.005)
             continue
         for output in engine.step():
-            at_s, name = time.monotonic() - began_s, output.request_id
+            at_s, name = timer.monotonic() - began_s, output.request_id
             (between_s if name in last else first_s).append(at_s - last.get(name, arrived[name]))
             last[name] = at_s
             if output.finish is not None:
@@ -118,7 +131,7 @@ def serve(engine: SiteEngine, chats: Sequence[Chat], gap_s: float, seconds: floa
                 raise RuntimeError(event.reason)
             trained += [event.trained_tokens] if isinstance(event, StepDone) else []
     tokens = trained[-1] if trained else 0
-    return Served(first_s, between_s, tokens / (time.monotonic() - began_s), per_token_s)
+    return Served(first_s, between_s, tokens / (timer.monotonic() - began_s), per_token_s)
 
 
 def p99(values: Sequence[float]) -> float:

@@ -93,6 +93,13 @@ class Directory:
         """Replace the description of a listed site."""
         self._put(replace(self._sites[identity.name], identity=identity))
 
+    def forget_model(self, name: str, model: str) -> None:
+        """Take a model that exists no more from a site that is down: until it joins again it can't do so."""
+        site = self._sites.get(name)
+        if site is not None and site.state is SiteState.DOWN:
+            left = {id_: each for id_, each in site.identity.models.items() if id_ != model}
+            self.set_identity(replace(site.identity, models=left))
+
     def report(self, name: str, load: LoadReport, credit: Credit) -> None:
         """Record a report; one that arrives out of order is dropped."""
         site = self._sites[name]

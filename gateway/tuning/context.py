@@ -18,7 +18,8 @@ from gateway.tuning.values import TuningLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningContext:
-    """`links`: the sites that are linked to this replica. `caller` looks up a key by its id, without I/O;
+    """`links`: the sites that are linked to this replica. `forget_model` takes a model that was deleted from
+    a site that is down, both by name. `caller` looks up a key by its id, without I/O;
     None once it is revoked. `charge` counts trained tokens and their cost against the quotas of the month,
     and returns the refusal once one is spent. `clock` is monotonic, `unix_time` dates what is stored.
     """
@@ -30,6 +31,7 @@ class TuningContext:
     files: Files
     sites: Callable[[], Sequence[Site]]
     links: Callable[[], Mapping[str, Link]]
+    forget_model: Callable[[str, str], None]
     caller: Callable[[str], Caller | None]
     charge: Callable[[Caller, int, int], TooMany | None]
     clock: Callable[[], float]

@@ -87,6 +87,7 @@ def _context(
         files=files,
         sites=lambda: directory.sites,
         links=lambda: federation.links,
+        forget_model=directory.forget_model,
         caller=caller,
         charge=query_context.quotas.charge,
         clock=query_context.clock,

@@ -41,17 +41,19 @@ class Serving:
         self._again_s = {key: at_s for key, at_s in self._again_s.items() if at_s > now_s}
         unfinished = await context.contents.unfinished()  # first: what ends meanwhile is among the models
         models = {name_of(job, content): (job, content) for job, content in await context.contents.models()}
-        sites = [site for site in context.sites() if site.state is not SiteState.DOWN]
-        tuned = {
-            (site.name, each.id) for site in sites for each in site.identity.models.values() if each.tenant
-        }
-        if not (models or tuned):
-            return
         known = {*models, *(job.tuned_model for job in unfinished)}
-        for site, name in tuned:
-            if name not in known:
-                self._begin(site, ModelOrder("remove", name), REMOVE_WITHIN_S)
-        served = {name for _, name in tuned}
+        sites, served = list[Site](), set[str]()
+        for site in context.sites():
+            is_down = site.state is SiteState.DOWN
+            tuned = {each.id for each in site.identity.models.values() if each.tenant}
+            for name in tuned - known:
+                if is_down:
+                    context.forget_model(site.name, name)
+                else:
+                    self._begin(site.name, ModelOrder("remove", name), REMOVE_WITHIN_S)
+            if not is_down:
+                sites.append(site)
+                served |= tuned
         for name, (job, content) in models.items():
             if job.status is JobStatus.SUCCEEDED and name not in served:
                 self._add(name, job, content, sites)

@@ -57,7 +57,9 @@ class Seen(NamedTuple):
     """The state of an engine between two iterations.
 
     A chat waits while it has no place or its prompt is read. `since_tokens_s`: since answers got their last
-    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what LEAST_CHUNK_TOKENS add to it.
+    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what LEAST_CHUNK_TOKENS add to it;
+    `sliced`: whether a slice ran since answers got their last tokens; `free_share`: of the slots, which no
+    chat has.
     """
 
     chat_waits: bool = False
@@ -67,6 +69,8 @@ class Seen(NamedTuple):
     iteration_s: float = 0.0
     newcomer_s: float = 0.0
     oldest_wait_s: float = 0.0
+    sliced: bool = False
+    free_share: float = 1.0
 
     @property
     def served(self) -> bool:
@@ -88,6 +92,8 @@ class Slack:
     Time that training took and that serving took while both wanted the device is counted, so that the shares
     hold over a second, not in each iteration. Beside answers slices and prompts fill `aim_s`, which is the
     bound less what tokens were lately delayed by: slices and iterations that took longer than foreseen.
+    Slices have less of it as slots fill, since chats that answer more slowly keep theirs from those to come:
+    with no slot free, one slice between two tokens.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -117,8 +123,8 @@ class Slack:
         if seen.chat_decodes:
             whole_s = self.aim_s - seen.iteration_s
             kept_s = min(seen.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
-            left_s = whole_s - kept_s - seen.since_tokens_s
-            return following.seconds <= left_s
+            share = seen.free_share if seen.sliced else 1.0
+            return following.seconds <= share * whole_s - kept_s - seen.since_tokens_s
         return self._batch_s > 0.0
 
     def trained(self, seconds: float, seen: Seen, following: NextSlice) -> None:

@@ -178,6 +178,7 @@ class TrainingLoop:
         now_s = self._clock()
         bounds = self._slack.bounds
         seen = see(self._scheduler, self._cost, now_s, now_s if running else tokens_s, bounds.deferral)
+        seen = seen._replace(sliced=self._beside_s > 0.0 and not running)
         following = self.jobs[self._current].job.following
         if self._slack.takes(seen, following):
             return seen, following
@@ -203,7 +204,7 @@ class TrainingLoop:
 
 def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, deferral: Deferral) -> Seen:
     """Return the state of an engine that matters for training."""
-    running, queue = scheduler.running, scheduler.queue
+    running, queue, slots = scheduler.running, scheduler.queue, scheduler.free_slots + len(scheduler.running)
     decoding = [each for each in running if each.state is not State.PREFILL]
     waiting = [each for each in running if each.state is State.PREFILL] + scheduler.preempted
 
@@ -222,4 +223,5 @@ def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, 
         iteration_s=cost.seconds(len(decoding), len(decoding), kv_tokens),
         newcomer_s=LEAST_CHUNK_TOKENS * cost.per_token_s,
         oldest_wait_s=oldest_wait_s,
+        free_share=1.0 - len([each for each in running if each.lane is Lane.CHAT]) / slots,
     )

@@ -65,6 +65,10 @@ class School:
                 f"{name} is ready",
             )
 
+    def trains(self, name: str) -> int:
+        """Return the jobs that a site trains, as it reports them."""
+        return int(self.federation.sites()[name].get("training", 0))
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
@@ -103,8 +107,12 @@ class School:
         assert sum("succeeded" in each for each in self.messages(job_id)) == 1
         return job
 
+    def events(self, job_id: str) -> list[Any]:
+        """Return the events of a job, the first one first."""
+        return list(self.client.fine_tuning.jobs.list_events(job_id, limit=100))[::-1]
+
     def messages(self, job_id: str) -> list[str]:
-        return [each.message for each in self.client.fine_tuning.jobs.list_events(job_id, limit=100)]
+        return [each.message for each in self.events(job_id)]
 
     def digest(self, job_id: str) -> str:
         """Return the digest of the adapter that a job has made."""
@@ -185,8 +193,34 @@ def test_a_job_by_the_sdk_becomes_a_model_that_answers(school: School, whole: st
     assert listed[job.fine_tuned_model]["parent"] == BASE
 
 
+def test_a_paused_job_trains_no_step_and_goes_on_to_the_same_adapter(school: School, whole: str) -> None:
+    school.ready("first", "second")
+    jobs, job_id = school.client.fine_tuning.jobs, school.create()
+    site = school.site_of(job_id)
+    jobs.pause(job_id)
+
+    def stopped() -> Any:
+        job = school.job(job_id)
+        is_left = job.status == "queued" and job.mico["site"] is None
+        return job if is_left and not school.trains(site) else None
+
+    paused = eventually(stopped, "the job is paused, and its site trains nothing")
+    assert paused.mico["paused"] and paused.fine_tuned_model is None
+    assert 0 < paused.mico["step"] < STEPS
+    before = school.messages(job_id)
+    jobs.resume(job_id)
+    school.succeeded(job_id)
+    messages = school.messages(job_id)
+    resumed = messages.index("The job was resumed.")
+    assert messages[:resumed] == before, "while it was paused nothing happened to it"
+    steps = [each.data["step"] for each in school.events(job_id) if each.type == "metrics"]
+    assert steps == list(range(1, STEPS + 1)), "each step was trained once"
+    assert school.digest(job_id) == school.digest(whole)
+
+
 def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole: str) -> None:
     school.ready("first", "second")
+    eventually(lambda: not (school.trains("first") or school.trains("second")), "both have room for a run")
     federation, wanted = school.federation, school.digest(whole)
     lost, kept = school.create(), school.create()
     killed, other = school.site_of(lost), school.site_of(kept)

@@ -175,6 +175,28 @@ def test_an_iteration_is_launched_before_the_one_before_is_read_where_no_slice_f
         assert between[30:] == pytest.approx([BASE_S + TOKEN_S] * 29), "the host's time is hidden"
 
 
+@pytest.mark.parametrize("kind", [TimedRunner, LaunchingRunner])
+@pytest.mark.parametrize("chats", [1, 4, 8])
+def test_slices_between_two_tokens_are_fewer_as_slots_fill_but_one(
+    kind: type[TimedRunner], chats: int
+) -> None:
+    clock, slice_s, iterations = Clock(), 0.004, 0
+    engine = timed_engine(clock, Bounds(between_tokens_s=BETWEEN_S), kind)
+    job = Slices(clock, slice_s)
+    for number in range(chats):
+        engine.submit(greedy(str(number), [1, 2, 3], 60))
+    while engine.load().pending or iterations < 2:
+        iterations += bool(engine.step())
+    engine.training.begin("job", "acme", job)
+    iterations = 0
+    while iterations < 40:
+        iterations += bool(engine.step())
+    fewest = (1 - chats / 8) * (BETWEEN_S - 2 * BASE_S) / slice_s - 2
+    assert len(job.begun_s) >= max(1, fewest) * (iterations - 1)
+    if chats == 8:
+        assert len(job.begun_s) <= iterations + 1
+
+
 @pytest.mark.parametrize("slice_s", [0.001, 0.004, 0.1])
 def test_what_training_adds_to_a_token_is_reported(slice_s: float) -> None:
     """What an iteration takes by its fit, and what training adds, are the time between two tokens."""

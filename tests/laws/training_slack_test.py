@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import pytest
@@ -32,6 +32,8 @@ SEEN = st.builds(
     iteration_s=SECONDS,
     newcomer_s=SECONDS,
     oldest_wait_s=SECONDS,
+    sliced=st.booleans(),
+    free_share=st.floats(0.0, 1.0),
 )
 FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
 
@@ -45,7 +47,8 @@ def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, foll
         assert not taken
     elif seen.chat_decodes:
         whole_s = slack.aim_s - seen.iteration_s
-        left_s = whole_s - min(seen.newcomer_s, whole_s / 4) - seen.since_tokens_s
+        share = seen.free_share if seen.sliced else 1.0
+        left_s = share * whole_s - min(seen.newcomer_s, whole_s / 4) - seen.since_tokens_s
         assert taken == (following.seconds <= left_s)
     else:
         assert taken == (not seen.batch)  # which has had no time yet
@@ -240,6 +243,110 @@ def test_a_slice_that_once_took_long_is_tried_again() -> None:
     assert 5 < tried_s < 60
     costs.observe("forward", 100, 0.005, tried_s)
     assert costs.seconds("forward", 100, tried_s) == 0.005
+
+
+class Row:
+    """A chat in a slot: tokens of its prompt that are not read, and of its answer that are to come."""
+
+    def __init__(self, arrived_s: float, prompt: int, tokens: int) -> None:
+        self.arrived_s, self.unread, self.left, self.tokens = arrived_s, prompt, tokens, tokens
+
+
+SLOTS = 8
+SLICES_S = (0.003, 0.004, 0.007)
+"""A layer forward, computed again, and backward."""
+
+
+def arrivals(seed: int) -> list[tuple[float, int, int]]:
+    """Return 400 chats: arrival in mean times between two, tokens of the prompt and of the answer."""
+    draw, at, chats = Random(seed), 0.0, list[tuple[float, int, int]]()
+    for _ in range(400):
+        at += draw.expovariate(1.0)
+        lengths = draw.lognormvariate(3.7, 0.8), draw.lognormvariate(2.3, 0.8)
+        chats.append((at, *(min(96, max(2, int(each))) for each in lengths)))
+    return chats
+
+
+def served_beside(
+    chats: list[tuple[float, int, int]], gap_s: float, slack: Slack | None, *, by_slots: bool = True
+) -> tuple[float, float, float]:
+    """Answer chats in eight slots, in virtual time, beside training without end if there is a `slack`.
+
+    Returns the 99th percentile of the first tokens, training's share of the time, and the time.
+    """
+    draw, now_s, tokens_s, trained_s, slices, sliced = Random(1), 0.0, 0.0, 0.0, 0, False
+    coming = [Row(at * gap_s, prompt, tokens) for at, prompt, tokens in reversed(chats)]
+    rows, first_s, chunk = list[Row](), list[float](), None
+    while coming or rows:
+        while coming and len(rows) < SLOTS and coming[-1].arrived_s <= now_s:
+            rows.append(coming.pop())
+        waits = bool(coming) and coming[-1].arrived_s <= now_s
+        decoding = [row for row in rows if not row.unread]
+        iteration_s = 0.004 + 0.00035 * len(decoding)
+        if slack is not None:
+            seen = Seen(
+                chat_waits=waits or len(decoding) < len(rows),
+                chat_decodes=bool(decoding),
+                since_tokens_s=now_s - tokens_s,
+                iteration_s=iteration_s,
+                newcomer_s=LEAST_CHUNK_TOKENS * 0.00016,
+                sliced=sliced,
+                free_share=1 - len(rows) / SLOTS if by_slots else 1.0,
+            )
+            following = NextSlice(SLICES_S[slices % 3])
+            if slack.takes(seen, following):
+                taken_s = following.seconds * draw.uniform(0.8, 1.1)
+                slack.trained(taken_s, seen, following)
+                now_s, trained_s, slices, sliced = now_s + taken_s, trained_s + taken_s, slices + 1, True
+                continue
+            chunk = slack.chunk_tokens(seen, iteration_s, 0.00016)
+        if not rows:
+            now_s = coming[-1].arrived_s
+            continue
+        for row in [row for row in rows if row.unread]:
+            read = row.unread if chunk is None else min(row.unread, chunk)
+            row.unread, chunk = row.unread - read, None if chunk is None else chunk - read
+            iteration_s += 0.00016 * read
+        now_s, sliced = now_s + iteration_s * draw.uniform(0.95, 1.08), False
+        for row in [row for row in rows if not row.unread]:
+            first_s += [now_s - row.arrived_s] if row.left == row.tokens else []
+            row.left -= 1
+        rows = [row for row in rows if row.left]
+        if slack is not None:
+            slack.published(now_s - tokens_s)
+        tokens_s = now_s
+    return quantiles(first_s, n=100)[98], trained_s / now_s, now_s
+
+
+@pytest.mark.parametrize(("load", "most", "least"), [(0.1, 1.2, 0.6), (0.3, 1.25, 0.45), (0.6, 1.6, 0.2)])
+def test_first_tokens_are_little_later_beside_training_which_has_less_time_as_slots_fill(
+    load: float, most: float, least: float
+) -> None:
+    """Chats that answer at the bound keep their slots from those to come."""
+    by_slots, without, shares = list[float](), list[float](), list[float]()
+    for seed in range(8):
+        chats = arrivals(seed)
+        gap_s = served_beside(chats, 1e-9, None)[2] / len(chats) / load
+        alone_s, _, _ = served_beside(chats, gap_s, None)
+        first_s, share, _ = served_beside(chats, gap_s, Slack(Bounds(between_tokens_s=0.05)))
+        filled_s, _, _ = served_beside(chats, gap_s, Slack(Bounds(between_tokens_s=0.05)), by_slots=False)
+        by_slots.append(first_s / alone_s)
+        without.append(filled_s / alone_s)
+        shares.append(share)
+    assert median(by_slots) <= most
+    assert median(by_slots) - 1.0 <= 0.6 * (median(without) - 1.0)
+    assert min(shares) >= least
+
+
+@given(st.floats(0.001, 0.012), st.floats(0.0, 0.001))
+def test_with_no_free_slot_one_slice_runs_between_two_tokens(slice_s: float, iteration_s: float) -> None:
+    slack, following = Slack(Bounds(between_tokens_s=0.02)), NextSlice(slice_s)
+    for _ in range(20):
+        seen = Seen(chat_decodes=True, iteration_s=iteration_s, free_share=0.0)
+        assert slack.takes(seen, following)
+        slack.trained(slice_s, seen, following)
+        assert not slack.takes(seen._replace(sliced=True, since_tokens_s=slice_s), following)
+        slack.published(slice_s + iteration_s)
 
 
 @pytest.mark.parametrize(

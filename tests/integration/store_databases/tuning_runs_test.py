@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 
 from gateway.domain import Caller
@@ -16,6 +17,7 @@ from gateway.quotas.limits import LimitId, Scope
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Job, JobStatus, Kind, TuningLimits
 from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.edge import error_of
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, Run, next_run, ordered, stopped
 from tests.support.tuning_jobs import JOBS, create, reached, recorded
@@ -38,6 +40,11 @@ def play(
             await scenario(here)
 
     asyncio.run(main())
+
+
+async def asked(here: Replica, model: str) -> httpx2.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+    return await here.raw("POST", "/v1/chat/completions", json=body)
 
 
 async def job_of(here: Replica, job_id: str) -> Job:
@@ -335,6 +342,25 @@ def test_tuned_models_and_checkpoints_that_no_site_serves_are_fetched(url: str) 
         assert (await here.raw("DELETE", f"/v1/models/{name}")).status_code == 200
         _, removal = await ordered(here, "order")
         assert (removal.kind, removal.model) == ("remove", name)
+
+    play(url, scenario, sites=("a",))
+
+
+def test_a_deleted_model_is_unknown_though_a_site_that_is_down_served_it(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+        await run.succeed()
+        name = str((await reached(here, job.id, "succeeded")).fine_tuned_model)
+        directory = here.scene.gateway.directory
+        await until(lambda: name in directory.served, "it is served")
+        await run.site.close()
+        await until(lambda: name not in directory.served, "its site is down")
+        assert (await asked(here, name)).status_code == 503  # until another has fetched it
+        assert (await here.raw("DELETE", f"/v1/models/{name}")).status_code == 200
+        await until(lambda: name not in directory.models, "it is known no more")
+        assert error_of(await asked(here, name), 404)["code"] == "model_not_found"
+        assert (await asked(here, "m")).status_code == 503
 
     play(url, scenario, sites=("a",))
 
