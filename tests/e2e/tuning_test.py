@@ -22,7 +22,7 @@ from gateway.store.database import open_engine
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Kind
 from mico.local.plan import to_toml
-from tests.support.local_federation import LocalFederation, eventually
+from tests.support.local_federation import LocalFederation, eventually, mico
 from tests.support.tiny_model import write_tiny_model
 from tests.support.training import chats
 
@@ -68,6 +68,11 @@ class School:
     def trains(self, name: str) -> int:
         """Return the jobs that a site trains, as it reports them."""
         return int(self.federation.sites()[name].get("training", 0))
+
+    def order(self, *arguments: str) -> None:
+        federation = self.federation
+        where = ("--base-url", federation.base_url, "--api-key", federation.api_key)
+        mico(federation.folder.path, "sites", *arguments, "--reason", "a lesson", *where)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -222,9 +227,13 @@ def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole:
     school.ready("first", "second")
     eventually(lambda: not (school.trains("first") or school.trains("second")), "both have room for a run")
     federation, wanted = school.federation, school.digest(whole)
+    school.order(
+        "drain", "home", "--yes"
+    )  # a report that comes late on a full machine would send a job there
     lost, kept = school.create(), school.create()
     killed, other = school.site_of(lost), school.site_of(kept)
     assert {killed, other} == {"first", "second"}
+    school.order("resume", "home")
     school.sites[killed].kill()
     gateway = federation.running.gateways[0]
     os.kill(gateway.pid, signal.SIGKILL)
