@@ -38,7 +38,7 @@ from bench.federation import prompts
 from gateway.store.database import open_engine
 from gateway.store.tables import batches, usage
 from mico.client import Client
-from mico.local.federation import restart_dead
+from mico.local.federation import restart_dead, wait_until_ready
 from mico.local.folder import Folder, Running
 from mico.local.processes import Process
 
@@ -142,11 +142,13 @@ def chats(sdk: OpenAI, model: str, texts: list[str], most: int) -> list[float]:
 
 
 def kill_runner(here: Federation) -> str:
-    """Send SIGKILL to the gateway that holds the lease and return its name."""
+    """Kill the gateway that holds the lease with SIGKILL, and return its name once it is dead."""
     ((owner,),) = here.scalars(select(batches.c.leased_by))[0]
     named = {("local" if each.name == "gateway" else each.name): each for each in here.running.gateways}
     process = named[owner.rpartition("-")[0]]
     os.kill(process.pid, signal.SIGKILL)
+    while process.alive:
+        threading.Event().wait(0.01)
     return process.name
 
 
@@ -268,7 +270,8 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
             restart_dead(here.folder, here.running)
         printed, _ = running.communicate(timeout=WITHIN_S)
         total_s = time.monotonic() - began
-        restart_dead(here.folder, here.running)  # rows that the killed one had not stored are in its journal
+        # rows that the killed one had not stored are in its journal
+        wait_until_ready(restart_dead(here.folder, here.running), here.folder.key(), lambda _: None)
         wait_for_usage(here, batch_id, options.prompts)
         checked = check(out, folder / "out.errors.jsonl", options.prompts, here, batch_id)
         wrong = differ_alone(here, sdk, out, texts, options.max_tokens)

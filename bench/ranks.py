@@ -62,7 +62,7 @@ MINIATURE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "bos_token_id": None,
     "eos_token_id": None,
 }

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from gateway.federation.report_pace import quiet_report_every_s
 from gateway.routing.policies import POLICIES
 from gateway.scaling.plan import PoolPlan, ScalingPlan
 from mico.simulation.day import times_s as day_times_s
@@ -135,7 +136,7 @@ def size(queries: int, sites: int, gateways: int, load: float = 0.9) -> dict[str
 
 
 def loss(queries: int, sites: int) -> dict[str, Any]:
-    """Lose every third site at one moment for six seconds, at 60% load."""
+    """Lose every third site at one moment for six seconds, at 60% load and the pace of so many sites."""
     specs = tuple(sites_of(str(sites)))
     per_second = 0.6 * capacity_qps(list(specs), PROMPT_TOKENS, RESPONSE_TOKENS)
     from_s = min(10.0, 0.3 * queries / per_second)
@@ -149,8 +150,15 @@ def loss(queries: int, sites: int) -> dict[str, Any]:
         failed = record.attempts - record.moves
         tries[failed] = tries.get(failed, 0) + 1
 
-    run(specs, arrivals(queries, per_second, 2), ended, outages=outages)
-    return {"queries": queries, "sites": sites, "lost": lost, "by_tries": dict(sorted(tries.items()))}
+    every_s = float(quiet_report_every_s(sites))
+    run(specs, arrivals(queries, per_second, 2), ended, outages=outages, quiet_report_every_s=every_s)
+    return {
+        "queries": queries,
+        "sites": sites,
+        "quiet_report_every_s": every_s,
+        "lost": lost,
+        "by_tries": dict(sorted(tries.items())),
+    }
 
 
 def burst(sites: int, slots: int, policy: str, seed: int) -> dict[str, Any]:

@@ -32,6 +32,11 @@ def ping_heartbeats(links: int) -> int:
     return min(MAX_PING_HEARTBEATS, 1 + links // LINKS_PER_PING)
 
 
+def quiet_report_every_s(links: int) -> int:
+    """Return the seconds from one report of a site without news to the next in a fleet with so many links."""
+    return min(MAX_EVERY_S, 1 + links // LINKS_PER_SECOND)
+
+
 @lru_cache(maxsize=1 << 14)
 def in_share(site: str, gateway: str, gateways: tuple[str, ...]) -> bool:
     """Return whether a gateway is of the half of all that a site reports to often: those with the least
@@ -64,7 +69,7 @@ class ReportPace:
     def adapt(self, links: int, heartbeat_s: float, *, in_share: bool = True) -> None:
         """Tell the site the pace of a fleet with so many links, unless it has been told."""
         off = 1 if links < LINKS_TWICE_OFF else 2 if in_share else RARELY_OFF
-        every_s, heartbeats = min(MAX_EVERY_S, 1 + links // LINKS_PER_SECOND), ping_heartbeats(links)
+        every_s, heartbeats = quiet_report_every_s(links), ping_heartbeats(links)
         if self._is_kept and (off, every_s, heartbeats) != self._told:
             self._told = off, every_s, heartbeats
             self.times_off, self.every_s, self.ping_heartbeats = self._told

@@ -28,7 +28,7 @@ DRAWN_TIMES = 2.0
 """Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
 docs/decisions/many-gateways.md.
 """
-NOT_HEARD = "has missed a report, and a try elsewhere failed"
+NOT_HEARD = "has not reported lately, and a try elsewhere failed"
 ASLEEP = "the model sleeps there, and is awake or waking elsewhere"
 NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -131,12 +131,13 @@ def _with_more_cached(
 
 
 def _heard_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
-    """Leave out the sites that have missed a report, as long as others are left.
+    """Leave out the sites that have not reported lately, as long as others are left.
 
     For a query whose site failed: many may be lost with it that are not known to be lost yet, and a query
-    that met them one after another would use up its tries.
+    that met them one after another would use up its tries. A site that may be quiet for longer is left out,
+    too: nothing tells it from a lost one.
     """
-    lately: NDArray[np.bool_] = allowed & (at.heard_s >= now_s - REPORTS_EVERY_S)
+    lately: NDArray[np.bool_] = allowed & (at.received_s >= now_s - REPORTS_EVERY_S)
     return lately if np.count_nonzero(lately) else allowed
 
 

@@ -35,6 +35,7 @@ class Figures(NamedTuple):
     """The inputs of a decision, each `[sites]`. Assignments since the report count as pending."""
 
     heard_s: Numbers  # time of the last report, and what it may be quiet after; -inf: it takes no work
+    received_s: Numbers  # time of the last report
     slots: Numbers
     running: Numbers
     requests: Numbers  # running and pending
@@ -101,6 +102,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     room = memory - occupied - prompt_tokens - response_tokens
     return (
         load.received_s + load.quiet_s if site.state is SiteState.READY and site.weight > 0 else -inf,
+        load.received_s,
         slots,
         load.running,
         requests,

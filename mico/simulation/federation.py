@@ -38,8 +38,8 @@ class Outage:
 class Setting:
     """Everything but the queries that a run depends on.
 
-    Sites report changes at most every `report_every_s`; a report takes half a round trip plus
-    `report_delay_s`.
+    Sites report changes at most every `report_every_s`, and without news every `quiet_report_every_s`; a
+    report takes half a round trip plus `report_delay_s`.
     A gateway collects queries for `window_s` to assign them jointly by `window_length`; with None, as in
     production, only those that arrive in a burst while the sites are full. `block_tokens`: of the blocks of
     prompts that sites cache; 0: they cache none. `affinity` makes what the gateways know of the caches.
@@ -51,6 +51,7 @@ class Setting:
     starving_after_s: float
     offload: bool = True
     report_every_s: float = 0.05
+    quiet_report_every_s: float = HEARTBEAT_INTERVAL_S
     report_delay_s: float = 0.0
     gateways: int = 1
     window_s: float | None = None
@@ -212,10 +213,11 @@ class Federation:
         self.clock.at(due_s, self._report, site)
 
     def _heartbeat(self, site: SimulatedSite) -> None:
-        due_s = self._reported_s[site.spec.name] + HEARTBEAT_INTERVAL_S
+        every_s = self._setting.quiet_report_every_s
+        due_s = self._reported_s[site.spec.name] + every_s
         if due_s <= self.clock.now_s:
             self._schedule_report(site)
-            due_s = self.clock.now_s + HEARTBEAT_INTERVAL_S
+            due_s = self.clock.now_s + every_s
         self.clock.at(due_s, self._heartbeat, site)
 
     def _report(self, site: SimulatedSite) -> None:
@@ -237,7 +239,8 @@ class Federation:
             self.clock.after(after_s, view.report, name, load, taken_s)
 
     def report_of(self, site: SimulatedSite, received_s: float) -> LoadReport:
-        return load_report(site, self._seq, received_s)
+        load = load_report(site, self._seq, received_s)
+        return replace(load, quiet_s=self._setting.quiet_report_every_s - HEARTBEAT_INTERVAL_S)
 
     # ---- outages
 

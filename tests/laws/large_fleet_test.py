@@ -121,11 +121,12 @@ def test_what_a_prompt_finds_in_a_cache_is_compared_by_every_gateway(turn: int, 
 ages = st.lists(st.floats(0, STALE_AFTER_S), min_size=2, max_size=12)
 
 
-@given(ages, st.sampled_from(sorted(POLICIES)), st.integers(0, 9))
-def test_a_retry_avoids_sites_that_missed_a_report_as_long_as_others_are_left(
-    age_s: list[float], policy: str, turn: int
+@given(ages, st.sampled_from([0.0, 3.0]), st.sampled_from(sorted(POLICIES)), st.integers(0, 9))
+def test_a_retry_avoids_sites_that_have_not_reported_lately_as_long_as_others_are_left(
+    age_s: list[float], quiet_s: float, policy: str, turn: int
 ) -> None:
-    reports = [busy(4, 1.0, 0.0, NOW - each) for each in age_s]
+    """A site that may be quiet for longer, too: it may be lost as well."""
+    reports = [replace(busy(4, 1.0, 0.0, NOW - each), quiet_s=quiet_s) for each in age_s]
     sites = [Site(identity(f"s{n}", 4), SiteState.READY, each) for n, each in enumerate(reports)]
     demand, fleet = Demand("m", 100, 200.0, 500), Fleet.of(sites)
     found = decide(demand, fleet, POLICIES[policy], now_s=NOW, turn=turn, tried={"s0"})

@@ -159,6 +159,20 @@ def test_a_lost_site_loses_no_query_while_another_stands(
     assert all(site.kv_used == 0 for site in federation.sites.values())
 
 
+@pytest.mark.parametrize("quiet_report_every_s", [1.0, 4.0])
+def test_a_third_of_the_sites_is_lost_silently_and_no_query_uses_up_its_tries(
+    quiet_report_every_s: float,
+) -> None:
+    """A retry avoids what may be lost, too, however seldom sites without news report."""
+    sites = tuple(sites_of("60"))
+    lost = tuple(Outage(site.name, 3.0, 9.0) for site in sites[::3])
+    queries = [Query(i, float(i), 60, 100) for i in range(1500)]
+    queries = at_rate(queries, 0.6 * capacity_qps(list(sites), 60, 100))
+    records, _ = simulate(queries, sites, outages=lost, quiet_report_every_s=quiet_report_every_s)
+    assert not any(isnan(record.finish_s) for record in records)
+    assert 1 < max(record.attempts - record.moves for record in records) < 4
+
+
 @pytest.mark.parametrize("lasting_s", [1.0, 3.0, 5.0])
 def test_a_site_that_was_lost_serves_again(lasting_s: float) -> None:
     queries = [Query(i, 2.0 * i, 100, 20) for i in range(10)]
