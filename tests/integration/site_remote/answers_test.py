@@ -45,6 +45,17 @@ def test_a_server_that_counts_nothing_is_counted_by_chunks() -> None:
     run(scenario, counts=False)
 
 
+def test_a_prompt_that_is_only_echoed_asks_nothing_of_the_server() -> None:
+    """vLLM refuses `max_tokens` of 0, and so do others."""
+
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", "abc", max_tokens=0, echo=True))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert (here.session.text("a"), here.server.asked) == ("abc", [])
+
+    run(scenario)
+
+
 def test_connections_are_used_again() -> None:
     async def scenario(here: Scene) -> None:
         before = here.server.connections
