@@ -135,6 +135,8 @@ class Job:
         """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
             await self._validate()
+        elif self.batch.in_progress_at is None:  # those of a replica that died while it read the file
+            await self._context.ledger.remove_lines(self.batch.id)
         if self.batch.status is BatchStatus.IN_PROGRESS:
             await self._answer()
         if self.batch.ended or self.draining:
