@@ -55,6 +55,8 @@ ROUND_S: Final = 0.02
 """Least time between two rounds: what ended meanwhile is written in one transaction, and a replica starts
 400 lines a second at most (`BatchLimits.starting` a round), however fast its sites are.
 """
+IDLE_S, IDLE_TICK_S = 60.0, 1.0
+"""A batch without a line in flight for so long makes room for another, and is looked at this often."""
 BACKOFF_S: Final = 1.0
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
@@ -93,7 +95,7 @@ class Job:
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
-        self._began_s = context.clock()
+        self._began_s = self._busy_s = context.clock()
         self._ended_work = self._running_work = self._left_work = 0.0
 
     @property
@@ -118,6 +120,12 @@ class Job:
         return bool(self._waiting or self._retries) and self._context.clock() >= self._paused_until_s
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether it only waits: for sites of its model, or for its tenant's quota."""
+        waits = self.batch.status is BatchStatus.IN_PROGRESS and not self._running
+        return waits and self._context.clock() - self._busy_s > IDLE_S
+
+    @property
     def running_lines(self) -> RunningLines:
         progress = self.progress
         ends_at = self._context.unix_time() + progress.left_s if progress.is_known else None
@@ -127,6 +135,8 @@ class Job:
         """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
             await self._validate()
+        elif self.batch.in_progress_at is None:  # those of a replica that died while it read the file
+            await self._context.ledger.remove_lines(self.batch.id)
         if self.batch.status is BatchStatus.IN_PROGRESS:
             await self._answer()
         if self.batch.ended or self.draining:
@@ -171,7 +181,7 @@ class Job:
 
     async def _answer(self) -> None:
         self._left_work = await self._context.ledger.work_left(self.batch.id)
-        self._began_s = self._context.clock()
+        self._began_s = self._busy_s = self._context.clock()
         try:
             while not self._must_stop:
                 await self._waiting.refill(self._context.ledger, self.batch.id)
@@ -256,8 +266,9 @@ class Job:
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""
         if not self._running:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(IDLE_TICK_S if self.is_idle else TICK_S)
             return
+        self._busy_s = self._context.clock()
         await asyncio.sleep(ROUND_S)
         done, _ = await asyncio.wait(self._running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         outcomes, retried = [], []

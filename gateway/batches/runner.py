@@ -81,7 +81,10 @@ class Runner:
         """Renew the leases, take new ones, notice cancelled batches, stop those that another replica took."""
         for batch_id in [batch_id for batch_id, (_, task) in self._jobs.items() if task.done()]:
             del self._jobs[batch_id]
-        max_batches = len(self._jobs) if self._draining else self._context.limits.replica_batches
+        max_batches = len(self._jobs)
+        if not self._draining:
+            limits, idle = self._context.limits, sum(job.is_idle for job, _ in self._jobs.values())
+            max_batches = max(max_batches, limits.replica_batches + min(idle, limits.idle_batches))
         running = {batch_id: job.running_lines for batch_id, (job, _) in self._jobs.items()}
         leased = {batch.id: batch for batch in await self._context.ledger.lease(max_batches, running)}
         for batch_id, (job, task) in self._jobs.items():
@@ -100,7 +103,7 @@ class Runner:
 
     def _sharing(self, job: Job) -> int:
         """Return between how many batches the sites of one are shared; 0 if those that are late go first."""
-        jobs = [each for each, _ in self._jobs.values()]
+        jobs = [each for each, _ in self._jobs.values() if each is job or not each.is_idle]
         late = [each for each in jobs if each.can_start and each.is_late and each.sites & job.sites]
         if late:
             return len(late) if job in late else 0

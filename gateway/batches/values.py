@@ -61,7 +61,9 @@ class BatchLimits:
     sites of their model have more slots; `starting`: those of them that no site has yet, which take this
     process's time and so that of interactive queries.
 
-    `failures`: failed runs after which a line has failed for good.
+    `replica_batches`: batches that one replica runs at once; `idle_batches`: those that it holds beside them
+    because none of their lines has run for a while. `failures`: failed runs after which a line has failed
+    for good.
     `tenant_batches`: batches of a tenant that have not ended.
     """
 
@@ -72,6 +74,7 @@ class BatchLimits:
     tenant_bytes: int = 2_048 * MIB
     tenant_batches: int = 100
     replica_batches: int = 8
+    idle_batches: int = 64
     in_flight: int = 512
     starting: int = 8
     in_flight_bytes: int = 64 * MIB

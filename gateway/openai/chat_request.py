@@ -103,8 +103,9 @@ def _message(message: Fields) -> Message:
     role = _role(message)
     calls = _tool_calls(message) if role == "assistant" else ""
     reasoning = read_earlier_reasoning(message) if role == "assistant" else ""
+    refusal = message.text("refusal") if role == "assistant" else ""
     content = message.raw("content")
-    if content is None and not (calls or reasoning):
+    if content is None and not (calls or reasoning or refusal):
         message.refuse(
             "content",
             "is required" + (" unless there are tool_calls" if role == "assistant" else ""),
@@ -114,9 +115,8 @@ def _message(message: Fields) -> Message:
     if role == "assistant" and message.raw("audio") is not None:
         message.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
     read = _content(message, role, content)
-    return Message(
-        role, read.text, message.text("name"), calls, call_id, reasoning=reasoning, images=read.images
-    )
+    text = read.text + refusal
+    return Message(role, text, message.text("name"), calls, call_id, reasoning=reasoning, images=read.images)
 
 
 def _content(message: Fields, role: str, content: object) -> Content:
@@ -125,7 +125,8 @@ def _content(message: Fields, role: str, content: object) -> Content:
         return Content()
     if role in ("user", "tool"):
         return read_content(message, "content", content, ("text",), CHAT_IMAGE)
-    return Content(read_text(message, "content", content))
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    return Content(read_text(message, "content", content, kinds))
 
 
 def _role(message: Fields) -> str:

@@ -50,6 +50,7 @@ class Dialect:
     counting: Counting | None = None
     drops: frozenset[str] = frozenset()  # OpenAI's fields that it takes and does not honour
     raw_text: bool = True  # reads the prompt of /v1/completions as it is, without a template
+    refuses_excess: bool = False  # of `max_tokens` over what fits; a chat without them may be as long as fits
     truncates: bool = False  # cuts a prompt to its context rather than refuse it
     alive_path: str = ""  # shows it alive, where it has no /health
 
@@ -71,6 +72,7 @@ class Dialect:
 
 VLLM = Dialect(
     name="vllm",
+    refuses_excess=True,
     template_kwargs=True,
     effort=EffortStyle.FIELD_AND_SWITCH,
     reasoning_names=("reasoning", "reasoning_content"),  # of 0.16 and later, and of before
@@ -93,6 +95,7 @@ VLLM = Dialect(
 )
 SGLANG = Dialect(
     name="sglang",
+    refuses_excess=True,
     template_kwargs=True,
     effort=EffortStyle.FIELD_AND_SWITCH,
     owners=("sglang",),

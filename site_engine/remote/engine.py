@@ -23,7 +23,7 @@ from site_engine.remote.dialects import Dialect
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
-from site_engine.remote.request import HttpRequest, build_request, guess_tokens
+from site_engine.remote.request import HttpRequest, build_request, guess_tokens, without_limit
 from site_engine.remote.server import Server, ServerLost, ServerRefused
 from site_engine.remote.stream import MalformedStream
 
@@ -351,9 +351,21 @@ class RemoteEngine:
         if refused.retry_after_s is not None:
             self.concurrency.observe_overload()
             self._blocked_until_s = self._clock() + refused.retry_after_s
-        if request in self.queue:
+        if request in self.queue and not self._sent_again(request, refused.refusal.reason):
             self.queue.remove(request)
             request.reply(refused.refusal)
+
+    def _sent_again(self, request: RemoteRequest, reason: Reason) -> bool:
+        """Ask for as many tokens as fit where the server refuses a limit above that; the answer is shorter
+        than the limit then. Return whether the request was sent again: a prompt too long is refused again.
+        """
+        if reason is not Reason.CONTEXT_LENGTH or not self._profile.dialect.refuses_excess:
+            return False
+        if (again := without_limit(request.http)) is None:
+            return False
+        request.http = again
+        request.task = asyncio.get_running_loop().create_task(self._stream(request))
+        return True
 
     def _fail_by_server(self, request: RemoteRequest, reason: str) -> None:
         if request not in self.queue:

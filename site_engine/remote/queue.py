@@ -53,9 +53,9 @@ class RemoteRequest:
 
     @property
     def is_spent(self) -> bool:
-        """True if the client has all the tokens it asked for: a site was lost just before the end."""
+        """True if the client has all tokens it asked for: none, or a site was lost just before the end."""
         max_tokens = self.first.sampling.max_tokens
-        return max_tokens is not None and 0 < max_tokens <= self.http.delivered
+        return self.http.pooling is None and max_tokens is not None and max_tokens <= self.http.delivered
 
     def expected_remaining(self) -> float:
         return sum(self._capped(index, each.remaining.expected) for index, each in enumerate(self.choices))

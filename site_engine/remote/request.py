@@ -80,6 +80,13 @@ def build_request(assign: Assign, model: str, dialect: Dialect) -> HttpRequest:
     return HttpRequest("/v1/completions", body, assign.resumed_tokens)
 
 
+def without_limit(request: HttpRequest) -> HttpRequest | None:
+    """Return the request of a chat without its limit of tokens, None if it has none or is no chat."""
+    if "messages" not in request.body or "max_tokens" not in request.body:
+        return None
+    return request._replace(body={name: each for name, each in request.body.items() if name != "max_tokens"})
+
+
 def pooling_request(prompt: PoolingPrompt, model: str, dialect: Dialect) -> HttpRequest:
     """Ask for vectors in base64, which most servers know and the others ignore: they are a third as long."""
     body = {"model": model, **prompt.body}

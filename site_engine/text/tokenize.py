@@ -69,6 +69,7 @@ class PromptTokenizer:
         self._compiler = FairExecutor("grammars")
         self._grammars = grammars
         template = chat_template(tokenizer)
+        self._roles = {} if "developer" in template else {"developer": "system"}
         self._form, self._no_tools = recognize(template)
         self._call_marks = {} if self._form is None else hidden_marks(self._form.marks, tokenizer)
         self._thought = marks_of(template)
@@ -285,7 +286,9 @@ class PromptTokenizer:
         shield = (lambda text: text) if self._allow_special_tokens else self._encoder.shield
         tools = {} if prompt.tools is None else {"tools": self._template_tools(prompt.tools, shield)}
         messages = [
-            template_message(place, each, reads_calls, shield) for place, each in enumerate(prompt.messages)
+            template_message(place, each, reads_calls, shield)
+            | {"role": self._roles.get(each.role, each.role)}
+            for place, each in enumerate(prompt.messages)
         ]
         arguments = effort_arguments(prompt.reasoning_effort) | shielded(prompt.template_kwargs, shield)
         try:

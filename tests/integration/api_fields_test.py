@@ -111,6 +111,17 @@ def test_an_assistant_message_may_consist_of_tool_calls_alone() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "refusing",
+    [
+        {"content": None, "refusal": "I can't help."},  # as an answer is, sent back as it came
+        {"content": [{"type": "refusal", "refusal": "I can't help."}]},
+    ],
+)
+def test_an_assistant_message_may_be_a_refusal(refusing: dict[str, Any]) -> None:
+    assert turns({"role": "assistant", **refusing})[0].content == "I can't help."
+
+
 def test_a_call_of_a_custom_tool_becomes_one_of_a_function_of_one_text() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
     turn = turns({"role": "assistant", "tool_calls": [call]})[0]

@@ -49,6 +49,7 @@ class OpenAIServer:
     repeats_keys: bool = False  # in what it says when it refuses one
     counts: bool = True  # whether it sends usage
     context: int | None = 64
+    refuses_excess: bool = False  # a prompt and `max_tokens` that the context has no room for, as vLLM does
     pace_s: float = 0.0  # from letter to letter
     thinks: str = ""  # where it says the first two letters of a chat's answer, instead of in its content
     counts_thoughts: bool = False
@@ -188,8 +189,14 @@ class OpenAIServer:
             case _ if path.endswith(("/embeddings", "/rerank")):
                 if self.go.is_set() or await self._may_go_on(reader):
                     _whole(writer, 200, self._pooled(asked, path))
+            case _ if self.refuses_excess and "max_tokens" in asked and self._has_no_room(asked):
+                message = "'max_tokens' is too large. This model's maximum context length is 64 tokens."
+                _whole(writer, 400, {"error": {"message": message, "code": 400, "param": "max_tokens"}})
             case _:
                 await self._stream(asked, path, reader, writer)
+
+    def _has_no_room(self, asked: dict[str, Any]) -> bool:
+        return _prompt_tokens(asked) + asked["max_tokens"] > (self.context or 0)
 
     async def _stream(self, asked: dict[str, Any], path: str, reader: Any, writer: Any) -> None:
         _begin(writer)

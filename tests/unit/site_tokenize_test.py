@@ -372,3 +372,26 @@ def test_control_tokens_in_arguments_of_a_template_are_text() -> None:
 def test_earlier_reasoning_reaches_the_template() -> None:
     answered = m.ChatMessage("assistant", "42", reasoning="Six sevens.")
     assert "<think>\nSix sevens.\n</think>\n\n42<|end|>" in rendered(m.ChatPrompt((*HI, answered, *HI)))
+
+
+ROLES = (
+    "{% for message in messages %}{% if message.role in KNOWN %}<{{ message.role }}>{{ message.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        ("['system', 'user']", "<system>Be brief.<user>Hello"),  # as Qwen, which shows no other role
+        ("['system', 'developer', 'user']", "<developer>Be brief.<user>Hello"),  # as gpt-oss
+    ],
+)
+def test_a_developers_message_is_the_systems_where_a_template_has_no_developers(
+    known: str, shown: str
+) -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.chat_template = ROLES.replace("KNOWN", known)
+    turns = m.ChatPrompt((m.ChatMessage("developer", "Be brief."), m.ChatMessage("user", "Hello")))
+    prompts = PromptTokenizer(tokenizer, len(tokenizer), lambda call: None)
+    assert tokenizer.decode(prompts.prepare_now(assign(turns)).token_ids) == shown

@@ -45,6 +45,31 @@ def test_a_server_that_counts_nothing_is_counted_by_chunks() -> None:
     run(scenario, counts=False)
 
 
+def test_a_prompt_that_is_only_echoed_asks_nothing_of_the_server() -> None:
+    """vLLM refuses `max_tokens` of 0, and so do others."""
+
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", "abc", max_tokens=0, echo=True))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert (here.session.text("a"), here.server.asked) == ("abc", [])
+
+    run(scenario)
+
+
+def test_a_chat_that_may_be_longer_than_fits_is_as_long_as_fits() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**chat("a", "hello", max_tokens=62))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert here.session.text("a") == "hell"
+        assert [each.get("max_tokens") for each in here.server.asked] == [62, None]
+        here.server.mood = Mood.TOO_LONG
+        await here.session.send(**chat("b", "hello", max_tokens=62))
+        assert (await here.refused("b")).reason == pb.Rejected.CONTEXT_LENGTH
+        assert len(here.server.asked) == 4
+
+    run(scenario, owner="vllm", refuses_excess=True)
+
+
 def test_connections_are_used_again() -> None:
     async def scenario(here: Scene) -> None:
         before = here.server.connections

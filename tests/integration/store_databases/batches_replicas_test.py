@@ -173,3 +173,32 @@ def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
                 assert {file["id"] for file in listed} == {done.output_file_id, done.error_file_id}
 
     asyncio.run(main())
+
+
+def test_of_a_file_that_was_read_in_part_no_line_is_in_the_result(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that read it dies, and the batch is cancelled before another one begins anew."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            runner: Any = first.batches.runner
+            ledger, in_part = runner._context.ledger, asyncio.Event()
+            add_lines = ledger.add_lines
+
+            async def begin(batch_id: str, lines: Any) -> None:
+                await add_lines(batch_id, list(lines)[:1])
+                in_part.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(ledger, "add_lines", begin)
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(3))))
+            await asyncio.wait_for(in_part.wait(), 60)
+            await first.die()
+            await first.raw("POST", f"/v1/batches/{batch_id}/cancel")
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                assert (done.status, done.request_counts.total) == ("cancelled", 0)
+                assert (done.output_file_id, done.error_file_id) == (None, None)
+
+    asyncio.run(main())

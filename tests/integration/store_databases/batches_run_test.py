@@ -362,6 +362,24 @@ def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch:
     asyncio.run(main())
 
 
+def test_a_batch_that_waits_for_its_sites_holds_up_no_other(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.job.IDLE_S", 0.05)
+
+    async def main() -> None:
+        async with replica(url, replica_batches=1) as here:
+            await here.scene.site("c", model="w")
+            here.scene.gateway.directory.apply_standings({"c": Standing(pinned_off=frozenset({"w"}))})
+            waiting = await here.submit(jsonl(chat_line(0, model="w")))
+            await here.reached(waiting, "in_progress")
+            done = await here.ended(await here.submit(jsonl(chat_line(1))))
+            assert done.status == "completed"
+            assert (await here.reached(waiting, "in_progress")).request_counts.completed == 0
+
+    asyncio.run(main())
+
+
 def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url: str) -> None:
     lanes: list[int] = []
 
