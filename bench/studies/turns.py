@@ -11,9 +11,11 @@ drawn for each stretch of iterations that a site computes without a change. `--l
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -137,14 +139,16 @@ def main() -> int:
     parser.add_argument("--leaving", nargs="+", type=float, default=[policies.LEAVING])
     options = parser.parse_args()
     print("| noise | leaving | moved of 40 | at most 2 | most | a later turn |\n|---|---|---|---|---|---|")
-    for noise in options.noise:
-        for leaving in options.leaving:
-            policies.LEAVING_WEIGHT = np.array(leaving * (1.0 + policies.FIRST_TOKEN))
-            runs = [run(seed, noise) for seed in range(options.runs)]
-            moved = [each.moved for each in runs]
-            few = sum(each <= 2 for each in moved) / len(moved)
-            turn_s = fmean(each.turn_s for each in runs)
-            print(f"| {noise} | {leaving} | {fmean(moved):.2f} | {few:.0%} | {max(moved)} | {turn_s:.4f} s |")
+    rows = []
+    for noise, leaving in product(options.noise, options.leaving):
+        policies.LEAVING_WEIGHT = np.array(leaving * (1.0 + policies.FIRST_TOKEN))
+        runs = [run(seed, noise) for seed in range(options.runs)]
+        moved = [each.moved for each in runs]
+        few = sum(each <= 2 for each in moved) / len(moved)
+        turn_s = fmean(each.turn_s for each in runs)
+        print(f"| {noise} | {leaving} | {fmean(moved):.2f} | {few:.0%} | {max(moved)} | {turn_s:.4f} s |")
+        rows.append({"noise": noise, "leaving": leaving, "moved": moved, "turn_s": turn_s})
+    print(json.dumps({"python": platform.python_version(), "runs": options.runs, "settings": rows}))
     return 0
 
 
