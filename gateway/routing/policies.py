@@ -28,12 +28,18 @@ full. With fewer, those whom a query would crowd find free slots elsewhere. Meas
 """
 FIRST_TOKEN = 6.0
 """Weight of a second until the first token, in seconds between tokens, added to the finish."""
+LEAVING = 1.5
+"""The iterations for which a query does not leave the site that has its prompt, each as one until the first
+token. Estimates of first tokens are off by about one. Measured: docs/decisions/prefix-affinity.md.
+"""
+LEFT_IN_FULL = 6.0
+"""A sixth of the prompt, computed again although another candidate has it, counts as leaving that in full."""
 REPORTS_EVERY_S = 1.5
 """A report older than this means that one was missed: a site of a small fleet reports every second anyway."""
 STALE_PENALTY = 1.0
 """Seconds added per second of a report's age beyond that."""
-CROWDING_WEIGHT, FIRST_TOKEN_WEIGHT, EVICTION_WEIGHT = map(
-    np.array, (CROWDING, FIRST_TOKEN, 1.0 + FIRST_TOKEN)
+CROWDING_WEIGHT, FIRST_TOKEN_WEIGHT, EVICTION_WEIGHT, LEAVING_WEIGHT = map(
+    np.array, (CROWDING, FIRST_TOKEN, 1.0 + FIRST_TOKEN, LEAVING * (1.0 + FIRST_TOKEN))
 )
 """As arrays, by which a short vector is multiplied in two thirds of the time that floats take."""
 USD_PER_SECOND = {Lane.INTERACTIVE: np.array(0.001), Lane.BATCH: np.array(0.0001)}
@@ -114,7 +120,8 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     Decoding takes one slot, a prefill delays all of them. So a query delays the others less by the part of
     its work that the cache spares, in which first tokens count more. What a site computes although another
     candidate has it delays them beyond that; and it takes the room of other prefixes, so that as much is
-    computed again for a later first token.
+    computed again for a later first token. Estimates of two sites differ by some iterations without a cause,
+    which is no reason to leave the one that has the prompt.
     """
     at, found = candidates.at, candidates.estimates
     decode_s = np.asarray(demand.response_tokens * candidates.least_of(found.iteration_s))
@@ -129,7 +136,9 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     prompt_tokens = np.asarray(float(demand.prompt_tokens))
     work_left = (alone_s + all_slots_s * new_tokens) / (alone_s + all_slots_s * prompt_tokens)
     evicted_s = EVICTION_WEIGHT * (at.per_token_s * again_tokens)
+    left = np.minimum(1.0, again_tokens * np.asarray(LEFT_IN_FULL / max(1.0, demand.prompt_tokens)))
     whole: Numbers = crowding * (decode_s * work_left + all_slots_s * again_tokens) + evicted_s
+    whole += LEAVING_WEIGHT * found.iteration_s * left
     return whole
 
 

@@ -13,7 +13,7 @@ from gateway.routing.decide import decide
 from gateway.routing.demand import Arriving, Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import mico
-from gateway.routing.prefixes import Cached
+from gateway.routing.prefixes import NOTHING_CACHED, Cached
 from gateway.routing.traffic import FEWEST, MAX_MODELS, RECENT, Traffic
 from tests.laws.routing_test import DEMAND, NOW, federation, site
 
@@ -41,6 +41,19 @@ def test_a_fast_site_is_spared_only_where_free_slots_are_scarce(
     placed = decide(demand, Fleet.of([fast, slow]), mico, now_s=NOW, turn=0)
     assert placed.site is not None
     assert placed.site.name == chosen
+
+
+@pytest.mark.parametrize(("running", "chosen"), [(0, "home"), (1, "home"), (4, "other")])
+def test_a_short_turn_stays_unless_another_site_is_better_by_more_than_estimates_are_off(
+    running: int, chosen: str
+) -> None:
+    """Though its prefill takes no time, and the other site is idle and a tenth faster."""
+    home, other = site("home", seconds=0.022, running=(12,) * running), site("other", seconds=0.02)
+    turn = replace(DEMAND, prompt_tokens=100, response_tokens=12.0, kv_tokens=112)
+    for cached, name in ((NOTHING_CACHED, "other"), (Cached({"home": 40.0}), chosen)):
+        placed = decide(replace(turn, cached=cached), Fleet.of([home, other]), mico, now_s=NOW, turn=0)
+        assert placed.site is not None
+        assert placed.site.name == name
 
 
 @given(federation(), st.integers(1, 64), st.integers(0, 100))
