@@ -1,4 +1,4 @@
-"""What vLLM is asked and what is read of its answers; its process, with a package in its place."""
+"""Test the work that vLLM is given and the reading of its results; a package stands in for vLLM."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ full. With fewer, those whom a query would crowd find free slots elsewhere. Meas
 FIRST_TOKEN = 6.0
 """Weight of a second until the first token, in seconds between tokens, added to the finish."""
 LEAVING = 1.5
-"""The iterations for which a query does not leave the site that has its prompt, each as one until the first
-token. Estimates of first tokens are off by about one. Measured: docs/decisions/prefix-affinity.md.
+"""Cost of leaving the site that has the prompt cached, in iterations of the time to first token: estimates of
+that are off by about one, and a smaller gain is noise. Measured: docs/decisions/prefix-affinity.md.
 """
 LEFT_IN_FULL = 6.0
-"""A sixth of the prompt, computed again although another candidate has it, counts as leaving that in full."""
+"""The cost grows with the share of the prompt that is computed again, up to a sixth of the prompt."""
 REPORTS_EVERY_S = 1.5
 """A report older than this means that one was missed: a site of a small fleet reports every second anyway."""
 STALE_PENALTY = 1.0

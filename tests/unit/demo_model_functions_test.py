@@ -20,6 +20,7 @@ def schemas(chat: Chat) -> dict[str, dict[str, object]]:
 
 
 def test_every_call_is_of_a_function_offered_and_fits_its_schema() -> None:
+    assert CALLING
     for chat in CALLING:
         offered = schemas(chat)
         for message in chat.messages:
