@@ -205,7 +205,7 @@ def test_only_what_has_not_started_is_released() -> None:
 
 
 def test_a_slow_reader_holds_nobody_up_and_gets_everything_merged() -> None:
-    wide, tokens = 60_000, 50  # three megabytes of text: more than a stream takes in unread
+    wide, tokens = 60_000, 50  # a stream takes in one or two of these unread
 
     async def scenario() -> None:
         async with (
