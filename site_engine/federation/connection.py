@@ -72,6 +72,24 @@ class Connection:
         if 0 < pace.heartbeat_s <= MAX_HEARTBEAT_S:  # false for NaN, too
             self.heartbeat_s = pace.heartbeat_s
 
+    def admitted(self) -> None:
+        """Note a request that the last figures do not count."""
+        self.drop_report()
+        self.reports.admitted()
+
+    def ended(self, requests: int) -> None:
+        """Note requests that the last figures still count."""
+        self.drop_report()
+        self.reports.ended(requests)
+
+    def drop_report(self) -> None:
+        """Drop a report that waits to be sent, since what it counts has changed. A gateway takes messages in
+        their order: it would count a request again of which it has the end, and no longer one whose Accepted
+        it has.
+        """
+        if self.attempts.outbox.drop_load():
+            self.reports.forget()
+
     def visible(self, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """Return the models that the gateway is told of."""
         return models if self.tunes else of_everyone(models)

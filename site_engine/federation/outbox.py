@@ -83,10 +83,10 @@ class Outbox:
     def load(self, load: Load) -> None:
         self._load = load
 
-    @property
-    def has_load(self) -> bool:
-        """Return whether a load report waits to be sent."""
-        return self._load is not None
+    def drop_load(self) -> bool:
+        """Drop the load report that waits to be sent; return False if none does."""
+        load, self._load = self._load, None
+        return load is not None
 
     def bid(self, bid: Bid | None) -> None:
         """The latest bid replaces one not yet sent; None withdraws it."""

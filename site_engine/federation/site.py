@@ -290,7 +290,7 @@ class Site:
             else:
                 connection.attempts.refused(attempt_id, answer)
         else:
-            connection.reports.admitted()
+            connection.admitted()
             connection.attempts.admitted(attempt_id, answer)
         self._changed(connection)
 
@@ -301,6 +301,7 @@ class Site:
             return
 
         def on_decisions(decisions: list[bool]) -> None:
+            connection.drop_report()
             connection.attempts.released(pending, decisions)
             self._changed(connection)
 
@@ -346,7 +347,8 @@ class Site:
                 touched[route.attempts] += output.finish is not None
         for connection in list(self._connections.values()):
             if connection.attempts in touched:
-                connection.reports.ended(touched[connection.attempts])
+                if ended := touched[connection.attempts]:
+                    connection.ended(ended)
                 if connection.attempts.computed:
                     self._announce_prefixes(connection)
                 self._changed(connection)
@@ -360,18 +362,12 @@ class Site:
                 other.wake()
 
     def load(self, seen: LoadSeen) -> None:
-        """Report figures to each gateway that they tell something, come with a bid, or replace a report that
-        was not sent yet: one sent after an admission counts it.
-        """
+        """Report figures to each gateway that they tell something, or with a bid."""
         self._figures = figures = seen.figures
         told = Told.by(figures, self._hello.slots, self._hello.kv_capacity_tokens)
         linked = [each for each in self._connections.values() if each.linked]
         bidding = [each for each in linked if self._may_bid(each, figures)]
-        to = [
-            each
-            for each in linked
-            if each in bidding or each.attempts.outbox.has_load or each.reports.is_due(told, seen.at_s)
-        ]
+        to = [each for each in linked if each in bidding or each.reports.is_due(told, seen.at_s)]
         if not to:
             return
         for each in to:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from site_engine import messages as m
+from site_engine.core.load import LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener, Prepared
@@ -58,6 +59,18 @@ class SlowTokenizer(PromptTokenizer):
         self.asked.append(answer)
 
 
+class CountingEngine(FakeEngine):
+    """Numbers its load figures (`tokens_total`), and keeps which requests each of them counts."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots=slots, max_pending=5)
+        self.counted: list[set[str]] = []
+
+    def load(self) -> LoadFigures:
+        self.counted.append({*self.running, *self.pending})
+        return super().load()._replace(tokens_total=len(self.counted) - 1)
+
+
 @dataclass
 class Seen:
     """The messages that a gateway received about one attempt."""
@@ -83,7 +96,7 @@ class Interleavings(RuleBasedStateMachine):
     def begin(self, slots: int) -> None:
         self.clock = FakeClock()
         self.calls: deque[Callable[[], None]] = deque()
-        self.engine = FakeEngine(slots=slots, max_pending=5)
+        self.engine = CountingEngine(slots)
         self.engine_thread = EngineThread(self.engine, self.calls.append, self.clock)
         self.prompts = SlowTokenizer()
         engine = NativeEngine(self.prompts, self.engine_thread)
@@ -166,6 +179,14 @@ class Interleavings(RuleBasedStateMachine):
     def the_loop_hears_of_it(self) -> None:
         if self.calls:
             self.calls.popleft()()
+
+    @rule(turns=st.integers(1, 4))
+    def the_site_goes_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.a_prompt_is_ready()
+            self.engine_thread.turn()
+            while self.calls:
+                self.the_loop_hears_of_it()
 
     @rule(gateway=st.sampled_from(GATEWAYS), later_s=st.sampled_from([0.0, 0.01, 0.03, 0.1]))
     def a_gateway_reads(self, gateway: str, later_s: float) -> None:
@@ -256,6 +277,17 @@ class Interleavings(RuleBasedStateMachine):
                 case m.Step():
                     for delta in message.deltas:
                         self.take(self.mine(gateway, delta.attempt_id), delta)
+                case m.Load():
+                    self.counts_what_the_gateway_waits_for(gateway, message.figures)
+
+    def counts_what_the_gateway_waits_for(self, gateway: str, figures: LoadFigures) -> None:
+        """A gateway adds what it has assigned to a report until Accepted, and takes out what it sees end."""
+        counted = {tuple(each.split("/")[1:]) for each in self.engine.counted[figures.tokens_total]}
+        for attempt_id, seen in self.seen.items():
+            if seen.gateway == gateway and not seen.abandoned:
+                for choice, finishes in enumerate(seen.finishes):
+                    waits = bool(seen.accepted and not (finishes or seen.released))
+                    assert ((str(choice), attempt_id) in counted) == waits, (seen, choice)
 
     def mine(self, gateway: str, attempt_id: str) -> Seen:
         seen = self.seen[attempt_id]

@@ -11,7 +11,7 @@ from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine_client import LoadSeen
 from site_engine.errors import Reason
-from site_engine.federation.connection import MAX_GRACE_S
+from site_engine.federation.connection import MAX_GRACE_S, Connection
 from site_engine.federation.report_pace import REPORT_EVERY_S
 from site_engine.federation.site import BID_INTERVAL_S, STUCK_AFTER_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
@@ -188,13 +188,22 @@ def test_each_gateway_gets_reports_as_seldom_as_it_asks_for() -> None:
     assert reports_after(1.0)
 
 
-def test_a_report_that_waits_to_be_sent_is_replaced_after_an_admission() -> None:
-    """It is sent after Accepted: the gateway takes it for one that counts the attempt."""
+@pytest.mark.parametrize(
+    "event", [Connection.admitted, lambda connection: connection.ended(1), Connection.drop_report]
+)
+def test_a_report_that_waits_while_what_it_counts_changes_is_not_sent(
+    event: Callable[[Connection], None],
+) -> None:
+    """It would be read after Accepted, or after the end, as one that knows of it. The next one is sent."""
     scene = Scene()
     connection = scene.link()
-    scene.load()
+    scene.load(running=1)
+    event(connection)
+    assert loads(connection) == []
     scene.load(running=1)
     assert [each.figures.running for each in loads(connection)] == [1]
+    scene.load(running=1)
+    assert loads(connection) == []
 
 
 def test_an_engine_that_stalls_is_reported_every_second_until_it_moves() -> None:
@@ -244,7 +253,7 @@ def test_reports_rise_over_all_gateways() -> None:
     scene = Scene()
     east, west = scene.link("east"), scene.link("west")
     scene.load()
-    scene.load()
+    scene.load(running=1)
     seqs = [
         each.seq
         for connection in (east, west)
