@@ -63,7 +63,11 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _lower_bounds(sampling: Sampling) -> dict[str, tuple[float, float]]:
-    """Return each numeric field's value and its least allowed value."""
+    """Return each numeric field's value and its least allowed value.
+
+    Of biases it is one that is not finite, wherever it stands: a NaN is not always the least.
+    """
+    biases = sampling.logit_bias.values()
     return {
         "max_tokens": (sampling.max_tokens or 0, 0.0),
         "temperature": (sampling.temperature, 0.0),
@@ -75,7 +79,7 @@ def _lower_bounds(sampling: Sampling) -> dict[str, tuple[float, float]]:
         "repetition_penalty": (sampling.repetition_penalty, 0.01),
         "presence_penalty": (sampling.presence_penalty, -100.0),
         "frequency_penalty": (sampling.frequency_penalty, -100.0),
-        "logit_bias": (min(sampling.logit_bias.values(), default=0.0), -1000.0),
+        "logit_bias": (next((one for one in biases if not isfinite(one)), min(biases, default=0.0)), -1000.0),
     }
 
 

@@ -111,6 +111,8 @@ def test_an_oversize_prompt_is_refused_with_both_numbers() -> None:
         (greedy("empty", [], 1), "prompt"),
         (greedy("id", [VOCAB], 1), "prompt"),
         (greedy("bias", [1], 1, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (greedy("no bias", [1], 1, logit_bias={1: 0.0, 2: float("nan")}), "logit_bias"),
+        (greedy("no limit", [1], 1, logit_bias={1: 0.0, 2: float("inf")}), "logit_bias"),
         (greedy("stop", [1], 1, stop_token_ids=(-1,)), "stop_token_ids"),
         (greedy("no string", [1], 1, stop=("x", "")), "stop"),
         (greedy("negative", [1], -1), "max_tokens"),
