@@ -116,7 +116,9 @@ def _uniform(site: str, key: tuple[int, ...]) -> float:
 
 
 class SessionStickiness(Affinity):
-    """A session stays where the policy put its first turn. All gateways know, as by a cookie."""
+    """A session stays where the policy put its first turn, with crowding in full. All gateways know, as by a
+    cookie.
+    """
 
     chooses = True
 

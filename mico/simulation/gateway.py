@@ -132,6 +132,8 @@ class Gateway:
     def _assign_or_batch(self, query: Query) -> None:
         """Assign as production does: at once, or jointly with others of a burst while the sites are full."""
         first, demand = self._plan(query), self._traffic.arrive(self._demand(query), self._clock.now_s)
+        if self._affinity.chooses:  # where a first turn goes, its session stays
+            demand = replace(demand, arriving=demand.arriving._replace(returning=1.0))
         if not (self._jointly and self._burst.should_wait(demand, self.fleet, self._clock.now_s)):
             self._dispatch(query, first, 0, demand)
             return

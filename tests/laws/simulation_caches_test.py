@@ -208,6 +208,12 @@ def test_a_session_stays_and_a_hash_is_that_of_the_beginning() -> None:
         assert len(homes) == 6, name
 
 
+def test_sessions_that_stay_do_not_all_begin_at_the_fastest_site() -> None:
+    turns, sites = chats(6, 4), tuple(sites_of("1x16@1~10,1x16@2~10"))
+    records, _ = simulate(turns, sites, block_tokens=BLOCK_TOKENS, affinity=AFFINITIES["session"])
+    assert {record.site for record in records} == {site.name for site in sites}
+
+
 def test_an_approximate_tree_follows_prefixes_until_the_load_is_uneven() -> None:
     queries = [replace(each, arrival_s=0.01 * each.number) for each in chats(1, 12)]
     sites = tuple(sites_of("2x8@1~10"))
