@@ -28,9 +28,9 @@ full. With fewer, those whom a query would crowd find free slots elsewhere. Meas
 """
 FIRST_TOKEN = 6.0
 """Weight of a second until the first token, in seconds between tokens, added to the finish."""
-LEAVING = 1.5
+LEAVING = 2.0
 """Cost of leaving the site that has the prompt cached, in iterations of the time to first token: estimates of
-that are off by about one, and a smaller gain is noise. Measured: docs/decisions/prefix-affinity.md.
+two sites differ by as much without a cause. Measured: docs/decisions/prefix-affinity.md.
 """
 LEFT_IN_FULL = 6.0
 """The cost grows with the share of the prompt that is computed again, up to a sixth of the prompt."""
