@@ -106,6 +106,8 @@ def plan(
         raise CommandFailed(f"line {invalid.error.line} is no request", cause=str(invalid)) from invalid
     except BadRequest as refused:
         raise CommandFailed("a line would be refused", cause=str(refused)) from refused
+    if not found.lines:
+        raise CommandFailed(f"{file} has no lines", tip="a batch of such a file fails")
     share = found.shared_tokens / max(1, found.prompt_tokens)
     if as_json:
         session.terminal.json({**found._asdict(), "shared_share": round(share, 4)})

@@ -228,6 +228,15 @@ def test_a_plan_tells_what_the_lines_have_in_common_and_submits_nothing(
     assert status == 1 and "line 1" in err
 
 
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_plan_of_a_file_without_lines_fails_as_its_batch_would(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (here / "in.jsonl").write_text(content)
+    status, out, err = play(monkeypatch, capsys, Gateway(DONE), "plan", "in.jsonl", "--json")
+    assert (status, out) == (1, "") and "no lines" in err
+
+
 def test_a_batch_is_shown_with_what_it_shares_and_when_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
