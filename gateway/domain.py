@@ -308,7 +308,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """`logprob` is None for the first token of an echoed prompt."""
+    """`logprob` is None for the first token of an echoed prompt, `raw` empty where one adds no text."""
 
     token: str
     raw: bytes

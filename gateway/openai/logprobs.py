@@ -16,17 +16,30 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], _offset_chars: int = 0) -> dic
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset_chars: int = 0) -> dict[str, object]:
-    """`offset_chars`: the position of the first of these tokens in the whole text of the choice."""
+    """`offset_chars`: the characters of the choice's text before these tokens. The offset of a token is that
+    of the character that it begins in.
+    """
     offsets = []
     for token in tokens:
-        offsets.append(offset_chars)
-        offset_chars += len(token.token)
+        is_inside = offset_chars > 0 and bool(token.raw) and _continues(token.raw[0])
+        offsets.append(offset_chars - is_inside)
+        offset_chars += text_chars(token)
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [_alternatives(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def text_chars(token: TokenLogprob) -> int:
+    """Return how many characters begin in a token; none if it adds no text or ends a character."""
+    return sum(not _continues(byte) for byte in token.raw)
+
+
+def _continues(byte: int) -> bool:
+    """Return whether a byte of UTF-8 is not the first of its character."""
+    return byte & 0xC0 == 0x80
 
 
 def _entry(token: TokenLogprob) -> dict[str, object]:

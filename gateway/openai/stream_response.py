@@ -9,6 +9,7 @@ import msgspec
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, Usage
 from gateway.openai.error_body import ErrorResponse
 from gateway.openai.frames import frame, one_line
+from gateway.openai.logprobs import text_chars
 from gateway.openai.request import StreamOptions
 from gateway.openai.response_schema import ResponseHead, ResponseSchema, reasoning_fields, usage_fields
 from gateway.openai.tool_calls import CustomCalls, tool_call_chunk
@@ -106,7 +107,7 @@ class ChunkEncoder:
     def _encode_logprobs(self, delta: Delta) -> bytes:
         tokens = delta.prompt_logprobs + delta.logprobs
         logprobs = _encode(self._shape.logprobs(tokens, self._offset_chars[delta.index]))
-        self._offset_chars[delta.index] += sum(len(token.token) for token in tokens)
+        self._offset_chars[delta.index] += sum(map(text_chars, tokens))
         text = self._text[delta.index] + _encode(delta.text) + self._shape.text_suffix
         return text + b',"logprobs":' + logprobs + b',"finish_reason":null}' + self._suffix()
 

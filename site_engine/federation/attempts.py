@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from site_engine.core.request import Admission, Finish, Output, Request
+from site_engine.core.request import Admission, Finish, Output, Request, TokenLogprob
 from site_engine.engine_client import Delivered, Prepared, ToolParser
 from site_engine.errors import NotServed
 from site_engine.federation.outbox import STREAM_INTERVAL_S, Outbox
@@ -341,7 +341,7 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
         finish=output.finish,
         error=output.error,
         logprobs=output.logprobs,
-        prompt_logprobs=output.prompt_logprobs,
+        prompt_logprobs=text_of_prompt(output.prompt_logprobs, echo),
         timings=None if output.finish is None else output.timings,
         tool_calls=output.tool_calls,
         reasoning=output.reasoning,
@@ -350,3 +350,15 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
         stop_sequence=output.stop_sequence,
         pooled=output.pooled,
     )
+
+
+def text_of_prompt(tokens: Sequence[TokenLogprob], echo: str) -> tuple[TokenLogprob, ...]:
+    """Leave in each token the bytes that it has in the echoed text: none of a BOS token that the tokenizer
+    adds, no space before the first word. Tokens that do not add up to the text stay as they are.
+    """
+    text, done, placed = echo.encode(), 0, list[TokenLogprob]()
+    for token in tokens:
+        fits = (raw for raw in (token.raw, token.raw.removeprefix(b" ")) if text.startswith(raw, done))
+        placed.append(replace(token, raw=next(fits, b"")))
+        done += len(placed[-1].raw)
+    return tuple(placed if done == len(text) else tokens)

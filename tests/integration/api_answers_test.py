@@ -262,6 +262,22 @@ def test_text_completion_logprobs_cover_an_echoed_prompt() -> None:
     assert joined == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_of_the_text_that_is_returned(stream: bool) -> None:
+    """A token without text begins where the next one does, a part of a character where the character does."""
+    bos, word = TokenLogprob("<s>", b"", None), TokenLogprob("Crab ", b"Crab ", -1.0)
+    parts = [TokenLogprob("\ufffd", raw, -1.0) for raw in (b"\xf0\x9f", b"\xa6", b"\x80")]
+    end = TokenLogprob("!", b"!", -1.0)
+    first = Delta(0, "Crab ", 1, prompt_logprobs=(bos, word), logprobs=(parts[0],))
+    middle = [Delta(0, "", 2, logprobs=(parts[1],)), Delta(0, "\U0001f980", 3, logprobs=(parts[2],))]
+    last = Delta(0, "!", 4, finish=Finish.STOP, logprobs=(end,))
+    answer = play(OPENING, first, *middle, last, Usage(2, 4))
+    response = text(answer, echo=True, logprobs=0, stream=stream)[0]
+    bodies = events_of(response.content) if stream else [response.json()]
+    found = [choice["logprobs"] for body in bodies for choice in body["choices"] if choice["logprobs"]]
+    assert [offset for each in found for offset in each["text_offset"]] == [0, 0, 5, 5, 5, 6]
+
+
 @pytest.mark.parametrize("logprobs", [-1, 6, True])
 def test_text_completion_logprobs_are_zero_to_five(logprobs: Any) -> None:
     assert error_of(text(logprobs=logprobs)[0], 400)["param"] == "logprobs"
