@@ -259,6 +259,19 @@ def test_a_site_is_one_line_of_cells_and_fits_a_small_laptop(page: Browser) -> N
     assert page.run(f"{overflow}(document.querySelector('#sites .scroll'))") <= 0
 
 
+def test_a_long_name_of_a_site_is_read_whole_on_a_small_laptop(page: Browser) -> None:
+    page.size(1280, 800)
+    page.until("document.querySelectorAll('#site-table .name span').length", "a site")
+    name = "document.querySelector('#site-table .name span')"
+    page.run(f"{name}.dataset.was = {name}.textContent")
+    try:
+        for long in ("gcp-europe-west4-training-and-inference-h100-a", "x" * 63):
+            page.run(f"{name}.textContent = '{long}'")
+            assert page.run(f"{name}.scrollWidth <= {name}.clientWidth"), long
+    finally:
+        page.run(f"{name}.textContent = {name}.dataset.was")
+
+
 def test_all_of_it_can_be_done_by_keyboard(page: Browser, federation: LocalFederation) -> None:
     page.run("document.activeElement.blur()")
     reached = []
