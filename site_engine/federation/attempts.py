@@ -341,7 +341,7 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
         finish=output.finish,
         error=output.error,
         logprobs=output.logprobs,
-        prompt_logprobs=text_of_prompt(output.prompt_logprobs, echo),
+        prompt_logprobs=text_of_prompt(output.prompt_logprobs, echo) if echo else output.prompt_logprobs,
         timings=None if output.finish is None else output.timings,
         tool_calls=output.tool_calls,
         reasoning=output.reasoning,
