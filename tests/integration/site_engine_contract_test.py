@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from site_engine.core.request import Finish, Output, RejectionReason, Request, RequestRejected, Sampling
@@ -25,13 +25,19 @@ from wire import federation_pb2 as pb
 SLOTS, PENDING = 2, 4
 
 
-def letters() -> PreTrainedTokenizerFast:
-    """One token per byte, so that ids are those of the fake."""
+BOS = "!"
+
+
+def letters(bos: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, so that ids are those of the fake. `bos` is put before every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    if bos is not None:
+        special_tokens = [(bos, alphabet.index(bos))]
+        backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=special_tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
 
 
 @cache
@@ -170,6 +176,22 @@ def test_the_native_engine_answers_a_gateway() -> None:
                 lambda: [load.kv_free_tokens for load in session.received("load")[-1:]] == [free]
             )
             assert session.deltas("a")[-1].timings.decode_s >= 0
+
+    asyncio.run(scenario())
+
+
+def test_an_echoed_prompt_has_no_bytes_of_a_bos_token() -> None:
+    async def scenario() -> None:
+        async with (
+            serving(Gateway()) as gateway,
+            site_before(gateway, engine=native(), tokenizer=letters(BOS), stepped=False),
+        ):
+            session = await gateway.linked()
+            await session.send(**assign("a", "hello", max_tokens=2, logprobs=0, echo=True))
+            assert await session.finished("a") == pb.Delta.LENGTH
+            prompt = [each for delta in session.deltas("a") for each in delta.prompt_logprobs]
+            assert [each.token for each in prompt] == [BOS, *"hello"]
+            assert b"".join(each.raw for each in prompt) == b"hello"
 
     asyncio.run(scenario())
 
