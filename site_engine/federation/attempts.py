@@ -353,12 +353,13 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
 
 
 def text_of_prompt(tokens: Sequence[TokenLogprob], echo: str) -> tuple[TokenLogprob, ...]:
-    """Leave in each token the bytes that it has in the echoed text: none of a BOS token that the tokenizer
-    adds, no space before the first word. Tokens that do not add up to the text stay as they are.
+    """Leave in each token the bytes that it has in the echoed text, which ends those of all tokens: none of a
+    BOS token that the tokenizer adds, no space before the first word. Other tokens stay as they are.
     """
-    text, done, placed = echo.encode(), 0, list[TokenLogprob]()
+    raw, text = b"".join(token.raw for token in tokens), echo.encode()
+    extra, placed = len(raw) - len(text) if raw.endswith(text) else 0, list[TokenLogprob]()
     for token in tokens:
-        fits = (raw for raw in (token.raw, token.raw.removeprefix(b" ")) if text.startswith(raw, done))
-        placed.append(replace(token, raw=next(fits, b"")))
-        done += len(placed[-1].raw)
-    return tuple(placed if done == len(text) else tokens)
+        cut = min(extra, len(token.raw))
+        extra -= cut
+        placed.append(replace(token, raw=token.raw[cut:]) if cut else token)
+    return tuple(placed)

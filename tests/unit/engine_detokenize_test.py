@@ -12,6 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
+from site_engine.core.request import TokenLogprob
+from site_engine.federation.attempts import text_of_prompt
 from site_engine.text.detokenize import DecodingVocabulary, TextStream, Vocabulary
 from site_engine.text.vocabulary import byte_table, vocabulary_of
 from tests.support.engine_models import tokenizer
@@ -169,3 +171,16 @@ def test_no_stop_before_the_shortest_answer(watch: bool) -> None:
     stream = TextStream(Letters(), ("ab",))
     assert "".join(stream.push(ord(char), watch) for char in "xab") == ("x" if watch else "xab")
     assert stream.stopped == ("ab" if watch else "")
+
+
+@pytest.mark.parametrize("make", [tokenizer, spaced])
+@given(text=TEXTS.filter(bool), added=st.integers(0, 2))
+def test_the_bytes_of_an_echoed_prompts_tokens_joined_equal_its_text(
+    make: Any, text: str, added: int
+) -> None:
+    vocabulary = vocabulary_of(make())
+    tokens = [TokenLogprob("<s>", b"<s>", None)] * added
+    tokens += [TokenLogprob(*vocabulary.token(each), -1.0) for each in make().encode(text)]
+    placed = text_of_prompt(tokens, text)
+    assert b"".join(each.raw for each in placed) == text.encode()
+    assert all(token.raw.endswith(each.raw) for token, each in zip(tokens, placed, strict=True))

@@ -14,10 +14,11 @@ from site_engine.federation.attempts import text_of_prompt
         (["<s>", "Hello", " you"], "Hello you", ["", "Hello", " you"]),
         (["<s>", " Hello", " you"], "Hello you", ["", "Hello", " you"]),
         (["<s>", "Hello"], "<s>Hello", ["<s>", "Hello"]),
+        (["<s>", "<s>", "Hello"], "<s>Hello", ["", "<s>", "Hello"]),
         (["<s>", "hello"], "HELLO", ["<s>", "hello"]),
         (["Hello", " you"], "Hello you", ["Hello", " you"]),
     ],
-    ids=["bos", "bos and no first space", "written out", "another spelling", "no bos"],
+    ids=["bos", "bos and no first space", "written out", "bos and written out", "another spelling", "no bos"],
 )
 def test_tokens_have_the_bytes_that_they_add_to_the_echo(
     names: list[str], echo: str, expected: list[str]
