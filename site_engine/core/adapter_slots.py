@@ -1,13 +1,14 @@
 """Places for adapters beside the model: each rank class has a fixed number, used like pages of a pool.
 
 Does not hold tensors. An adapter keeps its place while requests of it run, and after them until another needs
-it: the one that was used least recently makes room. All adapters also lie in host memory.
+it: the one that was used least recently makes room. All adapters also lie in host memory. Requests that wait
+for an adapter when it is placed start with it, before others get its place.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakSet
 
 from site_engine.core.chain import ServedVariant
@@ -32,6 +33,7 @@ class AdapterSlots:
         self._free = {size: list(range(slots - 1, -1, -1)) for size in classes}
         self._slots: dict[ServedVariant, int] = {}
         self._held: dict[ServedVariant, int] = {}  # running requests
+        self._expected: dict[ServedVariant, int] = {}  # requests still to come of those it was placed for
         self._idle: dict[int, OrderedDict[ServedVariant, None]] = {size: OrderedDict() for size in classes}
         self._forgotten: WeakSet[ServedVariant] = WeakSet()
 
@@ -55,8 +57,22 @@ class AdapterSlots:
         size = self._class(variant)
         return bool(self._free[size] or self._idle[size])
 
-    def hold(self, request: Request) -> None:
-        """Take a slot for a request that starts and fits; its adapter is placed if it has none."""
+    def is_before(self, first: Request, request: Request) -> bool:
+        """Return whether a request may start while `first` waits for a slot.
+
+        It has no adapter, or is of no lower lane and one of those for which its adapter was placed. Others
+        would keep the slots from `first`.
+        """
+        variant = request.variant
+        if variant is None or not request.has_adapter:
+            return True
+        return request.lane <= first.lane and self._expected.get(variant, 0) > 0
+
+    def hold(self, request: Request, waiting: Iterable[Request], rows: int) -> None:
+        """Take a slot for a request that starts and fits; its adapter is placed if it has none.
+
+        An adapter is placed for those of the `waiting` that need it, too, as many as there are `rows`.
+        """
         variant = request.variant
         if variant is None or not request.has_adapter:
             return
@@ -64,10 +80,13 @@ class AdapterSlots:
         if variant not in self._slots:
             if not self._free[size]:
                 evicted, _ = self._idle[size].popitem(last=False)
-                self._free[size].append(self._slots.pop(evicted))
+                self._vacate(evicted, size)
             slot = self._free[size].pop()
             self._place(variant, slot)
             self._slots[variant] = slot
+            self._expected[variant] = min(rows, sum(each.variant is variant for each in waiting))
+        else:
+            self._expected[variant] = max(0, self._expected[variant] - 1)
         self._idle[size].pop(variant, None)
         self._held[variant] = self._held.get(variant, 0) + 1
 
@@ -89,4 +108,8 @@ class AdapterSlots:
         if variant in self._slots and variant not in self._held:
             size = self._class(variant)
             del self._idle[size][variant]
-            self._free[size].append(self._slots.pop(variant))
+            self._vacate(variant, size)
+
+    def _vacate(self, variant: ServedVariant, size: int) -> None:
+        del self._expected[variant]
+        self._free[size].append(self._slots.pop(variant))

@@ -238,13 +238,13 @@ class AdmissionQueue:
         tenant = min([*below, request.tenant], key=self._clock)
         return starving.get(tenant, request)
 
-    def first_without_adapter(self) -> Request | None:
-        """Return the next request of those without an adapter, which need no slot, or None."""
+    def first_of(self, wanted: Callable[[Request], bool]) -> Request | None:
+        """Return the next request of those that are wanted, or None."""
         for key in sorted(self._levels):
             best = {
                 tenant: min(entries)
                 for tenant, heap in self._levels[key].heaps.items()
-                if (entries := [entry for entry in heap if not entry[2].has_adapter])
+                if (entries := [entry for entry in heap if wanted(entry[2])])
             }
             if best:
                 return best[min(best, key=self._clock)][2]

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class Scheduler:
         self._share_prefixes = share_prefixes
         self._adapters = adapters
         self._write_virtual = write_virtual
+        self._slots = slots
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
@@ -342,17 +344,14 @@ class Scheduler:
         return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
-        """Yield the request to start next; if it waits for a slot, also the next one without an adapter.
-
-        Others with adapters would keep the slots from it.
-        """
+        """Yield the request to start next; if it waits for a slot, also the next that may start before it."""
         first = _earlier(self.queue.first(now), self.preempted)
         if first is None:
             return
         yield first
-        if not self._has_slot(first):
+        if self._adapters is not None and not self._adapters.fits(first):
             preempted = [each for each in self.preempted if not each.has_adapter]
-            second = _earlier(self.queue.first_without_adapter(), preempted)
+            second = _earlier(self.queue.first_of(partial(self._adapters.is_before, first)), preempted)
             if second is not None:
                 yield second
 
@@ -367,7 +366,7 @@ class Scheduler:
         if not request.swapped:  # else it keeps all that it had
             request.cached_tokens = request.computed
         if self._adapters is not None:
-            self._adapters.hold(request)
+            self._adapters.hold(request, self.queue, self._slots)
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
         if request.any_order and not request.prefill_heavy:

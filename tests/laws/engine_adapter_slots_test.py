@@ -1,4 +1,7 @@
-"""A request that waits for an adapter's slot holds up only requests that would keep the slots from it."""
+"""A request that waits for an adapter's slot holds up only requests that would keep the slots from it.
+
+Those that waited for an adapter when it was placed start with it.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,54 @@ def test_chats_of_the_base_take_the_row_of_a_batch_while_another_waits_for_a_slo
     push(site, "waits", OTHER)
     push(site, "base")
     assert iterate(site, 2) == {"holder", "base"}
+
+
+def test_requests_that_waited_for_an_adapter_when_it_was_placed_start_with_it() -> None:
+    site = scheduler()
+    ones = [push(site, "1", ONE)]
+    waits = push(site, "waits", OTHER)
+    ones += [push(site, "2", ONE), push(site, "3", ONE)]
+    assert iterate(site) == {"1", "2", "3"}
+    push(site, "late", ONE)
+    assert iterate(site, 3) == {"1", "2", "3"}
+    for each in ones:
+        site.release(each)
+    assert iterate(site, 3) == {"waits"}
+    site.release(waits)
+    assert iterate(site) == {"late"}
+
+
+def test_no_more_start_with_an_adapter_than_there_are_rows_beside_the_first() -> None:
+    site = scheduler(slots=2)
+    ones = [push(site, "0", ONE)]
+    push(site, "waits", OTHER)
+    ones += [push(site, f"{number}", ONE) for number in (1, 2, 3)]
+    assert iterate(site) == {"0", "1"}
+    site.release(ones[0])
+    assert iterate(site, 2) == {"1", "2"}
+    site.release(ones[1])
+    site.release(ones[2])
+    assert iterate(site, 2) == {"waits"}
+
+
+def test_lines_of_batches_do_not_start_with_an_adapter_for_which_a_chat_waits() -> None:
+    site = scheduler()
+    push(site, "holder", ONE)
+    push(site, "line", ONE, lane=Lane.BATCH)
+    push(site, "waits", OTHER)
+    assert iterate(site, 3) == {"holder"}
+
+
+def test_an_adapter_that_lost_its_slot_is_placed_for_those_that_wait_then() -> None:
+    site = scheduler()
+    one, other = push(site, "one", ONE), push(site, "other", OTHER)
+    gone = push(site, "gone", ONE)
+    site.queue.remove(gone.id)
+    assert iterate(site) == {"one"}
+    site.release(one)
+    assert iterate(site) == {"other"}
+    push(site, "first", ONE)
+    push(site, "same", OTHER)
+    assert iterate(site, 2) == {"other"}
+    site.release(other)
+    assert iterate(site) == {"first"}
