@@ -16,7 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.config import HUB, SiteConfig, VariantConfig
 from site_engine.core.adapter_slots import RANK_CLASSES
+from site_engine.core.step_memory import kv_room, step_bytes
 from site_engine.core.tensor_split import FAMILIES, part_of, part_shape, sizes_of
+from site_engine.engine.loading import slots_on
+from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ConfigError, ModelNotSupported, VariantRefused
 from site_engine.variants.projections import (
     ADAPTER_SLOTS,
@@ -33,8 +36,6 @@ from site_engine.variants.projections import (
 GPU_MIB = {"A100": 81_920, "H100": 81_559, "H200": 143_771, "L4": 23_034}
 """Memory as nvidia-smi shows it."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_SHARE = 0.85
-"""Of the memory that the weights leave; the rest is for activations, CUDA graphs and variants."""
 MAX_HEADER_BYTES = 100_000_000
 SENSELESS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors of a file that holds something else than it should."""
@@ -130,6 +131,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     try:
         base = dict(tensors(folder))
         per_token = kv_bytes_per_token(folder, item, ranks)
+        needed = bytes_of_steps(config, folder, item, ranks)
         slots = slots_for(config, base, item)
         own = shapes_of_rank(base, configuration(folder), ranks)
     except VariantRefused as exc:
@@ -138,7 +140,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         own, refused[str(folder)] = base, str(exc)
     shared = sum(map(prod, own.values())) * item
     left = max(0, gpus.bytes - shared - slots.bytes)
-    tokens = config.kv_tokens or int(left * KV_SHARE) // per_token
+    tokens = config.kv_tokens or kv_room(left, needed) // per_token
     room = left - tokens * per_token
     if room < 0 or tokens < config.page_size:
         refused[str(folder)] = (
@@ -350,6 +352,17 @@ def kv_bytes_per_token(folder: Path, item: int, ranks: int) -> int:
         kv_heads = int(found.get("num_key_value_heads") or heads)
         head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
         return max(1, 2 * int(found["num_hidden_layers"]) * max(1, kv_heads // ranks) * head_dim * item)
+    except SENSELESS as exc:
+        raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+
+
+def bytes_of_steps(config: SiteConfig, folder: Path, item: int, ranks: int) -> int:
+    """Return the bytes that iterations need beside weights, keys and values. Raises VariantRefused."""
+    found = configuration(folder)
+    rows = slots_on("cuda", config)
+    tokens = EngineSettings(slots=rows, token_budget=config.token_budget).token_budget_on("cuda")
+    try:
+        return step_bytes(found.get("text_config") or found, tokens, rows, item, ranks)
     except SENSELESS as exc:
         raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
 

@@ -13,6 +13,7 @@ import torch
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.startup import StartUp
+from site_engine.core.step_memory import step_bytes
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported
@@ -203,7 +204,10 @@ def allocate_kv_cache(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # of weights that were joined to others
     if tokens is None:
-        affordable = affordable_tokens(model.layers, model.dtype, model.device)
+        config = model.model.config.get_text_config().to_dict()
+        budget, ranks = settings.token_budget_on(model.device.type), getattr(model.group, "size", 1)
+        needed = step_bytes(config, budget, settings.slots, model.dtype.itemsize, ranks)
+        affordable = affordable_tokens(model.layers, model.dtype, model.device, needed)
         tokens = min(affordable, settings.slots * model.context_tokens)
     if model.group is not None:
         if settings.swap_tokens:

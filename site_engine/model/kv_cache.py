@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from site_engine.core.request import Request
+from site_engine.core.step_memory import kv_room
 from site_engine.errors import NoMemory
 from site_engine.model.logit_rules import to_device
 from site_engine.model.page_copies import PageCopies
@@ -206,13 +207,15 @@ class Poison:
         self._kv_cache.fill(pages, float("nan"))
 
 
-def affordable_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
-    """Return the tokens that fit 85% of the free memory of a GPU, or a quarter of the free host memory."""
+def affordable_tokens(
+    layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, step_bytes: int
+) -> int:
+    """Return the tokens that fit what iterations leave of a GPU's free memory, or a quarter of the host's."""
     if device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(device)[0] * 0.85)
+        room = kv_room(torch.cuda.mem_get_info(device)[0], step_bytes)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return free // (numbers_per_token(layers) * int(dtype.itemsize))
+        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return room // (numbers_per_token(layers) * int(dtype.itemsize))
 
 
 def numbers_per_token(layers: Sequence[LayerShape]) -> int:
