@@ -39,12 +39,15 @@ class Adapter:
         """Return the factors of all modules, in their order."""
         return [factor for pair in self.factors.values() for factor in pair]
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the factors in a file of peft, in their order."""
+        return [f"{PREFIX}{name}.lora_{part}.weight" for name in self.factors for part in "AB"]
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the factors, on their device, by their names in a file of peft."""
         return {
-            f"{PREFIX}{name}.lora_{part}.weight": factor.detach().clone()
-            for name, factors in self.factors.items()
-            for part, factor in zip("AB", factors, strict=True)
+            name: factor.detach().clone() for name, factor in zip(self.names, self.parameters(), strict=True)
         }
 
 

@@ -20,6 +20,7 @@ from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
 from site_engine.training.data import Dataset, Example
 from site_engine.training.micro_batch import MicroBatch, Slice, Slices, run_micro_batch
+from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import (
     Packed,
     batch_at,
@@ -32,7 +33,6 @@ from site_engine.training.packing import (
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
 
-MAX_GRADIENT_NORM = 1.0
 MAX_SKIPPED = 3
 """Steps in a row whose gradients were not finite; the job fails with the last of them."""
 SNAPSHOT_INTERVAL_S = 300.0
@@ -83,7 +83,7 @@ class Trainer:
         self._slice_s, self._padded, self._rehearses = slice_s, padded, False
         self._longest = max(len(each.ids) for each in (*self.examples, *self.valid_examples))
         self._sizes = sizes_up_to(train_tokens, self._longest)
-        self._optimizer = _optimizer(self.adapter.parameters())
+        self._optimizer = Optimizer(self.adapter.parameters())
         if resumed is not None:
             self._restore(resumed)
         self._adapted = model.attach(self.adapter)
@@ -161,10 +161,7 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """Return the state after the last step; the gradients of the step that runs are computed again."""
-        tensors = self.adapter.tensors()
-        for name, parameter in zip(list(tensors), self.adapter.parameters(), strict=True):
-            for moment, value in self._optimizer.state[parameter].items():
-                tensors[f"{moment}.{name}"] = value.detach().clone()
+        tensors = self._optimizer.copies(self.adapter.names)
         return Snapshot(self.step, {**self._about, "trained_tokens": self.trained_tokens}, tensors)
 
     def _restore(self, resumed: Snapshot) -> None:
@@ -176,20 +173,8 @@ class Trainer:
         if changed or not 0 <= resumed.step <= self.total_steps:
             raise TrainingRefused(f"the snapshot is of another job: {', '.join(changed) or 'steps'} differ")
         self.step = resumed.step
-        names = list(self.adapter.tensors())
         try:
-            with torch.no_grad():
-                for name, parameter in zip(names, self.adapter.parameters(), strict=True):
-                    parameter.copy_(resumed.tensors[name])
-                    moments = {
-                        moment: resumed.tensors[f"{moment}.{name}"]
-                        for moment in ("step", "exp_avg", "exp_avg_sq")
-                        if f"{moment}.{name}" in resumed.tensors
-                    }
-                    if moments:
-                        self._optimizer.state[parameter] = {
-                            moment: value.clone().to(parameter.device) for moment, value in moments.items()
-                        }
+            self._optimizer.restore(self.adapter.names, resumed.tensors)
         except (KeyError, RuntimeError) as error:
             raise TrainingRefused(f"the snapshot is not whole: {error}") from error
 
@@ -217,11 +202,10 @@ class Trainer:
 
     def _rehearse_update(self) -> Generator[Slice, None, None]:
         """Make steps of spare factors, and a snapshot."""
-        parameters = [each.detach().clone().requires_grad_() for each in self.adapter.parameters()]
-        optimizer, self._size = _optimizer(parameters), 0
+        spare, self._size = Optimizer([each.detach().clone() for each in self.adapter.parameters()]), 0
         for _ in range(3):
             yield Slice.UPDATE
-            _step(optimizer, [torch.zeros_like(each) for each in parameters], 0.0)
+            spare.step(0.0)
             self._model.forget_factors()
         self.snapshot()
 
@@ -272,7 +256,7 @@ class Trainer:
             self._size = 0
             yield Slice.UPDATE
             loss = total.loss_sum / count
-            if not self._update(total.gradients):
+            if not self._update():
                 loss = float("nan")
             self.step += 1
             self.trained_tokens += sum(len(example.ids) for example in batch)
@@ -298,8 +282,8 @@ class Trainer:
         size: int | None = None,
         backward: bool = True,
     ) -> Generator[Slice, None, MicroBatch]:
-        """Run micro-batches, the groups of examples, and add up what they give."""
-        total = MicroBatch()
+        """Run micro-batches, the groups of examples, and add up what they give: gradients in place."""
+        total, sums_up = MicroBatch(), torch._foreach_copy_
         for group in groups:
             packed = self._packed([examples[number] for number in group], size)
             result: MicroBatch | None = None
@@ -310,10 +294,9 @@ class Trainer:
                 result = yield from self._micro
             self._micro = None
             total.sums += result.sums
-            if total.gradients:
-                torch._foreach_add_(total.gradients, result.gradients)
-            else:
-                total.gradients = result.gradients
+            if result.gradients:
+                sums_up(self._optimizer.gradients, result.gradients)
+                sums_up = torch._foreach_add_
         return total
 
     def _packed(self, examples: Sequence[Example], size: int | None = None) -> Packed:
@@ -322,10 +305,9 @@ class Trainer:
         self._size = size or fitting_size(self._sizes, len(packed.ids))
         return pad(packed, self._size, self._model.head_tokens) if self._padded else packed
 
-    def _update(self, gradients: Sequence[torch.Tensor]) -> bool:
+    def _update(self) -> bool:
         """Make an optimizer step; leave it out if a gradient is not finite and return False."""
-        rate = self.recipe.learning_rate_at(self.step, self.total_steps)
-        finite = _step(self._optimizer, gradients, rate)
+        finite = self._optimizer.step(self.recipe.learning_rate_at(self.step, self.total_steps))
         if finite:
             self._model.forget_factors()  # the fused optimizer does not count up their versions
         self._skipped = 0 if finite else self._skipped + 1
@@ -352,29 +334,3 @@ class Trainer:
     def _fail(self, reason: str) -> None:
         self._events.append(Failed(reason))
         self.ended = True
-
-
-def _optimizer(parameters: Sequence[torch.Tensor]) -> torch.optim.AdamW:
-    """Return the optimizer of factors, whose moments are allocated now and not beside answers."""
-    fused = parameters[0].is_cuda  # one launch instead of hundreds
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=fused)
-    for each in parameters:
-        optimizer.state[each] = {
-            "step": torch.zeros((), device=each.device if fused else None),
-            "exp_avg": torch.zeros_like(each),
-            "exp_avg_sq": torch.zeros_like(each),
-        }
-    return optimizer
-
-
-def _step(optimizer: torch.optim.AdamW, gradients: Sequence[torch.Tensor], rate: float) -> bool:
-    """Make a step; leave it out if a gradient is not finite and return False."""
-    (group,) = optimizer.param_groups
-    for parameter, gradient in zip(group["params"], gradients, strict=True):
-        parameter.grad = gradient
-    finite = bool(torch.isfinite(torch.nn.utils.clip_grad_norm_(group["params"], MAX_GRADIENT_NORM)))
-    if finite:
-        group["lr"] = rate
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return finite

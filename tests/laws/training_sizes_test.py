@@ -103,11 +103,16 @@ def test_micro_batches_are_fitted_to_the_time_of_a_slice(
 
 def test_the_moments_of_a_job_are_allocated_before_its_first_step() -> None:
     job = trainer(examples(4))
-    before = {id(each) for state in job._optimizer.state.values() for each in state.values()}
-    assert len(before) == 3 * len(job.adapter.parameters())
+
+    def places() -> list[int]:
+        moments = [each.data_ptr() for each in job._optimizer._state.values()]
+        return moments + [each.data_ptr() for each in (*job._optimizer.gradients, *job.adapter.parameters())]
+
+    before = places()
+    assert len(set(before)) == 3 + 2 * len(job.adapter.parameters())
     while job.step < 2:
         job.run_slice()
-    assert before == {id(each) for state in job._optimizer.state.values() for each in state.values()}
+    assert places() == before
 
 
 @pytest.mark.parametrize("train_tokens", [64, 8])
