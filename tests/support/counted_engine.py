@@ -8,6 +8,7 @@ from itertools import product
 from operator import itemgetter
 from time import process_time
 
+from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.load import CostFit
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
@@ -59,6 +60,7 @@ class CountedEngine:
         policy: Policy = DEFAULT_POLICY,
         queue: AdmissionQueue | None = None,
         fit: CostFit | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.counts = Counts()
         self._fit = CostFit()
@@ -71,6 +73,7 @@ class CountedEngine:
             token_budget=token_budget,
             policy=policy,
             fit=self._fit if fit is None else fit,
+            adapters=adapters,
         )
         self._lengths, self._seconds = lengths, seconds
         for rows, prompt in product((1, slots), (32, 0, 0, 0, 0, 0, 0, 0)):
