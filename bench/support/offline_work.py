@@ -88,11 +88,16 @@ class Cost(NamedTuple):
         """Return seconds that no order can beat where the operators of an iteration run one after another.
 
         The longest answer takes an iteration a token, each of which reads all weights; all lines take as many
-        iterations as they have tokens for the rows, and as memory for their own tokens allows. Products and
-        reading of weights take least together where every iteration has as many tokens.
+        iterations as they have tokens for the rows, and as memory allows: for their own tokens, and for those
+        that a group shares, which are there at least as long as its longest answer runs, or as all of them
+        take the rows. Products and reading of weights take least together where every iteration has as many
+        tokens.
         """
         body = head = squares = read = held = 0.0
         seen: set[int] = set()
+        together_of: dict[
+            int, tuple[int, int, int]
+        ] = {}  # what a group shares, its longest answer, all of them
         for group, shared, prompt, tokens, _ in lines:
             hit = shared if group in seen else 0
             seen.add(group)
@@ -101,6 +106,9 @@ class Cost(NamedTuple):
             squares += (prompt * prompt - hit * hit) / 2
             read += (tokens - 1) * (prompt + tokens / 2)
             held += tokens * (prompt - shared + (tokens - 1) / 2)
+            most, longest, whole = together_of.get(group, (shared, 0, 0))
+            together_of[group] = min(most, shared), max(longest, tokens), whole + tokens
+        held += sum(most * max(longest, whole / rows) for most, longest, whole in together_of.values())
         longest = max(line.response_tokens for line in lines)
         together = max(held / kv_tokens, head / rows)
         steps = max(together, longest) if sites == 1 else together
