@@ -216,7 +216,7 @@ class EnginePool:
             for at, gone in zip(by_engine[place], found, strict=True):
                 decisions[at] = gone
                 for request_id in groups[at] if gone else ():
-                    del self._owned[request_id]
+                    self._replicas[self._owned.pop(request_id).engine].left(request_id)
             self.sleeping.look()
             left.remove(place)
             if not left:
@@ -304,8 +304,7 @@ class EnginePool:
             return
         replica.reported(seen)
         serving = self._serving()
-        if serving:
-            self._report(served(serving), max(each.seen.at_s for each in serving))
+        self._report(served(serving), max(each.seen.at_s for each in serving))
         if len(serving) > 1 and self._rebalancer.is_due(self._clock()):
             self._rebalance(serving)
 
@@ -317,8 +316,8 @@ class EnginePool:
 
     def _outputs(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
-            if output.finish is not None:
-                self._owned.pop(output.request_id, None)
+            if output.finish is not None and (one := self._owned.pop(output.request_id, None)):
+                self._replicas[one.engine].left(output.request_id)
         if self._listener is not None:
             self._listener.outputs(outputs)
         self.sleeping.look()
@@ -327,15 +326,15 @@ class EnginePool:
         self, request_ids: Sequence[str], reply: AdmissionReply, answer: Admission | NotServed
     ) -> None:
         for request_id in request_ids:
-            one = self._owned[request_id]
+            one = self._owned[request_id] = ownership.accepted(self._owned[request_id])
             self._replicas[one.engine].admitted.append(request_id)
             self._places.free(request_id)
             self._rebalancer.came_over(request_id, self._clock())
-            self._owned[request_id] = ownership.accepted(one)
         reply(answer)
         if isinstance(answer, NotServed):
             for request_id in request_ids:
-                self._owned.pop(request_id, None)
+                if (refused := self._owned.pop(request_id, None)) is not None:
+                    self._replicas[refused.engine].left(request_id)
             self.sleeping.look()
 
     def _exported(self, request_id: str, answer: Answer | None, moved: Moved | None) -> None:
@@ -350,6 +349,7 @@ class EnginePool:
         to = one.to if one.to is not None and self._replicas[one.to].serves else self._other(answer)
         if to is not None and not one.cancelled:
             self._replicas[to].moved_in += 1
+            self._replicas[one.engine].left(request_id)
         self._go_on([answer], self._reply_of(answer), moved, partial(ownership.exported, to=to))
 
     def _reply_of(self, answer: Answer) -> AdmissionReply:
@@ -378,7 +378,7 @@ class EnginePool:
             return
         replica = self._replicas[self._owned[answers[0].request.id].engine]
         for answer in answers:
-            replica.given[answer.request.id] = work_of(answer.request, len(answer.token_ids))
+            replica.take(answer.request.id, work_of(answer.request, len(answer.token_ids)))
         replica.process.place(answers, reply, moved)
 
     def _other(self, answer: Answer) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 
 from site_engine.core.load import DeviceFigures, LoadFigures
@@ -50,6 +50,8 @@ class Replica:
         self.began_s = load.at_s
         self.given: dict[str, Work] = {}  # to requests that no report counts yet
         self.admitted: list[str] = []  # of these
+        self._taken: set[str] = set()  # of these, that other engines had admitted
+        self._left = 0  # requests that the report counts, and that have ended or moved since
         self.prefixes = PrefixIndex(facts.kv_tokens)
         self.serves, self.rests, self.stalled = True, False, False
         self._share()
@@ -59,7 +61,32 @@ class Replica:
         self.seen = seen
         for request_id in self.admitted:
             self.given.pop(request_id, None)
+        self._taken.difference_update(self.admitted)
         self.admitted.clear()
+        self._left = 0
+
+    def take(self, request_id: str, work: Work) -> None:
+        """Note a request that comes from another engine."""
+        self.given[request_id] = work
+        self._taken.add(request_id)
+
+    def left(self, request_id: str) -> None:
+        """Note that a request has ended here, was refused or has moved to another engine."""
+        self._left += self.given.pop(request_id, None) is None
+        self._taken.discard(request_id)
+
+    @property
+    def load(self) -> LoadFigures:
+        """The figures of the last report, with what was admitted and without what has left since."""
+        load = self.seen.figures
+        came = sum_of(self.given[each] for each in self._taken.union(self.admitted) & self.given.keys())
+        return load._replace(
+            running=max(0, load.running - self._left),
+            pending=max(0, load.pending + came.requests - max(0, self._left - load.running)),
+            token_load=load.token_load + came.prompt_tokens + came.response_tokens,
+            pending_prompt_tokens=load.pending_prompt_tokens + came.prompt_tokens,
+            pending_response_tokens=load.pending_response_tokens + came.response_tokens,
+        )
 
     def end(self) -> None:
         """Note that the process is lost."""
@@ -135,13 +162,12 @@ class Replica:
         self.tokens_before = tokens + figures.tokens_total, prompt_tokens + figures.prompt_tokens_total
 
     def now(self) -> Engine:
-        given = reduce(Work.with_one, self.given.values(), Work())
         load, facts = self.seen.figures, self.facts
-        return Engine(load, facts.slots, facts.kv_tokens + load.kv_extra_tokens, given)
+        return Engine(load, facts.slots, facts.kv_tokens + load.kv_extra_tokens, sum_of(self.given.values()))
 
     def figures(self) -> DeviceFigures:
         """Return the engine's part of what the site reports."""
-        load, facts = self.seen.figures, self.facts
+        load, facts = self.load, self.facts
         if not self.serves:
             free = facts.kv_tokens if self.rests else 0
             load = load._replace(
@@ -173,6 +199,10 @@ class Replica:
         return placed
 
 
+def sum_of(works: Iterable[Work]) -> Work:
+    return reduce(Work.with_one, works, Work())
+
+
 def introduce(replicas: Sequence[Replica]) -> None:
     """Have each engine open its ways to the others, before a request waits for that."""
     for each in replicas:
@@ -191,7 +221,7 @@ def give_up_hung(replicas: Sequence[Replica]) -> float:
 
 def served(replicas: Sequence[Replica]) -> list[LoadFigures]:
     """Return the figures of the engines that serve."""
-    return [each.seen.figures for each in replicas if each.serves]
+    return [each.load for each in replicas if each.serves]
 
 
 def site_figures(each: Sequence[LoadFigures], replicas: Sequence[Replica]) -> LoadFigures:

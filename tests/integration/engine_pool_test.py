@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission, Finish, Request, Sampling
+from site_engine.core.request import Admission, Finish, Output, Request, Sampling
 from site_engine.engine import process_messages as pm
-from site_engine.engine_client import Facts
+from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import rebalancing
 from site_engine.pool.pool import EnginePool
@@ -78,6 +80,60 @@ def test_requests_are_spread_and_the_figures_are_sums() -> None:
             assert (heard.finishes("a"), heard.finishes("b")) == ([Finish.CANCELLED], [Finish.LENGTH])
             assert heard.text("b") == ("abc" * 50)[:50]
             await heard.until(lambda: heard.loads[-1].figures.running == 0)
+
+    run(scenario())
+
+
+@dataclass
+class Counted:
+    """What a pool has by what it has told, beside what each of its reports counts."""
+
+    changed: asyncio.Event
+    has: set[str] = field(default_factory=set)
+    reports: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def outputs(self, outputs: Sequence[Output]) -> None:
+        self.has.difference_update(each.request_id for each in outputs if each.finish is not None)
+        self.changed.set()
+
+    def admitted(self, name: str, answer: Admission | NotServed) -> None:
+        if not isinstance(answer, NotServed):
+            self.has.add(name)
+        self.changed.set()
+
+    def released(self, name: str, decisions: list[bool]) -> None:
+        self.has.difference_update([name] * decisions[0])
+        self.changed.set()
+
+    def load(self, seen: LoadSeen) -> None:
+        devices = sum(each.running + each.pending for each in seen.figures.devices)
+        self.reports.append((seen.figures.running + seen.figures.pending, devices, len(self.has)))
+        self.changed.set()
+
+
+def test_each_report_counts_what_is_admitted_and_has_not_ended() -> None:
+    """Also where an engine has told of neither since its own last report, and where a request has moved."""
+
+    async def scenario() -> None:
+        async with launched(slots=3, iteration_floor_s=0.002) as heard:
+            pool, counted = heard.pool, Counted(heard.changed)
+            pool._listener = Listener(counted.outputs, counted.load, heard.broken.append)
+            draw, moves = random.Random(5), 0
+            for number in range(120):
+                request = Request(f"q{number}", (97, 98, 99), Sampling(max_tokens=draw.randrange(1, 40)))
+                pool.submit([request], partial(counted.admitted, request.id))
+                for one in draw.choices(sorted(counted.has), k=2) if counted.has else ():
+                    moves += (place := pool.where(one)) is not None and pool.move(one, 1 - place)
+                    if number % 7 == 0:
+                        pool.cancel([one])
+                    elif number % 7 == 1:
+                        pool.release([[one]], partial(counted.released, one))
+                asked = request.id
+                await heard.until(lambda: asked in counted.has or asked not in pool._owned)  # noqa: B023
+                await heard.until(lambda: len(counted.has) < 10)
+            await heard.until(lambda: not pool._owned and not counted.has)
+            assert min(len(counted.reports), moves) > 10
+            assert [each for each in counted.reports if len({*each}) > 1] == []
 
     run(scenario())
 
