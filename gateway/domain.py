@@ -92,9 +92,8 @@ class Query(msgspec.Struct, frozen=True):
 
     `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
     decided alone. `any_order`: of a line of a batch, which others of the tenant may overtake at a site;
-    `prefill_heavy`: it takes computing rather than memory. `asked_model` is the route by which the query came
-    to its model, empty without one. `conversation` is the client's name of it, empty if it gives none. Times
-    are seconds on the gateway's monotonic clock.
+    `prefill_heavy`: it takes computing rather than memory. `asked_model`: the route to its model, or empty.
+    `conversation`: the client's name of it, or empty. Times are seconds on the gateway's monotonic clock.
     """
 
     id: str
@@ -259,6 +258,7 @@ class LoadReport:
     pending_response_tokens: float = 0.0
     tokens_total: int = 0
     prompt_tokens_total: int = 0
+    computed_tokens_total: int = 0  # of prompts without what was cached, and of answers; 0: unknown
     unread_tokens: int = 0
     unknown_messages: int = 0
     devices: tuple[DeviceLoad, ...] = ()  # of a site that has several

@@ -256,7 +256,7 @@ class Ordered(_message.Message):
     def __init__(self, order_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "devices", "training", "training_s_per_iteration", "kv_extra_tokens")
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "devices", "training", "training_s_per_iteration", "kv_extra_tokens", "computed_tokens_total")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,7 @@ class Load(_message.Message):
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     TRAINING_S_PER_ITERATION_FIELD_NUMBER: _ClassVar[int]
     KV_EXTRA_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     seq: int
     monotonic_s: float
     running: int
@@ -305,7 +306,8 @@ class Load(_message.Message):
     training: int
     training_s_per_iteration: float
     kv_extra_tokens: int
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ..., kv_extra_tokens: _Optional[int] = ...) -> None: ...
+    computed_tokens_total: int
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ..., kv_extra_tokens: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ...) -> None: ...
 
 class DeviceLoad(_message.Message):
     __slots__ = ("device", "lost", "slots", "running", "pending", "kv_tokens", "kv_free_tokens", "tokens_per_s", "moved_in", "losses")

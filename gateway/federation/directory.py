@@ -10,7 +10,7 @@ from gateway.federation.model_index import NO_MODELS, ModelIndex
 from gateway.federation.unreported import without_ended
 from gateway.operator_orders import Standing
 from gateway.prices import Prices, prices_of
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import Fleet, kv_tokens
 from gateway.routing.offload import is_crowded
 from gateway.routing.prefixes import PrefixIndex
 
@@ -107,6 +107,7 @@ class Directory:
             return
         state = SiteState.READY if site.state is SiteState.STALE else site.state
         self._put(_with_load(site, state, load, credit))
+        self.prefixes.advance(name, load.computed_tokens_total, kv_tokens(self._sites[name]))
 
     def set_credit(self, name: str, credit: Credit) -> None:
         self._count(name, self._sites[name].load, credit)

@@ -39,6 +39,7 @@ def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport
         pending_response_tokens=amount(report.pending_response_tokens, "pending_response_tokens"),
         tokens_total=report.tokens_total,
         prompt_tokens_total=report.prompt_tokens_total,
+        computed_tokens_total=report.computed_tokens_total,
         unread_tokens=report.unread_tokens,
         unknown_messages=report.unknown_messages,
         devices=_devices(report.devices),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -45,6 +46,12 @@ HINTED_SHARE = 0.5
 """The part of a prompt that is expected at the site of its conversation if only a hint names it."""
 EPOCH_S = 5.0
 """What a site computes within this time counts as cached at the same time."""
+EVICTED_AFTER = 1.5
+"""Once a site has computed this many times the tokens that its cache has room for, next to nothing is left of
+what it had before. Measured: docs/decisions/prefix-affinity.md.
+"""
+MAX_EPOCHS = 256
+"""Of a site; an older one is forgotten by its age alone."""
 LOST_SHARE = 0.5
 """A site that had less than this part of what was expected has evicted it, and with it all older prefixes."""
 MIN_LEARNED_BYTES = 256
@@ -179,11 +186,14 @@ def _encoded(text: str, chars: int) -> tuple[bytes, int]:
 class _SiteCache:
     """What is known of the cache of one site. What it computed until `lost_s` is no longer there."""
 
-    __slots__ = ("alone", "holding", "lost_s", "trust")
+    __slots__ = ("_ends", "alone", "computed_tokens", "holding", "lost_s", "trust")
 
     def __init__(self, site: str, now_s: float) -> None:
         self.trust = 1.0
         self.lost_s = -inf
+        self.computed_tokens = 0  # since the site started; 0: unknown
+        self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_EPOCHS)
+        """The beginning of each epoch, and `computed_tokens` at its end."""
         self.compute(site, now_s)
 
     def compute(self, site: str, now_s: float) -> None:
@@ -191,13 +201,34 @@ class _SiteCache:
         self.holding = Holding(site, now_s)
         self.alone: Holders = (self.holding,)
 
+    def extend(self) -> None:
+        """Let the epoch end now, or later."""
+        if self._ends and self._ends[-1][0] == self.holding.since_s:
+            self._ends.pop()
+        self._ends.append((self.holding.since_s, self.computed_tokens))
+
+    def advance(self, computed_tokens: int, room_tokens: int) -> None:
+        """Take for lost what has been evicted."""
+        if not self.computed_tokens:
+            self._ends.clear()  # at unknown counts
+        self.computed_tokens = computed_tokens
+        evicted_tokens = computed_tokens - EVICTED_AFTER * room_tokens
+        while self._ends and self._ends[0][1] < evicted_tokens:
+            self.lost_s = max(self.lost_s, self._ends.popleft()[0])
+
+    def lose(self) -> None:
+        """Take all for lost: the site has started anew."""
+        self.lost_s, self.computed_tokens = self.holding.since_s, 0
+
 
 class PrefixIndex:
     """Which sites hold which hashes, bounded in number and age. Not thread-safe.
 
     Two generations: new entries go to the younger; when it is full or old, it becomes the older, and what was
-    that is forgotten. A site's reports of what it really had correct the expectations: `trust` is the part of
-    them that came true, and what is older than a prefix that was evicted counts as evicted, too.
+    that is forgotten. Caches evict the least recently used first: what a site had before it computed
+    EVICTED_AFTER times the tokens that it has room for counts as evicted. Its reports of what it really had
+    correct the expectations: `trust` is the part of them that came true, and what is older than a prefix that
+    was evicted counts as evicted, too.
     """
 
     def __init__(self, most: int = MAX_PREFIXES, max_age_s: float = MAX_AGE_S) -> None:
@@ -241,6 +272,12 @@ class PrefixIndex:
                 evidence[site] = Evidence(share, since_s, hint)
         return Cached(shares, elsewhere, evidence)
 
+    def advance(self, site: str, computed_tokens: int, room_tokens: int) -> None:
+        """Learn how many tokens a site has computed since it started, and has room for; 0 is unknown."""
+        cache = self._caches.get(site)
+        if cache is not None and room_tokens > 0 and computed_tokens > cache.computed_tokens:
+            cache.advance(computed_tokens, room_tokens)
+
     def correct(self, expected: Cached, site: str, found: float) -> None:
         """Learn the share that a site really had of a prompt."""
         evidence, cache = expected.evidence.get(site), self._caches.get(site)
@@ -258,7 +295,7 @@ class PrefixIndex:
     def forget(self, site: str) -> None:
         """Forget what a site computed: it has started anew."""
         if cache := self._caches.get(site):
-            cache.lost_s = cache.holding.since_s
+            cache.lose()
 
     def _held(self, prefix: Prefix) -> tuple[dict[str, tuple[float, float, bytes]], int]:
         """Return the bytes that each site holds, since when, and the hint where that alone says so; and the
@@ -323,6 +360,7 @@ class PrefixIndex:
             cache = self._caches[site] = _SiteCache(site, now_s)
         elif now_s - cache.holding.since_s > EPOCH_S or cache.holding.since_s <= cache.lost_s:
             cache.compute(site, now_s)
+        cache.extend()
         return cache
 
     def _put(self, hashes: Iterable[bytes], cache: _SiteCache) -> None:

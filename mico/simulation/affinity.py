@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import Fleet, kv_tokens
 from gateway.routing.prefixes import NOTHING_CACHED, Cached, PrefixIndex
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Query
@@ -35,7 +35,7 @@ class Affinity:
 
     chooses = False
 
-    def expected(self, query: Query, now_s: float) -> Cached:
+    def expected(self, query: Query, fleet: Fleet, now_s: float) -> Cached:
         """Return the shares of a prompt that sites are expected to have."""
         return NOTHING_CACHED
 
@@ -71,7 +71,9 @@ class PrefixAffinity(Affinity):
         self._coming: dict[str, list[bytes]] = {}
         self._told_s: dict[str, float] = {}
 
-    def expected(self, query: Query, now_s: float) -> Cached:
+    def expected(self, query: Query, fleet: Fleet, now_s: float) -> Cached:
+        for each in fleet.sites:
+            self.index.advance(each.name, each.load.computed_tokens_total, kv_tokens(each))
         for site in [each for each in self._coming if self._told_s.get(each, -inf) <= now_s]:
             self.index.record_announced(b"".join(self._coming.pop(site)), site, now_s)
             self._told_s[site] = now_s + TELLING_INTERVAL_S

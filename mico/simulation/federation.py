@@ -321,6 +321,7 @@ def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         running_weight=weight,
         pending_prompt_tokens=queue.prompt_tokens,
         pending_response_tokens=queue.response_tokens,
+        computed_tokens_total=site.computed_tokens,
         unread_tokens=unread,
         training_s_per_iteration=site.training_s_per_iteration,
     )

@@ -206,7 +206,7 @@ class Gateway:
         """Return the demand of a query, with what sites are expected to have of its prompt."""
         expected = self._expected[query.number]
         demand = demand_of(query, expected.forecast, delivered) if delivered else expected.demand
-        cached = self._affinity.expected(query, self._clock.now_s)
+        cached = self._affinity.expected(query, self.fleet, self._clock.now_s)
         return replace(demand, cached=cached.times(query.prompt_tokens)) if cached.by_site else demand
 
     def _end(self, query: Query) -> None:

@@ -68,6 +68,7 @@ class SimulatedSite:
         self.queue = AdmissionQueue(score, starving_after_s)
         self.running: dict[str, Row] = {}  # in order of start
         self.iterations = 0
+        self.computed_tokens = 0
         self.kv_used = 0
         self.preemptions = 0
         self.busy_s = 0.0
@@ -211,7 +212,9 @@ class SimulatedSite:
             return
         stretch, self._stretch = self._stretch, None
         self.iterations += stretch.length
-        self.kv_used += self._rows_decoding * stretch.length + stretch.chunk
+        computed = self._rows_decoding * stretch.length + stretch.chunk
+        self.kv_used += computed
+        self.computed_tokens += computed
         self.busy_s += self._clock.now_s - stretch.start_s
         self.trained_s += stretch.training_s * stretch.length
         changed = self._finish_decoded()

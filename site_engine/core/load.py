@@ -71,6 +71,7 @@ class LoadFigures(NamedTuple):
     training: int = 0  # jobs that are trained here
     training_s_per_iteration: float = 0.0  # that they add to an iteration, beyond its cost by the fit
     kv_extra_tokens: int = 0  # for which there is memory beyond the engine's own, of bases that sleep
+    computed_tokens_total: int = 0  # of prompts what was not cached, and of answers; 0: unknown
     resident: frozenset[str] = frozenset()  # fingerprints of the variants whose adapters are in slots
 
 
@@ -160,11 +161,13 @@ class Meter:
 
     def __init__(self) -> None:
         self.fit = CostFit()
-        self.tokens_total = 0
-        self.prompt_tokens_total = 0
+        self.forget_totals()
         self._seconds = 0.0
         self._tokens = 0.0
         self._iterations = 0.0
+
+    def forget_totals(self) -> None:
+        self.tokens_total = self.prompt_tokens_total = self.computed_tokens_total = 0
 
     def iteration(self, *, rows: int, tokens: int, kv_tokens: int, sampled: int, seconds: float) -> None:
         fade = 0.5 ** (seconds / self.FADE_S)
@@ -172,6 +175,7 @@ class Meter:
         self._tokens = self._tokens * fade + sampled
         self._iterations = self._iterations * fade + 1
         self.tokens_total += sampled
+        self.computed_tokens_total += tokens
         self.fit.observe(rows, tokens, kv_tokens, seconds)
 
     @property

@@ -307,7 +307,7 @@ class SiteEngine:
 
     def forget_totals(self) -> None:
         """Reset the totals of tokens served; keep the measured costs."""
-        self._meter.tokens_total = self._meter.prompt_tokens_total = 0
+        self._meter.forget_totals()
 
     def _apply_control(self, now: float) -> None:
         """End the requests that were cancelled or are past their deadline."""

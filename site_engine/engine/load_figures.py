@@ -41,5 +41,6 @@ def load_figures(
         training=len(training.jobs),
         training_s_per_iteration=training.added_s,
         kv_extra_tokens=pool.beyond * pool.page_size,
+        computed_tokens_total=meter.computed_tokens_total,
         resident=scheduler.resident_adapters,
     )

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from site_engine.core.load import NO_COST, IterationCost, LoadFigures, condense
 from site_engine.engine_client import Facts
+
+
+class Totals(NamedTuple):
+    """Tokens since a start, as in LoadFigures."""
+
+    tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    computed_tokens_total: int = 0
+
+    @staticmethod
+    def of(figures: LoadFigures) -> Totals:
+        return Totals(figures.tokens_total, figures.prompt_tokens_total, figures.computed_tokens_total)
+
+    def plus(self, other: Totals, times: int = 1) -> Totals:
+        return Totals(*(own + times * more for own, more in zip(self, other, strict=True)))
 
 
 def idle_figures(facts: Facts) -> LoadFigures:
@@ -45,6 +61,7 @@ def join_figures(each: Sequence[LoadFigures]) -> LoadFigures:
         training=sum(one.training for one in each),
         training_s_per_iteration=sum(one.training_s_per_iteration for one in each) / count,
         kv_extra_tokens=sum(one.kv_extra_tokens for one in each),
+        computed_tokens_total=sum(one.computed_tokens_total for one in each),
         resident=frozenset().union(*(one.resident for one in each)),
     )
 

@@ -11,7 +11,7 @@ from site_engine.core.load import DeviceFigures, LoadFigures
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
 from site_engine.errors import ConfigError
-from site_engine.pool.figures import join_figures
+from site_engine.pool.figures import Totals, join_figures
 from site_engine.pool.lending import Borrower, Lender
 from site_engine.pool.rebalancing import Placed
 from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
@@ -42,7 +42,7 @@ class Replica:
         self.stalled = False
         self.began_s = 0.0
         self.wait_s = 0.0  # before it is started again
-        self.tokens_before = (0, 0)  # generated, and of prompts, by the processes before this one
+        self.tokens_before = Totals()  # by the processes before this one
 
     def begin(self, process: EngineProcess, facts: Facts, load: LoadSeen) -> None:
         """Take up a process that can serve; `load` is what an idle engine reports."""
@@ -135,8 +135,7 @@ class Replica:
         self.share_nothing()
         if not self._sleeps:  # it has ended, perhaps just now
             return False
-        figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
-        self.tokens_before = tokens - figures.tokens_total, prompt_tokens - figures.prompt_tokens_total
+        self.tokens_before = self.tokens_before.plus(Totals.of(self.seen.figures), times=-1)
         self.prefixes = PrefixIndex(self.facts.kv_tokens)
         self.serves, self.rests, self._sleeps = True, False, False
         self._share()
@@ -158,8 +157,7 @@ class Replica:
 
     def _close(self) -> None:
         self.serves = False
-        figures, (tokens, prompt_tokens) = self.seen.figures, self.tokens_before
-        self.tokens_before = tokens + figures.tokens_total, prompt_tokens + figures.prompt_tokens_total
+        self.tokens_before = self.tokens_before.plus(Totals.of(self.seen.figures))
 
     def now(self) -> Engine:
         load, facts = self.seen.figures, self.facts
@@ -227,9 +225,8 @@ def served(replicas: Sequence[Replica]) -> list[LoadFigures]:
 def site_figures(each: Sequence[LoadFigures], replicas: Sequence[Replica]) -> LoadFigures:
     """Return what the site reports: the figures of its engines together, and since its start."""
     figures = join_figures(each)
-    before = [replica.tokens_before for replica in replicas]
+    totals = reduce(Totals.plus, (replica.tokens_before for replica in replicas), Totals.of(figures))
     return figures._replace(
-        tokens_total=figures.tokens_total + sum(tokens for tokens, _ in before),
-        prompt_tokens_total=figures.prompt_tokens_total + sum(tokens for _, tokens in before),
+        **totals._asdict(),
         devices=tuple(replica.figures() for replica in replicas),
     )

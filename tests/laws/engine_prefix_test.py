@@ -64,6 +64,7 @@ def test_sharing_changes_no_token_and_saves_work(name: str, page_size: int, kv_t
         drain(engine, collected)
         answers[share] = [collected[str(at)].token_ids for at in range(len(requests))]
         work[share] = sum(tokens)
+        assert engine.load().computed_tokens_total == work[share]
         assert engine._pool.available == engine._pool.capacity
     assert answers[True] == answers[False]
     assert answers[True] == [family(name).generate(prompt, length) for prompt, length in requests]

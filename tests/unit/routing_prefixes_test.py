@@ -7,10 +7,13 @@ from itertools import count, islice, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.domain import Credit, LoadReport, Model, SiteIdentity
+from gateway.federation.directory import Directory
 from gateway.prompt import Chat, Images, Message
 from gateway.routing.prefixes import (
     ENDS,
     EPOCH_S,
+    EVICTED_AFTER,
     HINTED_SHARE,
     MAX_CHARS,
     MAX_HOLDERS,
@@ -171,6 +174,63 @@ def test_a_site_that_evicted_a_prefix_has_lost_all_older_ones() -> None:
     assert index.expected(older).at("b") == 1.0, "another site has lost nothing"
     index.record(old, "a", 30.0)
     assert index.expected(old).at("a") > 0.5, "it has computed it anew"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.booleans()), min_size=2, max_size=12), st.integers(1, 2_000)
+)
+def test_what_a_site_computed_is_lost_once_it_has_computed_more_than_fits_its_cache(
+    computed: list[tuple[int, bool]], room_tokens: int
+) -> None:
+    index, counted, totals = PrefixIndex(), 0, []
+    prefixes = [prefix_of(f"{number:04d}" * 64, "t", "m") for number in range(len(computed))]
+    index.record(prefixes[0], "a", 0.0)  # before the first report
+    for number, (tokens, is_elsewhere) in enumerate(computed):
+        index.advance("a", counted := counted + tokens, room_tokens)
+        if number and not is_elsewhere:
+            totals.append((number, counted))
+            index.record(prefixes[number], "a", 2 * EPOCH_S * number)
+    kept = [number for number, total in totals if total >= counted - EVICTED_AFTER * room_tokens]
+    found = [number for number, _ in totals if index.expected(prefixes[number]).by_site]
+    assert found == kept
+    assert bool(index.expected(prefixes[0]).by_site) == (len(kept) == len(totals))
+
+
+def test_a_site_that_does_not_say_what_it_computed_loses_nothing_by_it() -> None:
+    index, prefix = PrefixIndex(), prefix_of("x" * 512, "t", "m")
+    index.record(prefix, "a", 0.0)
+    for tokens, room_tokens in ((0, 100), (0, 0), (1_000, 0), (2_000, 0)):
+        index.advance("a", tokens, room_tokens)
+    index.advance("never met", 1_000, 100)
+    assert index.expected(prefix).at("a") == 1.0
+
+
+def test_a_site_that_starts_anew_counts_from_0() -> None:
+    index, before, after = PrefixIndex(), *(prefix_of(text * 512, "t", "m") for text in "xy")
+    index.record(before, "a", 0.0)
+    index.advance("a", 1_000_000, 100)
+    index.forget("a")
+    index.record(after, "a", 10.0)
+    for tokens in (50, 100):
+        index.advance("a", tokens, 100)
+        index.record(after, "a", 10.0)
+    index.advance("a", 250, 100)
+    assert (index.expected(before).at("a"), index.expected(after).at("a")) == (0.0, 1.0)
+    index.advance("a", 251, 100)
+    assert not index.expected(after).by_site
+
+
+def test_a_report_tells_what_a_site_has_lost() -> None:
+    directory, prefix = Directory(), prefix_of("x" * 512, "t", "m")
+    models = {"m": Model("m", "r", 4096, 0, "o")}
+    directory.join(SiteIdentity("a", "b", "c", "r", models, slots=8, kv_capacity_tokens=1_000), 0.0)
+    directory.prefixes.record(prefix, "a", 0.0)
+    for seq, (tokens, share) in enumerate(((5_000, 1.0), (6_500, 1.0), (6_501, 0.0)), 1):
+        report = LoadReport(seq, 0.0, computed_tokens_total=tokens)
+        directory.report("a", report, Credit())
+        if seq == 1:
+            directory.prefixes.record(prefix, "a", 0.0)
+        assert directory.prefixes.expected(prefix).at("a") == share
 
 
 def test_a_site_that_starts_anew_has_nothing() -> None:

@@ -277,6 +277,7 @@ def test_hello_and_load_carry_every_figure() -> None:
         2,
         0.25,
         17,
+        18,
         frozenset({"f"}),
     )
     (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
@@ -285,7 +286,8 @@ def test_hello_and_load_carry_every_figure() -> None:
     read = load_codec.load(load.load, 0.0)
     (got,) = read.devices
     assert astuple(got) == tuple(device)
-    assert (read.training, read.training_s_per_iteration, read.kv_extra_tokens) == (2, 0.25, 17)
+    assert (read.training, read.training_s_per_iteration) == (2, 0.25)
+    assert (read.kv_extra_tokens, read.computed_tokens_total) == (17, 18)
     (hello,) = codec.encode(replace(HELLO, trains=Trains(2, 64, 1.5)))
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
     assert unset == {"attempts"}
