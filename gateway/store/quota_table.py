@@ -62,9 +62,9 @@ class QuotaTable:
 
     async def set_tenant(self, name: str, *, best_priority: int, act: Act) -> Tenant:
         """Create or change a tenant."""
-        now = self._clock()
         async with self._engine.begin() as connection:
             number = await next_number(connection)
+            now = self._clock()  # after other changes have ended, so that the audit is in their order
             new = {"name": name, "created_at": now}
             before = await connection.scalar(select(tenants.c.best_priority).where(tenants.c.name == name))
             await connection.execute(insert_new(connection.dialect.name, tenants), new)
@@ -87,9 +87,9 @@ class QuotaTable:
 
         Takes effect within seconds. Raises UnknownSubject.
         """
-        now = self._clock()
         async with self._engine.begin() as connection:
             await lock_table(connection, quotas)  # two operators may set them at once
+            now = self._clock()
             subject = await _known(connection, scope, subject)
             before = _text(await _of(connection, scope, subject))
             kinds = [kind.value for kind in amounts]
