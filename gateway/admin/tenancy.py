@@ -87,6 +87,9 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         who = (await access.acting_operator(request)).who
         new = await body_of(request, NewKey)
         checked_name(new.name, "name"), checked_name(new.tenant, "tenant")
+        for param, scope in (("models", new.models), ("regions", new.regions)):
+            for name in scope or ():
+                checked_name(name, param)
         expires_at = None if new.days is None else time.time() + checked_days(new.days) * DAY_S
         async with translated_errors():
             key, secret = await store.keys.create_key(

@@ -50,9 +50,13 @@ def test_what_was_issued_is_listed_and_revoked(capsys: pytest.CaptureFixture[str
     (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
     assert (row["site"], row["state"], row["serial"]) == ("alpha", "ready", "ab")
     assert " ".join(sorted(row)) == "expires_at issued_at reason renewals revoked_at serial site state"
-    assert run(capsys, "pki", "revoke", "alpha", "--reason", "sold")[0] == 0
-    (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
-    assert (row["state"], row["reason"], row["serial"]) == ("revoked", "sold", None)
+    for nobody in ("alph", "b*"):
+        status, _, err = run(capsys, "pki", "revoke", nobody)
+        assert status == 0 and f"no certificate was issued to {nobody}: only its join secrets are void" in err
+    status, _, err = run(capsys, "pki", "revoke", "alpha", "--reason", "sold")
+    assert status == 0 and "no certificate" not in err
+    _, row, _ = json.loads(run(capsys, "pki", "list", "--json")[1])
+    assert (row["site"], row["state"], row["reason"], row["serial"]) == ("alpha", "revoked", "sold", None)
     assert row["revoked_at"] is not None
 
 
