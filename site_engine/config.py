@@ -331,7 +331,9 @@ def _parsed(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def _site_config(settings: dict[str, Any]) -> SiteConfig:
     if group := settings.pop("group", ""):
         settings["site"] = f"{settings.get('site', '')}/{group}".lstrip("/")
-    engine_of = "url" if settings.get("engine", "native") != "native" else "model"
+    engine = settings.get("engine", "native")
+    _require(engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
+    engine_of = "url" if engine != "native" else "model"
     missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
