@@ -40,6 +40,9 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
     status, err = start()
     assert status == 1 and err.startswith(f"{refused}the database has no tables yet")
     assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
+    (empty_folder / "file").touch()
+    status, err = start(outcomes="file")
+    assert status == 2 and err.startswith(f"{refused}outcomes can't be kept: ") and "'file'" in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         taken_one = f"at 127.0.0.1:{port}: taken, or not of this machine"
