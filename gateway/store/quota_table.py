@@ -109,19 +109,21 @@ class QuotaTable:
         return found
 
 
-async def _quotas(connection: AsyncConnection) -> list[Quota]:
+async def _quotas(
+    connection: AsyncConnection, only: Callable[[Any], tuple[ColumnElement[bool], ...]] = lambda _: ()
+) -> list[Quota]:
+    """Return the quotas of the subjects that the condition on a table's columns leaves, with their use."""
     used: dict[LimitId, int] = {}
-    for row in await connection.execute(select(quota_slices).where(known(quota_slices.c))):
+    slices = select(quota_slices).where(known(quota_slices.c), *only(quota_slices.c))
+    for row in await connection.execute(slices):
         used[id_of(row)] = used.get(id_of(row), 0) + row.used
-    listed = select(quotas).where(known(quotas.c)).order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind)
-    found = await connection.execute(listed)
+    listed = select(quotas).where(known(quotas.c), *only(quotas.c))
+    found = await connection.execute(listed.order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
     return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
 
 
 async def _of(connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
-    return [
-        each for each in await _quotas(connection) if (each.id.scope, each.id.subject) == (scope, subject)
-    ]
+    return await _quotas(connection, lambda columns: (columns.scope == scope, columns.subject == subject))
 
 
 async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:
