@@ -118,10 +118,15 @@ class Client:
                     raise error_from_response(response.status_code, response.read().decode(errors="replace"))
                 for data in response.iter_bytes():
                     file.write(data)
+            if not is_special:
+                partial.replace(target)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        if not is_special:
-            partial.replace(target)
+        except OSError as error:
+            raise CommandFailed(f"{target} was not written", cause=error.strerror or str(error)) from error
+        finally:
+            if not is_special:
+                partial.unlink(missing_ok=True)
 
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any

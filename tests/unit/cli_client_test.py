@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -255,6 +255,27 @@ def test_a_special_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [pipe]
     finally:
         os.close(reading)
+
+
+def test_a_file_that_is_not_complete_leaves_no_part(tmp_path: Path) -> None:
+    """The part kept a full disk full, and nothing said which file it was."""
+
+    def broken() -> Iterator[bytes]:
+        yield b"answers"
+        raise httpx.ReadError("the connection ended")
+
+    def full(_: httpx.Request) -> httpx.Response:
+        (tmp_path / "a.jsonl.part").unlink(missing_ok=True)
+        (tmp_path / "a.jsonl.part").symlink_to("/dev/full")
+        return httpx.Response(200, content=b"answers")
+
+    with pytest.raises(GatewayUnavailable):
+        client(lambda _: httpx.Response(200, content=broken())).download("/v1/x", tmp_path / "a.jsonl")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CommandFailed, match=r"a\.jsonl was not written") as failure:
+        client(full).download("/v1/x", tmp_path / "a.jsonl")
+    assert failure.value.cause == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gateway_on_this_machine_is_asked_without_loading_certificates(
