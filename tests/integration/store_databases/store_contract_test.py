@@ -15,7 +15,7 @@ from gateway.operator_orders import Order
 from gateway.quotas.limits import Kind, Scope
 from gateway.store import keys, retention
 from gateway.store.audit import Act, add_entry
-from gateway.store.database import lock_table, open_engine
+from gateway.store.database import open_engine
 from gateway.store.errors import StoreError
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.orders import OrderTable
@@ -26,7 +26,6 @@ from gateway.store.retention import DAY_S, Retention, RetentionPeriods
 from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.snapshots import ReplicaSummary, SnapshotTable
 from gateway.store.store import open_store
-from gateway.store.tables import quotas
 from gateway.store.writer import DatabaseWriter
 from tests.support.fakes.store import RECEIVED_AT, outcome
 
@@ -335,28 +334,6 @@ def test_operators_who_act_at_once_follow_each_other(url: str) -> None:
         assert [len(each) for each in found] == [1] * 8
         for engine in engines:
             await engine.dispose()
-
-    asyncio.run(main())
-
-
-def test_a_change_that_waited_for_another_stands_behind_it_in_the_audit(url: str) -> None:
-    """The audit is sorted by time: with that of its request a change stood before the one it replaced."""
-    now = [1.0]
-
-    async def main() -> None:
-        engine = open_engine(url)
-        table = QuotaTable(engine, clock=lambda: now[0])
-        await table.set_tenant("shop", best_priority=0, act=Act("ops"))
-        async with engine.begin() as other:
-            await lock_table(other, quotas)
-            change = table.set_quotas(Scope.TENANT, "shop", {Kind.TOKENS: 10}, Act("ops"))
-            waiting = asyncio.create_task(change)
-            await asyncio.sleep(0)  # it has begun
-            now[0] = 3.0
-            await add_entry(other, Act("ops"), 2.0, action="the first", before="", after="")
-        await waiting
-        assert [each.at for each in await OrderTable(engine).entries(9)] == [3.0, 2.0, 1.0]
-        await engine.dispose()
 
     asyncio.run(main())
 
