@@ -225,7 +225,7 @@ def _start_forecasts(config: GatewayConfig, directory: Directory) -> ForecastSer
     forecasts = ForecastService(
         _forecaster(config, histogram),
         histogram,
-        outcome_log=OutcomeLog(config.outcomes) if config.outcomes else None,
+        outcome_log=_outcome_log(config),
         parent_of=directory.parent_of,
     )
     forecasts.start()
@@ -353,6 +353,13 @@ def _routes_of_file(config: GatewayConfig) -> list[ModelRoute]:
         return read_file(config.routes) if config.routes else []
     except ValueError as exc:
         raise ConfigError(f"routes: {exc}") from exc
+
+
+def _outcome_log(config: GatewayConfig) -> OutcomeLog | None:
+    try:
+        return OutcomeLog(config.outcomes) if config.outcomes else None
+    except OSError as exc:
+        raise ConfigError(f"outcomes can't be kept: {exc}") from exc
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:

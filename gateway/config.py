@@ -220,7 +220,7 @@ def _sources(
     if path is not None:
         try:
             sources.append((str(path), tomllib.loads(path.read_text())))
-        except (OSError, tomllib.TOMLDecodeError) as exc:
+        except (OSError, ValueError) as exc:  # of TOML, or of UTF-8
             raise ConfigError(f"{path} can't be read: {exc}") from exc
     prefix = "MICO_GATEWAY_"
     names = (key for key in env if key.startswith(prefix) and not SERVICE_LINK.fullmatch(key, len(prefix)))
@@ -231,13 +231,26 @@ def _sources(
 def _convert(key: str, kind: str, value: Any, source: str) -> Any:
     try:
         if kind.startswith("tuple"):
-            items = value.split(",") if isinstance(value, str) else map(str, value)
+            items = value.split(",") if isinstance(value, str) else map(_text, _list(value))
             return tuple(item for item in map(str.strip, items) if item)  # an empty one lets every site in
         if kind.startswith("Path"):
             return Path(value) if value != "" or "None" not in kind else None
         return _KINDS[kind](value)
     except (TypeError, ValueError, OverflowError) as exc:
-        raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind}") from exc
+        shown = "a value of another type" if key in _SECRETS else repr(value)
+        raise ConfigError(f"{key} in {source} is {shown}; it must be {kind}") from exc
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(value)
+    return list(value)
 
 
 def _integer(value: Any) -> int:
@@ -255,9 +268,10 @@ def _number(value: Any) -> float:
     return number
 
 
+_SECRETS = frozenset(each.name for each in fields(GatewayConfig) if not each.repr)
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "int": _integer,
     "int | None": lambda value: None if value == "" else _integer(value),
     "float": _number,
-    "str": str,
+    "str": _text,
 }

@@ -5,6 +5,7 @@ Does not import anything heavy: each command imports what it needs when it runs.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from mico.commands import (
 )
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Session
+
+log = logging.getLogger(__name__)
 
 DEBUG_TIP = "mico --debug shows where"
 EXTRAS_TIP = "./dev setup in a checkout installs all; else install Mico with the extra that it belongs to"
@@ -114,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A failure prints at most three lines on stderr, and a traceback only with --debug.
     """
+    open_closed_streams()
     replace_undecodable_text()
     try:
         app(arguments, prog_name="mico")
@@ -134,7 +138,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_failure(undecodable)
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else 1
+    except Exception as error:
+        if logging.root.handlers:  # a gateway or a site: its log keeps the traceback
+            log.critical("a fault ends this process", exc_info=error)
+        fault = CommandFailed("mico met a fault of its own", cause=repr(error), tip=DEBUG_TIP)
+        return report_failure(fault, error)
     return 0
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed (`>&-`), which Python leaves None.
+
+    Data that is written to a closed stdout is an OSError, as for a full disk.
+    """
+    modes = {"stdin": "r", "stdout": "r", "stderr": "w"}  # stdout too, or data would be lost in silence
+    for name, mode in modes.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123  as long as the process
 
 
 def replace_undecodable_text() -> None:
@@ -144,9 +164,9 @@ def replace_undecodable_text() -> None:
             stream.reconfigure(errors="replace")
 
 
-def report_failure(failure: CommandFailed) -> int:
-    """Print a failure on stderr and return its exit status; with --debug, raise it."""
+def report_failure(failure: CommandFailed, source: Exception | None = None) -> int:
+    """Print a failure on stderr and return its exit status; with --debug, raise it or its `source`."""
     if "MICO_DEBUG" in os.environ:
-        raise failure
+        raise source or failure
     sys.stderr.write("\n".join(failure.lines()) + "\n")
     return failure.exit_code

@@ -31,6 +31,17 @@ class StreamEvent:
     headers: dict[str, str]
 
 
+class Answer(dict[str, Any]):
+    """A JSON object of an answer. Raises CommandFailed for a key that it lacks."""
+
+    def __missing__(self, key: str) -> Any:
+        raise CommandFailed(
+            "the gateway's answer is not understood",
+            cause=f"it has no {key!r}: another version of Mico, or another program",
+            tip="mico doctor shows its version; --base-url or MICO_BASE_URL names another",
+        )
+
+
 class Client:
     """A gateway's API. `base_url` ends in /v1, as in OpenAI's SDK; the admin API is at the root beside it.
 
@@ -107,10 +118,15 @@ class Client:
                     raise error_from_response(response.status_code, response.read().decode(errors="replace"))
                 for data in response.iter_bytes():
                     file.write(data)
+            if not is_special:
+                partial.replace(target)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        if not is_special:
-            partial.replace(target)
+        except OSError as error:
+            raise CommandFailed(f"{target} was not written", cause=error.strerror or str(error)) from error
+        finally:
+            if not is_special:
+                partial.unlink(missing_ok=True)
 
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any
@@ -121,13 +137,13 @@ class Client:
             response = self.http.request(method, self.root + path, json=body, **options)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        except ValueError as error:
+        except (ValueError, httpx.InvalidURL) as error:
             raise CommandFailed("that can't be sent", cause=str(error)) from error
         if response.is_error:
             raise error_from_response(response.status_code, response.text)
         try:
-            answer = response.json()
-        except ValueError:
+            answer = response.json(object_hook=Answer)
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise CommandFailed(
@@ -196,8 +212,8 @@ def error_from_response(status: int, text: str) -> CommandFailed:
     """Convert an error response, in OpenAI's shape or any other, into a CommandFailed."""
     try:
         cause = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        cause = text[:200]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        cause = " ".join(text[:200].split())
     if status == 401:
         tip = "mico keys create NAME makes a key; --api-key or MICO_API_KEY passes it"
         return CommandFailed(

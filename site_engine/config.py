@@ -58,7 +58,7 @@ _AT_LEAST_ZERO = (
 
 
 MAX_NAME_CHARS = 200
-"""Of a model; gateways take no longer names."""
+"""Of a model or a site; gateways take no longer names."""
 
 
 class VariantConfig(NamedTuple):
@@ -140,6 +140,8 @@ class SiteConfig:
         _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
         for name in ("site", "gateways", "model" if self.engine == "native" else "url"):
             _require(bool(getattr(self, name)), name, "must be set")
+        named = len(self.site) <= MAX_NAME_CHARS and self.site.isprintable()
+        _require(named, "site", f"has at most {MAX_NAME_CHARS} printable characters")
         self._check_server()
         for address in self.gateways:
             _require(_is_address(address), "gateways", f"has {address!r}, which is not host:port")
@@ -331,7 +333,9 @@ def _parsed(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def _site_config(settings: dict[str, Any]) -> SiteConfig:
     if group := settings.pop("group", ""):
         settings["site"] = f"{settings.get('site', '')}/{group}".lstrip("/")
-    engine_of = "url" if settings.get("engine", "native") != "native" else "model"
+    engine = settings.get("engine", "native")
+    _require(engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
+    engine_of = "url" if engine != "native" else "model"
     missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)

@@ -86,7 +86,7 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     async def create_key(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
         new = await body_of(request, NewKey)
-        checked_name(new.name, "name"), checked_name(new.tenant, "tenant")
+        _check_names(new)
         expires_at = None if new.days is None else time.time() + checked_days(new.days) * DAY_S
         async with translated_errors():
             key, secret = await store.keys.create_key(
@@ -241,6 +241,14 @@ def checked_name(name: str, param: str) -> str:
     if not is_valid_name(name):
         raise BadRequest(f"{param} has {NAME_RULE}", param=param)
     return name
+
+
+def _check_names(key: NewKey) -> None:
+    """Raise BadRequest where the key, its tenant or what it is held to has a name that nothing can have."""
+    checked_name(key.name, "name"), checked_name(key.tenant, "tenant")
+    for param, names in (("models", key.models), ("regions", key.regions)):
+        for name in names or ():
+            checked_name(name, param)
 
 
 def key_facts(key: KeyInfo) -> dict[str, Any]:

@@ -62,9 +62,9 @@ class QuotaTable:
 
     async def set_tenant(self, name: str, *, best_priority: int, act: Act) -> Tenant:
         """Create or change a tenant."""
-        now = self._clock()
         async with self._engine.begin() as connection:
             number = await next_number(connection)
+            now = self._clock()  # after other changes have ended, so that the audit is in their order
             new = {"name": name, "created_at": now}
             before = await connection.scalar(select(tenants.c.best_priority).where(tenants.c.name == name))
             await connection.execute(insert_new(connection.dialect.name, tenants), new)
@@ -87,9 +87,9 @@ class QuotaTable:
 
         Takes effect within seconds. Raises UnknownSubject.
         """
-        now = self._clock()
         async with self._engine.begin() as connection:
             await lock_table(connection, quotas)  # two operators may set them at once
+            now = self._clock()
             subject = await _known(connection, scope, subject)
             before = _text(await _of(connection, scope, subject))
             kinds = [kind.value for kind in amounts]
@@ -109,19 +109,21 @@ class QuotaTable:
         return found
 
 
-async def _quotas(connection: AsyncConnection) -> list[Quota]:
+async def _quotas(
+    connection: AsyncConnection, only: Callable[[Any], tuple[ColumnElement[bool], ...]] = lambda _: ()
+) -> list[Quota]:
+    """Return the quotas of the subjects that the condition on a table's columns leaves, with their use."""
     used: dict[LimitId, int] = {}
-    for row in await connection.execute(select(quota_slices).where(known(quota_slices.c))):
+    slices = select(quota_slices).where(known(quota_slices.c), *only(quota_slices.c))
+    for row in await connection.execute(slices):
         used[id_of(row)] = used.get(id_of(row), 0) + row.used
-    listed = select(quotas).where(known(quotas.c)).order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind)
-    found = await connection.execute(listed)
+    listed = select(quotas).where(known(quotas.c), *only(quotas.c))
+    found = await connection.execute(listed.order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
     return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
 
 
 async def _of(connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
-    return [
-        each for each in await _quotas(connection) if (each.id.scope, each.id.subject) == (scope, subject)
-    ]
+    return await _quotas(connection, lambda columns: (columns.scope == scope, columns.subject == subject))
 
 
 async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:

@@ -35,10 +35,17 @@ class SingleHopConnection(aiosqlite.Connection):
 
     @classmethod
     async def connect(cls, database: str, **settings: Any) -> Self:
-        """Connect as SQLAlchemy's dialect does: with a daemon thread, which lets the process end."""
+        """Connect as SQLAlchemy's dialect does: with a daemon thread, which lets the process end.
+
+        Raises sqlite3.Error once the thread has ended: a loop that was closed before could not be told.
+        """
         connection = cls(lambda: sqlite3.connect(database, **settings), 64)
         connection._thread.daemon = True
-        return await connection  # type: ignore[return-value]
+        try:
+            return await connection  # type: ignore[return-value]
+        except sqlite3.Error:
+            connection._thread.join()
+            raise
 
     def cursor(self) -> Cursor:  # type: ignore[override]
         return Cursor(self)

@@ -57,8 +57,8 @@ def run(
     client = session.client(*gateway)
     source = request_file(*requests)
     answers = output or source.with_suffix(".out.jsonl")
-    for place in (answers, errors_path(answers)):
-        check_output_file(place, source=source)
+    check_output_file(answers, source=source)
+    check_output_file(errors_path(answers), source=source)
     batch = upload_and_submit(session, client, source, endpoint, order)
     session.terminal.info(f"{batch['id']} is submitted")
     wait_and_fetch(session, client, batch["id"], answers, as_json)

@@ -39,11 +39,11 @@ def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None
     """Let a site hang: it keeps its connections and is silent."""
     from mico.commands.operate import duration
 
-    session = session_of(context)
+    session, lasts_s = session_of(context), duration(lasts)
     process = select_site(session, site)
     with suspended(process):
         session.terminal.info(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
-        sleep_until_interrupted(duration(lasts))
+        sleep_until_interrupted(lasts_s)
     session.terminal.info(f"{process.name} goes on and joins again")
 
 

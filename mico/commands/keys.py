@@ -35,6 +35,10 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_names(names: list[str] | None) -> list[str] | None:
+    return names and [check_name(name) for name in names]
+
+
 @app.command("create")
 def create(
     context: typer.Context,
@@ -43,9 +47,12 @@ def create(
     tenant: Annotated[
         str, typer.Option(callback=check_name, help="The tenant that pays for its use.")
     ] = "default",
-    model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(callback=check_names, help="Allow this model only; repeatable.")
+    ] = None,
     region: Annotated[
-        list[str] | None, typer.Option(help="Use sites of this region only; repeatable.")
+        list[str] | None,
+        typer.Option(callback=check_names, help="Use sites of this region only; repeatable."),
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
     days: Annotated[
@@ -158,9 +165,10 @@ def revoke(
 
 def audit_act(reason: str) -> Act:
     """Return the audit's record of an act by the user of this shell."""
+    from gateway.operator_orders import clean_reason
     from gateway.store.audit import AT_THE_COMMAND_LINE, Act
 
-    return Act(f"{user_name()} at the {AT_THE_COMMAND_LINE}", reason)
+    return Act(f"{user_name()} at the {AT_THE_COMMAND_LINE}", clean_reason(reason))
 
 
 def user_name() -> str:

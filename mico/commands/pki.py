@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.wording import several
+from mico.commands.keys import check_name
 from mico.errors import CommandFailed
 from mico.options import Database, Json
 from mico.session import session_of
@@ -27,7 +28,7 @@ TIP = "mico pki init makes one; --pki names its folder"
 app = typer.Typer(help="Certificates of sites.", no_args_is_help=True)
 
 PkiFolder = Annotated[Path, typer.Option("--pki", envvar="MICO_GATEWAY_PKI", help="The authority's folder.")]
-Site = Annotated[str, typer.Argument(help="The name that the site joins with.")]
+Site = Annotated[str, typer.Argument(callback=check_name, help="The name that the site joins with.")]
 
 
 @app.command("init")
@@ -101,11 +102,17 @@ def revoke(
     """
     session = session_of(context)
 
-    async def work(store: Store) -> float:
-        return await store.certificates.revoke(site, reason)
+    async def work(store: Store) -> tuple[bool, float]:
+        issued = [each.site for each in await store.certificates.list_sites()]
+        pool = site[:-1] if site.endswith("*") else None
+        is_known = any(name == site if pool is None else name.startswith(pool) for name in issued)
+        return is_known, await store.certificates.revoke(site, reason)
 
-    behind_s = session.with_store(database, work) - time.time()
+    is_known, revoked_at = session.with_store(database, work)
+    behind_s = revoked_at - time.time()
     session.terminal.info(f"{site} is revoked; mico pki invite {site} lets it back in")
+    if not is_known:
+        session.terminal.info(f"no certificate was issued to {site}: only its join secrets are void")
     if behind_s > 0:
         again_s = math.ceil(behind_s + 1)  # join secrets are dated in whole seconds
         session.terminal.info(f"this machine's clock is behind: invite it after {again_s} s, not before")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mico.commands.keys import SECONDS_A_DAY, format_time
+from mico.commands.keys import MAX_DAYS, SECONDS_A_DAY, format_time
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Database, Json, Limit
 from mico.session import session_of
@@ -26,7 +26,7 @@ def usage(
     by: Annotated[
         str, typer.Option(help=f"Added up by {', '.join(BY[:-1])} or {BY[-1]}, or several: a,b.")
     ] = BY[0],
-    days: Annotated[float, typer.Option(min=0.01, help="Number of days to look back.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.01, max=MAX_DAYS, help="Number of days to look back.")] = 30.0,
     money: Annotated[bool, typer.Option(help="What it cost, and would have cost elsewhere.")] = False,
     database: Database = None,
     as_json: Json = False,

@@ -58,9 +58,13 @@ UNEQUAL_SITES = (
 )
 """(slots, slowdown, round trip in seconds), which `--sites N` takes in turn."""
 
+NUMBER = r"(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
+SITES = re.compile(r"0*[1-9]\d{0,3}", re.ASCII)
 GROUP = re.compile(
-    r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtts_ms>[\d.]+(\+[\d.]+)*))?(/(?P<kv>\d+))?"
-    r"(:(?P<usd>[\d.]+))?(=(?P<region>[\w-]+))?"
+    rf"(?P<count>\d{{1,4}})x(?P<slots>\d{{1,6}})(@(?P<slower>{NUMBER}))?"
+    rf"(~(?P<rtts_ms>{NUMBER}(\+{NUMBER})*))?(/(?P<kv>\d{{1,12}}))?"
+    rf"(:(?P<usd>{NUMBER}))?(=(?P<region>[\w-]+))?",
+    re.ASCII,
 )
 
 
@@ -71,7 +75,7 @@ def sites_of(text: str) -> list[SiteSpec]:
     the reference, round trip in ms, KV tokens, USD per million response tokens, region; all but the first two
     may be left out. `~5+250` are the round trips of two gateways.
     """
-    if text.isdecimal() and int(text) > 0:
+    if SITES.fullmatch(text):
         specs = [SiteSpec.of("", *UNEQUAL_SITES[i % len(UNEQUAL_SITES)]) for i in range(int(text))]
     else:
         specs = [spec for part in text.split(",") for spec in _group(part.strip())]
@@ -83,7 +87,7 @@ def _group(text: str) -> list[SiteSpec]:
     if found is None or int(found["slots"]) == 0 or float(found["slower"] or 1) <= 0:
         raise CommandFailed(
             f"{text!r} is no group of sites",
-            cause="expected a number of sites, or "
+            cause="expected a number of sites, at most 9999, or "
             "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS[+RTT_MS…]][/KV_TOKENS][:USD_PER_MTOK][=REGION],…",
             tip="for example --sites 9, or --sites 2x16@1.0~5,1x32@2.2~250",
             exit_code=ExitCode.WRONG_USAGE,

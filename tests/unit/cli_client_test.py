@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -148,10 +148,10 @@ def test_a_refusal_is_told_in_the_gateways_own_words(status: int, code: ExitCode
 
 
 def test_a_refusal_that_is_not_json_is_still_told() -> None:
-    gateway = client(lambda _: httpx.Response(502, text="<html>bad gateway"))
+    gateway = client(lambda _: httpx.Response(502, text="<html>\n<b>\tbad gateway"))
     with pytest.raises(CommandFailed, match="502") as failure:
         gateway.get("/v1/models")
-    assert failure.value.cause == "<html>bad gateway"
+    assert failure.value.cause == "<html> <b> bad gateway"
 
 
 def test_no_gateway_is_a_failure_with_a_tip() -> None:
@@ -186,7 +186,16 @@ def test_an_address_with_or_without_its_end_is_the_same() -> None:
     assert set(asked) == {"http://gateway/v1/chat/completions"}
 
 
-@pytest.mark.parametrize("text", ["<html>", "", "[]", "null"])
+def test_an_answer_of_another_shape_is_told() -> None:
+    """`mico sites list` and `mico doctor` ended with a KeyError before another version or another server."""
+    answer = client(lambda _: httpx.Response(200, json={"sites": [{"name": "a"}]})).get("/admin/api/sites")
+    for found, key in ((answer, "routes"), (answer["sites"][0], "slots")):
+        with pytest.raises(CommandFailed, match="answer is not understood") as failure:
+            found[key]
+        assert f"it has no {key!r}: another version of Mico" in failure.value.cause
+
+
+@pytest.mark.parametrize("text", ["<html>", "", "[]", "null", "[" * 100_000])
 def test_what_is_no_gateway_is_told(text: str) -> None:
     with pytest.raises(CommandFailed, match="no gateway of Mico"):
         client(lambda _: httpx.Response(200, text=text)).get("/v1/models")
@@ -246,6 +255,27 @@ def test_a_special_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [pipe]
     finally:
         os.close(reading)
+
+
+def test_a_file_that_is_not_complete_leaves_no_part(tmp_path: Path) -> None:
+    """The part kept a full disk full, and nothing said which file it was."""
+
+    def broken() -> Iterator[bytes]:
+        yield b"answers"
+        raise httpx.ReadError("the connection ended")
+
+    def full(_: httpx.Request) -> httpx.Response:
+        (tmp_path / "a.jsonl.part").unlink(missing_ok=True)
+        (tmp_path / "a.jsonl.part").symlink_to("/dev/full")
+        return httpx.Response(200, content=b"answers")
+
+    with pytest.raises(GatewayUnavailable):
+        client(lambda _: httpx.Response(200, content=broken())).download("/v1/x", tmp_path / "a.jsonl")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CommandFailed, match=r"a\.jsonl was not written") as failure:
+        client(full).download("/v1/x", tmp_path / "a.jsonl")
+    assert failure.value.cause == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gateway_on_this_machine_is_asked_without_loading_certificates(

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
+import typer.main
+from typer import BadParameter
+
+from mico.cli import app
 from mico.command_docs import command_pages, write
 
-FOLDER = Path(__file__).parents[2] / "docs" / "commands"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "commands"
+BLOCK = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\$ )?mico ([^|;&\n]+)", re.MULTILINE)
+
+
+def documented_commands() -> Iterator[Any]:
+    """Yield the words of each command in a code block of the README and of the guides."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in BLOCK.findall(page.read_text()):
+            for line in COMMAND.findall(block.replace("\\\n", " ")):
+                words = shlex.split(line, comments=True)
+                if words and re.fullmatch(r"[a-z-]+", words[0]):
+                    yield pytest.param(words, id=f"{page.name}: {' '.join(words)[:60]}")
+
+
+@pytest.mark.parametrize("words", list(documented_commands()))
+def test_a_command_in_the_guides_is_understood(words: list[str]) -> None:
+    """`mico chat "Why is the sky blue?"` stood in a guide, and is wrong usage."""
+    command: Any = typer.main.get_command(app)
+    while len(words) and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    names_files = {"CORPUS", "ARTIFACT", "person.json"}.intersection(words)
+    expected: Any = pytest.raises(BadParameter, match="does not exist") if names_files else nullcontext()
+    with expected:
+        command.make_context("mico", words)
 
 
 def test_the_pages_are_up_to_date() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mico.cli import DEBUG_TIP, main
+from mico.session import Session
 from tests.support.command_line import leave_environment, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,9 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
     status, err = start()
     assert status == 1 and err.startswith(f"{refused}the database has no tables yet")
     assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
+    (empty_folder / "file").touch()
+    status, err = start(outcomes="file")
+    assert status == 2 and err.startswith(f"{refused}outcomes can't be kept: ") and "'file'" in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         taken_one = f"at 127.0.0.1:{port}: taken, or not of this machine"
@@ -84,6 +88,14 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
             1,
             "the database did not answer",
         ),
+        (("keys", "create", "ann", "--model", ""), 2, "1 to 200 printable"),
+        (("keys", "create", "ann", "--region", "a\nb"), 2, "1 to 200 printable"),
+        (("pki", "invite", ""), 2, "1 to 200 printable"),
+        (("pki", "revoke", ""), 2, "1 to 200 printable"),
+        (("usage", "--days", "inf"), 2, "36500"),
+        (("usage", "--days", "nan"), 2, "Invalid value"),
+        (("batch", "show", "x" * 100_000), 1, "that can't be sent"),
+        (("batch", "run", "-i", __file__, "-o", ""), 2, "nothing can be written to ."),
         (("pki", "list"), 1, "mico db upgrade"),
         (("pki", "invite", "a"), 1, "mico pki init"),
         (("keys", "rotate", "k", "--overlap", "soon"), 2, "such as 90s"),
@@ -203,6 +215,36 @@ def test_a_refusal_of_the_machine_is_no_traceback(
         1,
         f"error: the machine refused\ncause: somewhere: No space left on device\ntip: {DEBUG_TIP}\n",
     )
+
+
+@pytest.mark.parametrize("variable", ["", "MICO_DEBUG"])
+def test_a_fault_of_the_program_is_a_traceback_only_with_debug(
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object, **__: object) -> None:
+        raise TypeError("a list was expected")
+
+    monkeypatch.setattr(Session, "open", wrong)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(TypeError, match="a list was expected"):
+            main(["status"])
+        return
+    status, out, err = run(capsys, "status")
+    assert (status, out) == (1, "")
+    cause = "cause: TypeError('a list was expected')"
+    assert err.splitlines() == ["error: mico met a fault of its own", cause, f"tip: {DEBUG_TIP}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("closed", "status"), [("<&-", 0), (">&-", 1), ("2>&-", 0)])
+def test_a_closed_stream_is_no_traceback_and_data_is_not_lost_in_silence(closed: str, status: int) -> None:
+    command = f'"{sys.executable}" -m mico config show --json {closed}'
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    expected = f"error: the machine refused\ncause: not writable\ntip: {DEBUG_TIP}\n" if status else ""
+    assert done.stderr == expected
 
 
 def test_what_a_terminal_cant_show_is_a_question_mark(empty_folder: Path) -> None:

@@ -42,6 +42,23 @@ def test_an_invitation_is_for_one_site_and_goes_to_stdout_alone(
     assert (made.site, made.expires_at - made.issued_at) == ("alpha", 2 * 86_400)
 
 
+def test_an_authority_that_found_no_room_does_not_stand_in_the_way_of_the_next(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    """A key without a certificate was an authority to `init`, and none to `invite`, which named `init`."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for write in ("pathlib.Path.write_bytes", "os.fdopen"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(write, full)
+            status, _, err = run(capsys, "pki", "init")
+            assert status == 1 and "No space left on device" in err
+        assert list((here / "pki").iterdir()) == []
+    assert run(capsys, "pki", "init")[0] == 0
+
+
 def test_what_was_issued_is_listed_and_revoked(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     run(capsys, "db", "upgrade")
     assert run(capsys, "pki", "list", "--json")[1].strip() == "[]"
@@ -50,9 +67,13 @@ def test_what_was_issued_is_listed_and_revoked(capsys: pytest.CaptureFixture[str
     (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
     assert (row["site"], row["state"], row["serial"]) == ("alpha", "ready", "ab")
     assert " ".join(sorted(row)) == "expires_at issued_at reason renewals revoked_at serial site state"
-    assert run(capsys, "pki", "revoke", "alpha", "--reason", "sold")[0] == 0
-    (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
-    assert (row["state"], row["reason"], row["serial"]) == ("revoked", "sold", None)
+    for nobody in ("alph", "b*"):
+        status, _, err = run(capsys, "pki", "revoke", nobody)
+        assert status == 0 and f"no certificate was issued to {nobody}: only its join secrets are void" in err
+    status, _, err = run(capsys, "pki", "revoke", "alpha", "--reason", "sold")
+    assert status == 0 and "no certificate" not in err
+    _, row, _ = json.loads(run(capsys, "pki", "list", "--json")[1])
+    assert (row["site"], row["state"], row["reason"], row["serial"]) == ("alpha", "revoked", "sold", None)
     assert row["revoked_at"] is not None
 
 

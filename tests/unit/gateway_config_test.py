@@ -28,6 +28,11 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"http_port": 65_000}, "metrics_port is 66000"),
         ({"http_port": True}, "must be int"),
         ({"http_port": 8080.7}, "must be int"),
+        ({"name": 3}, "name in the command line is 3; it must be str"),
+        ({"host": ["a"]}, "must be str"),
+        ({"peers": {"a": 1}}, "must be tuple"),
+        ({"peers": [1]}, "must be tuple"),
+        ({"site_tokens": [1234567]}, "site_tokens in the command line is a value of another type"),
         ({"http_port": 99999}, "from 0 to 65535"),
         ({"mtls_port": -1}, "from 0 to 65535"),
         ({"answer_within_s": "nan"}, "must be float"),
@@ -72,9 +77,10 @@ def test_secrets_are_not_shown() -> None:
     assert "canary" not in shown
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"= 3", b"\xff"])
+def test_a_broken_file_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "broken.toml"
-    file.write_text("= 3")
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broken\.toml can't be read"):
         load(file)
 

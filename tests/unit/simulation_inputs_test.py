@@ -27,6 +27,14 @@ from predictor.outcome_log import OutcomeLog
 QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
 
 
+@pytest.mark.parametrize(
+    "text", ["", "0", "10000", "9" * 5000, "99999999x8", "1x" + "9" * 5000, "1x8@1..2", "1x8~.", "1x8:1.2.3"]
+)
+def test_what_describes_no_sites_is_refused_before_any_is_made(text: str) -> None:
+    with pytest.raises(CommandFailed, match="is no group of sites"):
+        sites_of(text)
+
+
 PLAN = """
 [pool.eu]
 cloud = "aws"

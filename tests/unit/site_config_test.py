@@ -84,6 +84,9 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
     [
         ({"slot": 3}, "slot, which is unknown; did you mean slots"),
         ({"slots": 0}, "slots is 0; it must be at least 1"),
+        ({"site": "a" * 201}, "site has at most 200 printable characters"),
+        ({"site": "a\tb"}, "site has at most 200 printable characters"),
+        ({"engine": "natve"}, "engine must be one of native, openai"),
         ({"slots": "many"}, "slots cannot be 'many'"),
         ({"slots": 64, "token_budget": 10}, "token_budget is 10; it must cover"),
         ({"gateways": "nowhere"}, "gateways has 'nowhere', which is not host:port"),

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import open_engine
@@ -105,5 +106,19 @@ def test_a_statement_that_was_cancelled_while_it_waited_for_the_lock_is_undone(f
         await names.execute("SELECT name FROM things ORDER BY name")
         assert await names.fetchall() == [("theirs",), ("theirs too",)]
         await ours.close()
+
+    asyncio.run(main())
+
+
+def test_a_database_that_cannot_be_opened_leaves_no_thread_of_its_own(tmp_path: Path) -> None:
+    """The thread reported to a loop that was closed by then: `mico keys list` ended with a traceback."""
+
+    async def main() -> None:
+        engine = open_engine(f"sqlite:///{tmp_path}")  # a folder
+        with pytest.raises(OperationalError):
+            async with engine.connect():
+                pass
+        assert [each.name for each in threading.enumerate() if "connection_worker" in each.name] == []
+        await engine.dispose()
 
     asyncio.run(main())

@@ -83,7 +83,12 @@ class Authority:
         made = cls(certificate, key)
         folder.mkdir(parents=True, exist_ok=True)
         write_secret(folder / KEY, _private(key))
-        (folder / CERTIFICATE).write_bytes(made.pem)
+        try:
+            (folder / CERTIFICATE).write_bytes(made.pem)
+        except OSError:  # a part of an authority would stand in the way of the next attempt
+            (folder / CERTIFICATE).unlink(missing_ok=True)
+            (folder / KEY).unlink()
+            raise
         return made
 
     @classmethod
@@ -169,8 +174,13 @@ def read_site(pem: bytes) -> SiteCertificate:
 
 def write_secret(path: Path, content: bytes) -> None:
     """Create a file that only its owner can read, from the first moment on."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _builder(

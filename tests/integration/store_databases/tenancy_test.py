@@ -143,6 +143,8 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
         ("keys", {"name": "x", "days": 0, "reason": "x"}, "days"),
         ("keys", {"name": "x", "days": 1e308, "reason": "x"}, "days"),
         ("keys", {"name": "x", "reason": "\0"}, "reason"),
+        ("keys", {"name": "x", "models": [""], "reason": "x"}, "models"),
+        ("keys", {"name": "x", "regions": ["eu", "y" * 201], "reason": "x"}, "regions"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nothing_changes(
@@ -251,7 +253,7 @@ def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
     mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "many", status=1)
     refused = mico("quotas", "set", "--tenant", "nobody", "--tokens-per-min", "5", status=1)
     assert str(refused) == "there is no tenant 'nobody'"
-    mico("keys", "revoke", new["id"], "--reason", "done")
+    mico("keys", "revoke", new["id"], "--reason", "\ndone\n")
 
     audited = mico("audit")
     assert sorted(entry["action"].split()[0] for entry in audited) == [
