@@ -162,7 +162,7 @@ class FakeEngine:
     def load(self) -> LoadFigures:
         waiting = sum(len(each.prompt) for each in self.pending.values())
         return LoadFigures(
-            running=len(self.running) + len(self.cancelled),  # which end with the next step
+            running=len(self.running),
             pending=len(self.pending),
             token_load=float(waiting),
             kv_free_tokens=CONTEXT_TOKENS * (self.slots - len(self.running)),

@@ -6,6 +6,7 @@
 A process is identified by its pid and its start time: a reused pid is never signalled.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -89,7 +90,8 @@ def stop(spec: dict[str, Any]) -> None:
         pid = living(folder)
         if pid is None:
             break
-        os.killpg(pid, signum)
+        with contextlib.suppress(ProcessLookupError):  # it may end meanwhile
+            os.killpg(pid, signum)
         deadline = time.monotonic() + wait_s
         while living(folder) and time.monotonic() < deadline:
             time.sleep(POLL_S)
