@@ -382,7 +382,7 @@ def test_a_quota_is_on_the_page(page: Browser, federation: LocalFederation) -> N
 def test_signing_out_ends_the_feed(page: Browser) -> None:
     page.click("#leave")
     page.until("document.querySelector('#site-table tbody tr') === null", "the page is new")
-    page.until("document.querySelector('#sign-in').open", "it asks for a key again")
+    page.until("document.querySelector('#sign-in')?.open", "it asks for a key again")
     assert page.run("fetch('/admin/api/overview').then((answer) => answer.status)") == 401
     assert page.text("#feed") == "connecting"
 
