@@ -57,7 +57,7 @@ class AdapterSlots:
         size = self._class(variant)
         return bool(self._free[size] or self._idle[size])
 
-    def is_before(self, first: Request, request: Request) -> bool:
+    def may_overtake(self, first: Request, request: Request) -> bool:
         """Return whether a request may start while `first` waits for a slot.
 
         It has no adapter, or is of no lower lane and one of those for which its adapter was placed. Others

@@ -351,7 +351,7 @@ class Scheduler:
         yield first
         if self._adapters is not None and not self._adapters.fits(first):
             preempted = [each for each in self.preempted if not each.has_adapter]
-            second = _earlier(self.queue.first_of(partial(self._adapters.is_before, first)), preempted)
+            second = _earlier(self.queue.first_of(partial(self._adapters.may_overtake, first)), preempted)
             if second is not None:
                 yield second
 

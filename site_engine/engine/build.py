@@ -204,9 +204,7 @@ def allocate_kv_cache(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # of weights that were joined to others
     if tokens is None:
-        config = model.model.config.get_text_config().to_dict()
-        budget, ranks = settings.token_budget_on(model.device.type), getattr(model.group, "size", 1)
-        needed = step_bytes(config, budget, settings.slots, model.dtype.itemsize, ranks)
+        needed = _step_bytes(model, settings) if model.device.type == "cuda" else 0
         affordable = affordable_tokens(model.layers, model.dtype, model.device, needed)
         tokens = min(affordable, settings.slots * model.context_tokens)
     if model.group is not None:
@@ -223,6 +221,15 @@ def allocate_kv_cache(
         copies = DevicePageCopies
     shape = model.layers, pages, settings.page_size, model.dtype, model.device
     return KVCache(*shape, group=model.group, memory=memory, copies=copies)
+
+
+def _step_bytes(model: LoadedModel, settings: EngineSettings) -> int:
+    config = model.model.config.get_text_config().to_dict()
+    budget, ranks = (
+        settings.token_budget_on(model.device.type),
+        1 if model.group is None else model.group.size,
+    )
+    return step_bytes(config, budget, settings.slots, model.dtype.itemsize, ranks)
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

@@ -52,3 +52,9 @@ def test_of_experts_those_of_a_token_count() -> None:
     dense = {"hidden_size": 64, "intermediate_size": 512, "vocab_size": 100}
     experts = dense | {"moe_intermediate_size": 128, "num_experts_per_tok": 4}
     assert step_bytes(experts, 1000, 8, 2) == step_bytes(dense, 1000, 8, 2)
+
+
+def test_of_sizes_by_layer_the_largest_counts() -> None:
+    alike = {"hidden_size": 64, "intermediate_size": 512, "vocab_size": 100}
+    by_layer = alike | {"intermediate_size": [128, 512, 256]}
+    assert step_bytes(by_layer, 1000, 8, 2) == step_bytes(alike, 1000, 8, 2)
