@@ -114,11 +114,13 @@ def test_a_database_that_cannot_be_opened_leaves_no_thread_of_its_own(tmp_path: 
     """The thread reported to a loop that was closed by then: `mico keys list` ended with a traceback."""
 
     async def main() -> None:
+        before = set(threading.enumerate())  # those of tests before this one may not have ended yet
         engine = open_engine(f"sqlite:///{tmp_path}")  # a folder
         with pytest.raises(OperationalError):
             async with engine.connect():
                 pass
-        assert [each.name for each in threading.enumerate() if "connection_worker" in each.name] == []
+        left = set(threading.enumerate()) - before
+        assert [each.name for each in left if "connection_worker" in each.name] == []
         await engine.dispose()
 
     asyncio.run(main())
