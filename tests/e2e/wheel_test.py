@@ -106,7 +106,7 @@ def test_a_federation_of_it_starts_answers_and_ends(mico: Mico) -> None:
     facts = json.loads(mico("up", "--detach", "--json", "--port", "0"))
     try:
         said = mico("chat", "-q", "Name three rivers.")
-        page = httpx.get(facts["base_url"].removesuffix("/v1") + "/admin")
+        page = httpx.get(facts["base_url"].removesuffix("/v1") + "/admin", timeout=60)
         sites = json.loads(mico("sites", "list", "--json"))
     finally:
         mico("down")

@@ -198,7 +198,7 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
     monkeypatch.setattr("gateway.app.SILENT_S", 1.0)
 
     async def scenario() -> None:
-        async with whole_gateway(tmp_path, caplog), httpx.AsyncClient() as told:
+        async with whole_gateway(tmp_path, caplog), httpx.AsyncClient(timeout=DEADLINE_S) as told:
             told.base_url = f"http://127.0.0.1:{port_of(OPERATORS, caplog.text)}"
             assert "mico_queries_live 0.0" in (await told.get("/metrics")).text
 
