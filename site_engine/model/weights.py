@@ -44,7 +44,7 @@ def reader(folder: Path, dtype: torch.dtype, device: torch.device) -> Callable[[
     transformers reserves as much again for a moment when it builds a model around them.
     """
     files = _files(folder)
-    headers = [(path, *_header(path)) for path in files]
+    headers = [(path, *header(path)) for path in files]
     kinds = {DTYPES.get(entry["dtype"]) for _, _, entries in headers for entry in entries.values()}
     if kinds != {dtype}:
         return None
@@ -75,7 +75,7 @@ def read_parts(folder: Path, parts: Mapping[str, Part], device: torch.device) ->
     weights: Weights = {}
     pieces: list[_Piece] = []
     for path in _files(folder):
-        begin, entries = _header(path)
+        begin, entries = header(path)
         for name in entries.keys() & parts.keys():
             entry, part = entries[name], parts[name]
             if (dtype := DTYPES.get(entry["dtype"])) is None:
@@ -123,7 +123,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / SINGLE] if (folder / SINGLE).is_file() else []
 
 
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
+def header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return where the data of a file begins, and what it says of each tensor."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -145,7 +145,7 @@ def _copy(pieces: Sequence[_Piece], device: torch.device) -> None:
                 taken[number % 2].synchronize()
             with path.open("rb", buffering=0) as file:
                 for row, view in enumerate(buffer.numpy()):
-                    _read(file.fileno(), memoryview(view), offset + row * stride)
+                    read_into(file.fileno(), memoryview(view), offset + row * stride)
             target.copy_(buffer, non_blocking=True)
             if taken:
                 taken[number % 2].record()
@@ -153,7 +153,7 @@ def _copy(pieces: Sequence[_Piece], device: torch.device) -> None:
         event.synchronize()
 
 
-def _read(descriptor: int, view: memoryview, offset: int) -> None:
+def read_into(descriptor: int, view: memoryview, offset: int) -> None:
     """Fill a view from a file. Raises OSError if the file ends before."""
     at = 0
     while at < len(view):
