@@ -31,6 +31,8 @@ MAX_ADDRESSES = 64
 MAX_PEER_FAILURES = 10
 """Failures in a row after which a peer is forgotten, unless a gateway still names it."""
 MAX_MESSAGE_BYTES = 64 << 20
+MESSAGES_PER_TURN = 16
+"""Messages of a bunch that are handled before the event loop sends what is owed: some milliseconds."""
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -216,7 +218,9 @@ class Link:
             if message is grpc.aio.EOF:
                 raise LinkLost(await self._end_reason(stream))
             self._received_s = self._clock()
-            for each in codec.unbundle(message):
+            for place, each in enumerate(codec.unbundle(message)):
+                if place and place % MESSAGES_PER_TURN == 0:
+                    await asyncio.sleep(0)
                 decoded = codec.decode(each)
                 if decoded is None:
                     self._site.unknown_messages += 1

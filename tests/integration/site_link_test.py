@@ -244,6 +244,28 @@ def test_a_kind_of_message_that_only_newer_gateways_know_is_ignored_and_counted(
     run(scenario())
 
 
+def test_answers_to_the_first_of_a_large_bunch_leave_before_its_last_are_read() -> None:
+    pings = [pb.GatewayMessage(ping=pb.Ping(nonce=number)) for number in range(1, 1_601)]
+
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.joined()
+            await session.welcome(reads_bunches=True)
+            await session.send(bunch=pb.GatewayBunch(messages=pings))
+
+            def pongs() -> list[list[int]]:
+                """Return the numbers of the pings that each message answers."""
+                parts = [each.bunch.messages or [each] for each in session.log]
+                every = [[one.pong.nonce for one in part if one.pong.nonce] for part in parts]
+                return [each for each in every if each]
+
+            await session.until(lambda: sum(map(len, pongs())) == len(pings))
+            assert [number for part in pongs() for number in part] == list(range(1, 1_601))
+            assert len(pongs()[0]) < len(pings)
+
+    run(scenario())
+
+
 def test_a_message_before_welcome_ends_the_stream_not_the_site() -> None:
     async def scenario() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
