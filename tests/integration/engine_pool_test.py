@@ -137,14 +137,15 @@ def test_each_report_counts_what_is_admitted_and_has_not_ended() -> None:
 
 
 def test_an_engine_with_half_of_256_streams_is_killed_and_every_stream_goes_on_within_a_deadline() -> None:
-    STREAMS, TOKENS, DEADLINE_S = 256, 50, 20.0  # noqa: N806 - of a machine that does much else, too
+    """A stream takes five seconds: none ends before the kill, on a machine that does much else, too."""
+    STREAMS, TOKENS, DEADLINE_S = 256, 50, 20.0  # noqa: N806
 
     async def scenario() -> None:
-        async with launched(slots=STREAMS, max_pending=STREAMS, iteration_floor_s=0.01) as heard:
+        async with launched(slots=STREAMS, max_pending=STREAMS, iteration_floor_s=0.1) as heard:
             names = [f"{at:03} go" for at in range(STREAMS)]
             admitted = await asyncio.gather(*(heard.submit(name, name, max_tokens=TOKENS) for name in names))
             assert all(isinstance(each, Admission) for each in admitted)
-            await heard.until(lambda: all(heard.text(name) for name in names))
+            await heard.until(lambda: {each.request_id for each in heard.outputs} == {*names})
             pids, moved = heard.pool.pids, {name for name in names if heard.pool.where(name) == 0}
             assert len(moved) > STREAMS / 4
             os.kill(pids[0], signal.SIGKILL)
