@@ -27,7 +27,7 @@ from gateway.routing.decide import Placement, most_nano_usd
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
 from gateway.routing.policies import JOINT_POLICIES
-from gateway.routing.prefixes import NOTHING_CACHED, Cached, prefix_of
+from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, prefix_of
 
 T = TypeVar("T")
 REJOIN_WITHIN_S = 10.0
@@ -347,11 +347,13 @@ class QueryRun:
     def _cached(self) -> Cached:
         """Return the shares of the prompt that sites are expected to have in their caches."""
         state, query, context = self.state, self.query, self.context
-        if len(context.directory.fleet.sites) < 2:
+        fleet = context.directory.fleet
+        if len(fleet.sites) < 2:
             return NOTHING_CACHED
         if state.prefix is None:
             state.prefix = prefix_of(query.prompt, query.caller.tenant, query.model, query.conversation)
-        return context.prefixes.expected(state.prefix)
+        few = fleet.few_serving(query.model, query.needs, query.caller.regions, most=MAX_HOLDERS + 1)
+        return context.prefixes.expected(state.prefix, few)
 
     def _learn_cached(self, assignment: Assignment) -> None:
         """Compare the share of the prompt that the site had with what was expected of it, where it used its

@@ -268,6 +268,13 @@ class Fleet:
             self._serving[model, needs, regions] = known
         return known
 
+    def few_serving(
+        self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None, *, most: int
+    ) -> list[str]:
+        """Return the names of those that serve the model, as `serving`; none if they are more than `most`."""
+        places = self.serving(model, needs, regions).nonzero()[0]
+        return [self.sites[place].name for place in places] if len(places) <= most else []
+
 
 def _serves(site: Site, model: str, needs: frozenset[str], regions: frozenset[str] | None) -> bool:
     served = site.identity.models.get(model)

@@ -42,6 +42,7 @@ MAX_PREFIXES = 2**20
 MAX_AGE_S = 600.0
 """An entry that was of no use for this long is forgotten, within twice the time."""
 MAX_HOLDERS = 4
+"""What more sites hold favours none of them."""
 HINTED_SHARE = 0.5
 """The part of a prompt that is expected at the site of its conversation if only a hint names it."""
 EPOCH_S = 5.0
@@ -86,8 +87,7 @@ class Holding(NamedTuple):
 Holders = tuple[Holding, ...]
 NOBODY: Holders = ()
 COMMON: Holders = (Holding("", inf),)
-"""The holders of what more sites hold: it favours none of them, like a system prompt that all queries share.
-"""
+"""The holders of what more than MAX_HOLDERS sites hold, like a system prompt that all queries share."""
 
 
 class Evidence(NamedTuple):
@@ -256,11 +256,18 @@ class PrefixIndex:
         for each in hashes:
             self._put((each,), cache)
 
-    def expected(self, prefix: Prefix) -> Cached:
-        """Return the share of a prompt that each site is expected to have."""
+    def expected(self, prefix: Prefix, sites: Sequence[str] = ()) -> Cached:
+        """Return the share of a prompt that each site is expected to have.
+
+        `sites`: those that may answer, where they are few enough for all of them to be known as holders. What
+        all of them hold favours none, as if more than MAX_HOLDERS held it.
+        """
         if not self._caches:
             return NOTHING_CACHED
         held, common_bytes = self._held(prefix)
+        if sites and all(site in held for site in sites):
+            common_bytes = max(common_bytes, min(held[site][0] for site in sites))
+            held = {site: each for site, each in held.items() if each[0] > common_bytes}
         if not held:
             return NOTHING_CACHED
         per_byte = 1.0 / prefix.prompt_bytes
@@ -297,12 +304,12 @@ class PrefixIndex:
         if cache := self._caches.get(site):
             cache.lose()
 
-    def _held(self, prefix: Prefix) -> tuple[dict[str, tuple[float, float, bytes]], int]:
+    def _held(self, prefix: Prefix) -> tuple[dict[str, tuple[float, float, bytes]], float]:
         """Return the bytes that each site holds, since when, and the hint where that alone says so; and the
         bytes that are common.
         """
         held: dict[str, tuple[float, float, bytes]] = {}
-        common_bytes = 0
+        common_bytes = 0.0
         for end, holders in self._held_differently(prefix.hashes):
             if holders is COMMON:
                 common_bytes = end  # and so are all shorter ones

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gateway.routing.fleet import Fleet, kv_tokens
-from gateway.routing.prefixes import NOTHING_CACHED, Cached, PrefixIndex
+from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, PrefixIndex
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Query
 
@@ -77,7 +77,8 @@ class PrefixAffinity(Affinity):
         for site in [each for each in self._coming if self._told_s.get(each, -inf) <= now_s]:
             self.index.record_announced(b"".join(self._coming.pop(site)), site, now_s)
             self._told_s[site] = now_s + TELLING_INTERVAL_S
-        return self.index.expected(query.prefix)
+        few = len(fleet.sites) <= MAX_HOLDERS + 1
+        return self.index.expected(query.prefix, [each.name for each in fleet.sites] if few else ())
 
     def started(self, query: Query, site: str, now_s: float) -> None:
         self.index.record(query.prefix, site, now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -159,6 +160,25 @@ def test_prompts_without_a_common_prefix_fare_alike_with_affinity_and_without(ga
         for name in ("prefix", "none")
     ]
     assert fared[0] == fared[1]
+
+
+@pytest.mark.parametrize("sites", ["1x8@1~10,1x8@2~10,1x8@3~10", "1x8@1~10,1x16@2.2~50"])
+def test_a_system_prompt_that_all_of_few_sites_have_leaves_queries_where_they_would_go(sites: str) -> None:
+    spread = [Query(i, 0.25 * i, 2 * BLOCK_TOKENS + 40 + 97 * (i % 50), 5 + 7 * i % 150) for i in range(400)]
+    own = [
+        range(1_000 * i + 2, 1_000 * i + each.prompt_tokens // BLOCK_TOKENS) for i, each in enumerate(spread)
+    ]
+    queries = with_blocks(spread, [(0, 1, *blocks) for blocks in own])
+    with_affinity, without = (
+        Counter(
+            record.site
+            for record in simulate(
+                queries, tuple(sites_of(sites)), block_tokens=BLOCK_TOKENS, affinity=AFFINITIES[name]
+            )[0]
+        )
+        for name in ("prefix", "none")
+    )
+    assert (with_affinity - without).total() < 0.02 * len(queries)
 
 
 def test_conversations_find_their_prefixes_with_affinity() -> None:

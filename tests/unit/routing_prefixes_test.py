@@ -18,6 +18,7 @@ from gateway.routing.prefixes import (
     MAX_CHARS,
     MAX_HOLDERS,
     MIN_TRUST,
+    NOTHING_CACHED,
     PrefixIndex,
     prefix_of,
 )
@@ -83,6 +84,23 @@ def test_what_many_sites_have_every_site_is_expected_to_have() -> None:
     index.record(prefix_of(text[:512], "t", "m"), "one", 0.0)
     expected = index.expected(prefix_of(text, "t", "m"))
     assert (expected.at("one"), expected.at("any")) == (0.5, 0.25)
+
+
+def test_what_all_of_few_sites_have_favours_none_of_them() -> None:
+    index, text, sites = PrefixIndex(), "abcdefghijklmnop" * 64, ("a", "b", "c")
+    asked = prefix_of(text, "t", "m")
+    for site in sites[:2]:
+        index.record(prefix_of(text[:256], "t", "m"), site, 0.0)
+    assert index.expected(asked, sites).by_site == {"a": 0.25, "b": 0.25}, "one has to compute it"
+    index.record(prefix_of(text[:256], "t", "m"), "c", 0.0)
+    assert index.expected(asked, sites) == NOTHING_CACHED
+    assert index.expected(asked, (*sites, "new")).by_site == dict.fromkeys(sites, 0.25)
+    index.record(prefix_of(text[:512], "t", "m"), "b", 0.0)
+    expected = index.expected(asked, sites)
+    assert expected.by_site == {"b": 0.5}
+    assert expected.at("a") == 0.25
+    index.forget("c")
+    assert index.expected(asked, sites).by_site == {"a": 0.25, "b": 0.5}, "it has to be computed there again"
 
 
 def test_entries_are_bounded_in_number_and_age() -> None:
