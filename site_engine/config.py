@@ -43,6 +43,8 @@ _AT_LEAST_ONE = (
     "requests_per_min",
     "tokens_per_min",
 )
+_AT_MOST = {"slots": 65_536, "threads": 4_096}
+"""What is beyond is a slip: memory is laid out for each of them at the start."""
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
 """Settings that a group may have of its own, before those of its site."""
@@ -148,6 +150,9 @@ class SiteConfig:
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, f"is {value}; it must be at least 1")
+        for name, most in _AT_MOST.items():
+            value = getattr(self, name)
+            _require(value is None or value <= most, name, f"is {value}; it is at most {most:,}")
         for name in _AT_LEAST_ZERO:
             value = getattr(self, name)
             valid = value is None or (math.isfinite(value) and value >= 0)

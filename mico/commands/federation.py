@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WATCH_INTERVAL_S = 1.0
 QUESTION = "Why is the sky blue?"
+PLANNED = ("sites", "gateways", "model", "port", "database")
+"""The options of `mico up` that say what it starts."""
 
 
 def up(
@@ -55,6 +57,8 @@ def up(
         is_running = existing is not None and any(each.alive for each in existing.processes)
         if existing and is_running:
             session.terminal.info(f"a federation runs here since {existing.started_at}; mico down stops it")
+            if unused := [f"--{name}" for name in PLANNED if _is_given(context, name)]:
+                session.terminal.info(f"not applied to what runs: {', '.join(unused)}")
             running = restart_dead_sites(session, existing)
         else:
             plan = make_plan(
@@ -69,6 +73,11 @@ def up(
     finally:
         if owned:
             stop(session, session.folder.running() or running)
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def down(context: typer.Context) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ import httpx
 import pytest
 from openai import APIError, NotFoundError, OpenAI
 
-from tests.support.local_federation import LocalFederation, eventually
+from tests.support.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -122,6 +124,14 @@ def test_a_site_that_dies_under_load_costs_at_most_the_answers_it_had_begun(
     federation.wait_until_ready()
     federation.wait_until_idle()
     assert victim in federation.sites()
+
+
+def test_up_says_which_options_it_does_not_apply_to_what_runs(federation: LocalFederation) -> None:
+    folder = str(federation.folder.path)
+    command = [sys.executable, "-m", "mico", "--folder", folder, "up", "--detach", "--sites", "5"]
+    up = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, check=True)
+    assert "not applied to what runs: --sites\n" in up.stderr
+    assert len(federation.running.sites) == 3
 
 
 def test_a_model_that_nobody_serves_is_not_found(federation: LocalFederation) -> None:
