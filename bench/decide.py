@@ -21,7 +21,7 @@ from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES
-from gateway.routing.prefixes import MAX_PREFIXES, PrefixIndex, prefix_of
+from gateway.routing.prefixes import MAX_HOLDERS, MAX_PREFIXES, PrefixIndex, prefix_of
 from gateway.routing.window import assign
 
 SITES = (1, 3, 10, 30, 100, 300, 1000)
@@ -92,7 +92,8 @@ def affinity_us(sites: int, remembered: PrefixIndex, chars: int) -> float:
 
     def decide_once(turn: int) -> None:
         prefix = prefix_of(prompts[turn % len(prompts)], "t", "m")
-        cached = remembered.expected(prefix).times(chars / 4)
+        few = fleet.few_serving("m", frozenset(), most=MAX_HOLDERS + 1)
+        cached = remembered.expected(prefix, few).times(chars / 4)
         demand = Demand("m", prompt_tokens=chars // 4, response_tokens=180.0, kv_tokens=600, cached=cached)
         chosen = decide(demand, fleet, POLICIES["mico"], now_s=0.5, turn=turn)
         assert chosen.site is not None
