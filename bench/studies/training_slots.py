@@ -4,7 +4,8 @@
 
 As `bench.tuning --only beside`, but in time of the processor: idle time is skipped, and what other processes
 do on the same core does not count, but for what they take of its caches. Slices have the share of free slots
-to a power: 0 is the whole bound however many slots are free, 1 the engine's rule.
+to a power: 0 is the whole bound however many slots are free, 1 the engine's rule. Each of several `--first`
+is a window of the trace; at the end the median of the windows is printed, and p99 of all their first tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import transformers
 
-from bench.support.beside_chats import ALONE_S, Served, chats_of, engine_of, serve
+from bench.support.beside_chats import ALONE_S, Served, chats_of, engine_of, p99, serve
 from bench.tuning import DEMO, endless
 from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
 from site_engine.engine.engine import SiteEngine
@@ -49,6 +51,21 @@ class PowerSlack(Slack):
 
     def takes(self, seen: Seen, following: NextSlice) -> bool:
         return super().takes(seen._replace(free_share=seen.free_share**self._power), following)
+
+
+def of_windows(pairs: Sequence[tuple[Served, Served]], alone_per_s: float) -> dict[str, float]:
+    """Compare what was served beside training with the same chats alone."""
+    beside, alone = (
+        [each for served in side for each in served.first_s] for side in zip(*pairs, strict=True)
+    )
+    trained = [served.trained_per_s / alone_per_s for served, _ in pairs]
+    return {
+        "first_p99_over_alone_median": round(median(b.marks_s()[0] / a.marks_s()[0] for b, a in pairs), 2),
+        "first_p99_over_alone_pooled": round(p99(beside) / p99(alone), 2),
+        "between_ms_p99_most": round(1000 * max(served.marks_s()[2] for served, _ in pairs), 1),
+        "training_of_alone_mean": round(fmean(trained), 3),
+        "training_of_alone_least": round(min(trained), 3),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     alone_per_s = serve(trains(1.0), (), 1.0, ALONE_S, timer).trained_per_s
     figures: dict[str, object] = {"chats_per_s": 1 / chat_s, "training_alone_tokens_per_s": alone_per_s}
     print(figures, flush=True)
+    windows: dict[tuple[float, float], list[tuple[Served, Served]]] = {}
     for first in options.first:
         chats = chats_of(options.trace, options.chats, model.vocab_size, first)
         for load in options.loads:
@@ -97,6 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for power in options.powers:
                 beside = serve(trains(power), chats, chat_s / load, timer=timer)
                 show(f"load {load}, from chat {first}, power {power}", beside, alone)
+                windows.setdefault((load, power), []).append((beside, alone))
+    for (load, power), pairs in windows.items():
+        found = of_windows(pairs, alone_per_s)
+        figures[f"load {load}, power {power}, all windows"] = found
+        print(f"  load {load}, power {power}, {len(pairs)} windows: {found}", flush=True)
     print(json.dumps(figures))
     return 0
 
