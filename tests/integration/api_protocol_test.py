@@ -12,6 +12,7 @@ from litestar.exceptions import ClientException
 from litestar.params import FromPath, FromQuery
 
 from gateway.domain import Delta
+from gateway.errors import DeadlinePassed, MicoError, Overloaded
 from gateway.http.backend import Readiness
 from tests.support.fakes.edge import (
     MODEL,
@@ -387,6 +388,22 @@ def test_a_web_page_may_read_answers_and_errors() -> None:
             assert "x-request-id" in response.headers["access-control-expose-headers"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Overloaded("full", retry_after_s=2.0), {"retry-after", "retry-after-ms"}),
+        (DeadlinePassed("late"), {"x-should-retry"}),
+    ],
+)
+def test_a_web_page_may_read_whether_to_try_again(error: MicoError, told: set[str]) -> None:
+    async def scenario(edge: Edge) -> None:
+        response = await edge.post(CHAT, chat_body(), origin="https://app.example")
+        assert told <= response.headers.keys()
+        assert told <= set(response.headers["access-control-expose-headers"].split(", "))
+
+    run(scenario, fail(error))
 
 
 def test_a_stranger_host_is_refused_in_shape() -> None:
