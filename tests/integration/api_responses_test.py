@@ -217,6 +217,7 @@ def test_a_schema_and_limits_reach_the_site() -> None:
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("conversation", {"conversation": "conv_1"}),
         ("background", {"background": True}),
+        ("moderation", {"moderation": {"model": "omni-moderation-latest"}}),
         ("truncation", {"truncation": "auto"}),
         ("tools.0.type", {"tools": [{"type": "file_search"}]}),
         ("tools.0.name", {"tools": [{"type": "function"}]}),
