@@ -246,7 +246,10 @@ class Job:
             if (line := self._next_line(now_s, waiting)) is None:
                 break
             if size + line.size > limits.in_flight_bytes and (size or lines):
-                waiting.appendleft(line)
+                if line.runs:  # it was not in `waiting`, which may be no queue of lines at all
+                    heappush(self._retries, (now_s, line.number, line))
+                else:
+                    waiting.appendleft(line)
                 break
             size += line.size
             self._blend.started(line, self._left_work)
