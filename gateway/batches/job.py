@@ -117,7 +117,9 @@ class Job:
     @property
     def can_start(self) -> bool:
         """Return whether it has lines that may start now, if there is room."""
-        return bool(self._waiting or self._retries) and self._context.clock() >= self._paused_until_s
+        now_s = self._context.clock()
+        is_due = bool(self._waiting) or bool(self._retries and self._retries[0][0] <= now_s)
+        return is_due and now_s >= self._paused_until_s
 
     @property
     def is_idle(self) -> bool:

@@ -137,6 +137,17 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     assert job._next_line(now_s, deque()) is None
 
 
+def test_a_batch_whose_last_line_is_not_due_again_yet_has_none_that_may_start() -> None:
+    """While a late one has, no other batch starts a line."""
+    now_s = 0.0
+    context: Any = SimpleNamespace(clock=lambda: now_s)
+    job = Job(batch(), context, {}, lambda _: 1)
+    job._schedule(Retry(line(1), 4.0, pauses_batch=False))
+    assert not job.can_start
+    now_s = 4.0
+    assert job.can_start
+
+
 class Running:
     """Stands for the task of a line that runs."""
 
