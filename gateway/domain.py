@@ -131,10 +131,10 @@ class Query(msgspec.Struct, frozen=True):
         what its images may take.
         """
         if isinstance(self.prompt, Chat):
-            messages = sum([4 + (len(m.content) + len(m.reasoning)) // 4 for m in self.prompt.messages])
+            messages = sum([4 + m.chars // 4 for m in self.prompt.messages])
             if images := self.prompt.images:
                 messages += sum(each.tokens for each in images)
-            return messages + len(self.prompt.tools_json) // 4
+            return messages + (len(self.prompt.tools_json) + len(self.prompt.template_kwargs_json)) // 4
         if isinstance(self.prompt, Pooling):
             return self.prompt.tokens
         if isinstance(self.prompt, str):

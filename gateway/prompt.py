@@ -33,6 +33,10 @@ class Message(msgspec.Struct, frozen=True):
     reasoning: str = ""  # what the assistant thought before its content
     images: Images | None = None
 
+    @property
+    def chars(self) -> int:
+        return len(self.content) + len(self.reasoning) + len(self.tool_calls_json)
+
 
 class Chat(msgspec.Struct, frozen=True):
     """`tools_json` is OpenAI's array as text, empty if no function may be called. `tool_choice` is auto (or

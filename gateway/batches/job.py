@@ -117,7 +117,9 @@ class Job:
     @property
     def can_start(self) -> bool:
         """Return whether it has lines that may start now, if there is room."""
-        return bool(self._waiting or self._retries) and self._context.clock() >= self._paused_until_s
+        now_s = self._context.clock()
+        is_due = bool(self._waiting) or bool(self._retries and self._retries[0][0] <= now_s)
+        return is_due and now_s >= self._paused_until_s
 
     @property
     def is_idle(self) -> bool:
@@ -246,7 +248,10 @@ class Job:
             if (line := self._next_line(now_s, waiting)) is None:
                 break
             if size + line.size > limits.in_flight_bytes and (size or lines):
-                waiting.appendleft(line)
+                if line.runs:  # it was not in `waiting`, which may be no queue of lines at all
+                    heappush(self._retries, (now_s, line.number, line))
+                else:
+                    waiting.appendleft(line)
                 break
             size += line.size
             self._blend.started(line, self._left_work)

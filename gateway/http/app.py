@@ -28,6 +28,9 @@ _EXPOSED_HEADERS = [
     "x-mico-attempts",
     "x-mico-queue-ms",
     "x-mico-cost-usd",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
     *RATE_HEADERS,
 ]
 

@@ -56,12 +56,20 @@ class BodyReader:
         with self.memory.hold(tenant) as hold:
             raw = await _read_bytes(scope, receive, limit_bytes, hold)
             if len(raw) <= INLINE_BYTES:
-                return read(decode(raw))
-            work = self._side_work.run(tenant, lambda: (read(decode(raw)),))
+                return _read(raw, read)
+            work = self._side_work.run(tenant, lambda: (_read(raw, read),))
             found = await while_connected(work, receive, within_s=DECODE_WITHIN_S)
         if found is None:
             raise ClientGone
         return found[0]
+
+
+def _read(raw: bytes, read: Callable[[dict[str, object]], T]) -> T:
+    """Return what `read` makes of a body, parts of which it may encode with more of the stack in use."""
+    try:
+        return read(decode(raw))
+    except RecursionError as exc:
+        raise BadRequest("The body nests objects and lists too deeply.", code="invalid_json") from exc
 
 
 async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Hold) -> bytes:

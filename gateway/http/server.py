@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import httptools
 import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -108,6 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._head_bytes = 0
         self._unread = 0
+        self._declined = b""  # the head of a request, without the offer of another protocol that it has
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -129,12 +131,33 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest = data
+        while rest:
+            rest = self._parse(rest)
         if self._in_head and self._received > self._limits.header_bytes:
             self.transport.abort()
         elif self._timer is None and (self._in_message or self._is_idle()):
             # A request that came whole needs no timer. Bytes that begin none have ended that of keep-alive.
             self._start_timer()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse `data`. Return what to parse next: the parser takes no body of a request that offers another
+        protocol, so such a request is parsed again without its offer, which a server may ignore.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as offer:
+            if self._declined:
+                head, self._declined = self._declined, b""
+                self.parser = httptools.HttpRequestParser(
+                    self
+                )  # the other may take the connection for closed
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                return head + data[offer.args[0] :]
+        return b""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -156,6 +179,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
+            version = self.parser.get_http_version().encode()
+            kept = [b"%b: %b\r\n" % each for each in self.headers if each[0] != b"upgrade"]
+            self._declined = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(kept))
+            return
         self._in_head = False
         super().on_headers_complete()
         self.cycle.transport = self._write_buffer  # type: ignore[assignment]
@@ -172,6 +200,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
+        if self._declined:
+            return
         self._in_message = False
         self._stop_timer()
         super().on_message_complete()

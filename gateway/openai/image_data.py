@@ -8,6 +8,8 @@ from math import ceil
 from typing import Final, NamedTuple
 
 MEDIA_TYPES: Final = ("image/png", "image/jpeg", "image/gif", "image/webp")
+MISNAMED_JPEG: Final = "image/jpg"
+"""The media type that programs make of a file's name; OpenAI and its kind take it."""
 MAX_IMAGE_BYTES: Final = 20 * 2**20
 MAX_ADDRESS_CHARS: Final = 8_192
 PIECE_CHARS: Final = 2**18
@@ -45,7 +47,7 @@ def image_at(url: str) -> Image:
         raise BadImage("must be a data URL, such as 'data:image/png;base64,…', or begin with https://")
     if options[-1:] != ["base64"]:
         raise BadImage("must be a data URL in base64: 'data:image/png;base64,…'")
-    return inline_image(media_type, data)
+    return inline_image("image/jpeg" if media_type.lower() == MISNAMED_JPEG else media_type, data)
 
 
 def inline_image(media_type: str, data: str) -> Image:

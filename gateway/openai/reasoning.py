@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_KWARGS_BYTES = 1 << 16
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "messages", "tools"}
@@ -18,14 +18,14 @@ _ALWAYS_ON = frozenset(
 
 
 def read_effort(owner: Fields, name: str) -> str:
-    """Return the effort, empty if the request has none."""
+    """Return the effort, empty if the request has none. The most that sites know is 'xhigh'."""
     effort = owner.raw(name)
     if effort is None:
         return ""
     if not isinstance(effort, str) or effort not in EFFORTS:
         owner.refuse(name, f"must be one of {', '.join(EFFORTS)}, got {echo(effort)}")
         return ""
-    return effort
+    return "xhigh" if effort == "max" else effort
 
 
 def read_template_kwargs(fields: Fields) -> str:

@@ -170,8 +170,8 @@ def _read_item(item: Fields, conversation: _Conversation) -> None:
         name = qualified_name(item.text("namespace"), item.required_text("name"))
         conversation.add_call(item.required_text("call_id"), name, item.text("arguments"))
     elif kind == "custom_tool_call":
-        arguments = custom_arguments(item.text("input"))
-        conversation.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
+        name = qualified_name(item.text("namespace"), item.required_text("name"))
+        conversation.add_call(item.required_text("call_id"), name, custom_arguments(item.text("input")))
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = item.required("output")
         kinds = ("input_text", "output_text")

@@ -38,9 +38,12 @@ UNSUPPORTED_FIELDS = frozenset(
         "chat_template",
         "continue_final_message",
         "documents",
+        "moderation",
     }
 )
-"""Extensions of other servers, refused because they would silently have no effect."""
+"""Extensions of other servers, and the moderation of OpenAI's, refused because they would silently have no
+effect.
+"""
 
 MODEL_DEFAULTS = (
     "temperature",

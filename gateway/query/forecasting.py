@@ -162,7 +162,8 @@ class ForecastService(Collector):
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
         request = self._request_of(query)
-        self._awaited[query.id] = AwaitedOutcome(request.features, query.sampling.max_tokens or inf)
+        max_tokens = query.sampling.max_tokens
+        self._awaited[query.id] = AwaitedOutcome(request.features, inf if max_tokens is None else max_tokens)
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
         if query.lane is Lane.INTERACTIVE:
@@ -199,11 +200,15 @@ class ForecastService(Collector):
         self._requests.put(request, lane)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from a complete answer; one that was cut short says little about its full length."""
+        """Learn from one complete answer; one that was cut short says little about its full length, and
+        several choices are counted together.
+        """
         awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
             return
         if awaited is not None and outcome.completion_tokens >= awaited.max_tokens:
+            return
+        if len(outcome.ending.finish_reasons) > 1:
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)

@@ -134,6 +134,7 @@ def route_models(routes: Mapping[str, ModelRoute], served: Mapping[str, Model]) 
                 behind[0],
                 id=name,
                 owned_by=OWNED_BY,
+                tenant=behind[0].tenant if len({model.tenant for model in behind}) == 1 else "",
                 features=frozenset().union(*(model.features for model in behind)),
                 context_tokens=max(model.context_tokens for model in behind),
                 max_prompt_chars=max(chars) if all(chars) else 0,

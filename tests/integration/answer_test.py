@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from gateway.domain import Delta, Opening, Status, Usage
 from gateway.errors import (
@@ -22,6 +23,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
 from gateway.query.forecasting import ForecastService
 from predictor.forecast import Forecast
@@ -47,6 +49,28 @@ def test_an_answer_opens_flows_and_ends_with_its_usage() -> None:
         (outcome,) = here.outcomes
         assert (outcome.status, outcome.site, outcome.completion_tokens) == (Status.ANSWERED, "a", 2)
         assert outcome.attempts[0].decision.reason.startswith("earliest finish")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Chat((Message("user", "Write."), Message("assistant", "", tool_calls_json="x" * 60_000))),
+        Chat((Message("user", "Sum up."),), template_kwargs_json="x" * 60_000),
+    ],
+)
+def test_the_tokens_of_whatever_a_template_reads_are_counted_in_full(prompt: Chat) -> None:
+    """Arguments of an agent's calls hold whole files, those of a template documents."""
+
+    async def scenario(here: Scene) -> None:
+        features = ("chat", "resume", "template_kwargs")
+        site = await here.site("a", context_tokens=100_000, features=features)
+        task = asyncio.create_task(collect(here, replace(here.query(), prompt=prompt)))
+        assign = (await site.next()).assign
+        await site.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=15_000))
+        await site.finish(assign, "Good.", 2)
+        assert (await task)[-1] == Usage(prompt_tokens=15_000, completion_tokens=2)
 
     run(scenario)
 

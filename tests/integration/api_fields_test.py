@@ -296,6 +296,7 @@ REFUSED = {
     "audio": {"voice": "x"},
     "prediction": {"type": "content", "content": "x"},
     "web_search_options": {"search_context_size": "low"},
+    "moderation": {"model": "omni-moderation-latest"},
     "guided_json": {"type": "object"},
     "structured_outputs": {"regex": "a+"},
     "use_beam_search": True,

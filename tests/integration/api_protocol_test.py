@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -12,7 +13,9 @@ from litestar.exceptions import ClientException
 from litestar.params import FromPath, FromQuery
 
 from gateway.domain import Delta
+from gateway.errors import DeadlinePassed, MicoError, Overloaded
 from gateway.http.backend import Readiness
+from gateway.side_work import INLINE_BYTES
 from tests.support.fakes.edge import (
     MODEL,
     OPENING,
@@ -60,6 +63,28 @@ def test_a_body_that_is_not_json_is_refused(path: str, body: bytes) -> None:
     response, script = post(path, body)
     assert error_of(response, 400)["code"] == "invalid_json"
     assert not script.queries
+
+
+@pytest.mark.parametrize("padding", [0, INLINE_BYTES])
+def test_a_body_that_nests_too_deeply_is_refused_wherever_that_shows(padding: int) -> None:
+    """Parameters of a function are encoded again, with more of the stack in use than when decoded."""
+
+    def body(depth: int) -> bytes:
+        tool = b'{"type":"function","function":{"name":"f","parameters":%b1%b}}' % (
+            b'{"a":' * depth,
+            b"}" * depth,
+        )
+        return b'%b,"tools":[%b],"ignored":"%b"}' % (
+            json.dumps(chat_body()).encode()[:-1],
+            tool,
+            b"x" * padding,
+        )
+
+    async def scenario(edge: Edge) -> None:
+        statuses = [(await edge.post(CHAT, body(depth))).status_code for depth in range(800, 1000)]
+        assert set(statuses) == {200, 400}
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b'"x"', b"null", b"true"])
@@ -387,6 +412,22 @@ def test_a_web_page_may_read_answers_and_errors() -> None:
             assert "x-request-id" in response.headers["access-control-expose-headers"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Overloaded("full", retry_after_s=2.0), {"retry-after", "retry-after-ms"}),
+        (DeadlinePassed("late"), {"x-should-retry"}),
+    ],
+)
+def test_a_web_page_may_read_whether_to_try_again(error: MicoError, told: set[str]) -> None:
+    async def scenario(edge: Edge) -> None:
+        response = await edge.post(CHAT, chat_body(), origin="https://app.example")
+        assert told <= response.headers.keys()
+        assert told <= set(response.headers["access-control-expose-headers"].split(", "))
+
+    run(scenario, fail(error))
 
 
 def test_a_stranger_host_is_refused_in_shape() -> None:

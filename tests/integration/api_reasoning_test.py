@@ -46,6 +46,11 @@ def test_an_effort_reaches_the_site(effort: str) -> None:
     assert response(reasoning={"effort": effort}).reasoning_effort == effort
 
 
+def test_the_greatest_effort_of_openai_is_the_greatest_that_sites_know() -> None:
+    assert chat(reasoning_effort="max").reasoning_effort == "xhigh"
+    assert response(reasoning={"effort": "max"}).reasoning_effort == "xhigh"
+
+
 @pytest.mark.parametrize(
     ("fields", "effort"),
     [

@@ -149,12 +149,20 @@ def test_functions_of_a_namespace_are_known_by_both_names() -> None:
         input=[
             {"role": "user", "content": "Hi"},
             {"type": "function_call", "call_id": "a", "name": "add", "namespace": "crm", "arguments": "{}"},
+            {
+                "type": "custom_tool_call",
+                "call_id": "b",
+                "name": "apply_patch",
+                "namespace": "crm",
+                "input": "",
+            },
         ],
     )
     names = [tool["function"]["name"] for tool in json.loads(chat.tools_json)]
     assert names == ["add", "crm__add", "crm__apply_patch"]
     assert (chat.tool_choice, chat.tool_name) == ("named", "crm__add")
-    assert json.loads(chat.messages[-1].tool_calls_json)[0]["function"]["name"] == "crm__add"
+    calls = [call["function"]["name"] for call in json.loads(chat.messages[-1].tool_calls_json)]
+    assert calls == ["crm__add", "crm__apply_patch"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -209,6 +217,7 @@ def test_a_schema_and_limits_reach_the_site() -> None:
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("conversation", {"conversation": "conv_1"}),
         ("background", {"background": True}),
+        ("moderation", {"moderation": {"model": "omni-moderation-latest"}}),
         ("truncation", {"truncation": "auto"}),
         ("tools.0.type", {"tools": [{"type": "file_search"}]}),
         ("tools.0.name", {"tools": [{"type": "function"}]}),

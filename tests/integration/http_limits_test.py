@@ -188,6 +188,41 @@ def test_what_is_no_http_is_not_told_within_an_answer() -> None:
     play(scenario, answer=unending)
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_that_offers_another_protocol_is_answered_with_its_body(
+    protocol: str, at_once: bool
+) -> None:
+    """Java's client offers HTTP/2 in every request without TLS."""
+
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = json.dumps(chat_body()).encode()
+        offer = f"connection: Upgrade, HTTP2-Settings\r\nupgrade: {protocol}\r\nhttp2-settings: AAEAAEAA\r\n"
+        head = f"{JSON}{offer}content-length: {len(body)}\r\n\r\n".encode()
+        if at_once:
+            writer.write(2 * (head + body))
+        for _ in range(2):
+            if not at_once:
+                writer.write(head)
+                await writer.drain()
+                writer.write(body)
+            assert (await answered(reader)).startswith(b"HTTP/1.1 200")
+
+    assert len(play(scenario).queries) == 2
+
+
+def test_a_last_request_that_offers_another_protocol_is_answered() -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = json.dumps(chat_body()).encode()
+        offer = f"connection: Upgrade, close\r\nupgrade: h2c\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write((JSON + offer).encode() + body)
+        assert (await cut(reader)).startswith(b"HTTP/1.1 200")
+
+    play(scenario)
+
+
 def test_who_says_nothing_or_never_ends_a_request_is_cut_off() -> None:
     async def scenario(connect: Open) -> None:
         for beginning in (b"", b"GET /hea", HEAD.encode(), JSON.encode() + b"content-length: 99\r\n\r\n{"):

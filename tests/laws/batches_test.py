@@ -32,7 +32,7 @@ from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
 from gateway.batches.pace import LEARN_S, Progress, is_late
 from gateway.batches.reading import InvalidLine, split_lines
-from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
+from gateway.batches.values import Batch, BatchLimits, BatchStatus, Line, Order, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.store.database import open_engine
 from migrations import upgrade
@@ -135,6 +135,46 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     again = [job._next_line(now_s, deque()) for _ in range(1_000)]
     assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
     assert job._next_line(now_s, deque()) is None
+
+
+def test_a_batch_whose_last_line_is_not_due_again_yet_has_none_that_may_start() -> None:
+    """While a late one has, no other batch starts a line."""
+    now_s = 0.0
+    context: Any = SimpleNamespace(clock=lambda: now_s)
+    job = Job(batch(), context, {}, lambda _: 1)
+    job._schedule(Retry(line(1), 4.0, pauses_batch=False))
+    assert not job.can_start
+    now_s = 4.0
+    assert job.can_start
+
+
+class Running:
+    """Stands for the task of a line that runs."""
+
+    def done(self) -> bool:
+        return False
+
+    def get_name(self) -> str:
+        return "query"
+
+
+def test_a_line_that_is_due_again_while_large_lines_run_runs_after_them() -> None:
+    context: Any = SimpleNamespace(
+        clock=lambda: 0.0,
+        limits=BatchLimits(in_flight_bytes=25),
+        sites=lambda: [site("a")],
+        model_of=lambda _: "m",
+        dispatched=lambda _: True,
+    )
+    job = Job(batch(), context, {}, lambda _: 1)
+    running: dict[Any, Line] = job._running
+    for each in (line(1, 100.0), line(2, 100.0)):
+        running[Running()] = each
+        job._blend.started(each, 100.0)  # beside so long answers no other line is to start
+    job._schedule(Retry(replace(line(3), runs=1), 0.0, pauses_batch=False))
+    assert job._take_lines(4, 1.0) == []
+    running.clear()
+    assert [each.number for each in job._take_lines(4, 1.0)] == [3]
 
 
 def test_a_batch_goes_first_once_its_pace_would_take_it_past_four_fifths_of_its_window() -> None:

@@ -62,6 +62,10 @@ def test_an_image_keeps_its_url() -> None:
     assert image_at("https://host/a.png") == ("https://host/a.png", UNSEEN_TOKENS, True, "")
 
 
+def test_a_jpeg_may_be_named_by_the_end_of_its_file_and_reaches_the_site_by_its_right_type() -> None:
+    assert image_at(data_url(JPEG, "image/jpg")).url == data_url(JPEG, "image/jpeg")
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

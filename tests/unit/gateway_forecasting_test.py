@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from gateway.domain import Caller, Lane, Outcome, Query, Sampling, Status
+from gateway.ending import Ending
 from gateway.query.forecasting import (
     MAX_BATCH,
     MAX_BATCH_LINES,
@@ -171,6 +172,25 @@ def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
         assert histogram.forecast([Features("hi", "m")])[0] == before
         forecasts.observe(outcome("q", 5, forecast=before))
         assert histogram.forecast([Features("hi", "m")])[0] != before
+        await forecasts.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "ends"), [({"n": 2}, 900, ("stop", "stop")), ({"max_tokens": 0}, 0, ("length",))]
+)
+def test_several_answers_and_none_teach_no_length(
+    asked: dict[str, int], tokens: int, ends: tuple[str, ...]
+) -> None:
+    async def scenario() -> None:
+        histogram = HistogramForecaster()
+        forecasts = ForecastService(histogram, histogram)
+        before = await forecasts.request(msgspec.structs.replace(query("q"), sampling=Sampling(**asked)))
+        ended = outcome("q", tokens, forecast=before)
+        forecasts.observe(msgspec.structs.replace(ended, ending=Ending(finish_reasons=ends)))
+        assert histogram.forecast([Features("hi", "m")])[0] == before
+        assert sample(forecasts, "mico_forecast_drift") == {}
         await forecasts.close()
 
     asyncio.run(scenario())

@@ -100,6 +100,13 @@ def test_what_a_route_is_listed_with() -> None:
     assert listed.max_prompt_chars == 0, "unknown for one, so for the route"
 
 
+def test_a_route_is_listed_for_whom_any_of_its_models_is() -> None:
+    own = Model("a", "r1", 100, 7, "x", tenant="t")
+    routes = {"mixed": ModelRoute("mixed", (A, B)), "own": ModelRoute("own", (A,))}
+    listed = route_models(routes, {"a": own, "b": Model("b", "r2", 900, 8, "x")})
+    assert (listed["mixed"].tenant, listed["own"].tenant) == ("", "t")
+
+
 def test_the_name_of_a_route_opens_no_model() -> None:
     route = ModelRoute("a", (A, Target("b", weight=5)))
     assert may_name({"a"}.__contains__, route)
