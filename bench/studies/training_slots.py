@@ -68,7 +68,7 @@ def of_windows(pairs: Sequence[tuple[Served, Served]], alone_per_s: float) -> di
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.studies.training_slots", description=__doc__)
     parser.add_argument("--trace", type=Path, help="arrivals and lengths of chats, as parquet")
     parser.add_argument("--chats", type=int, default=200, help="of the trace, at each load")
@@ -77,7 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3], help="of what the engine can")
     parser.add_argument("--powers", type=float, nargs="+", default=[0.0, 1.0, 2.0])
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     model, timer = loader.load(str(DEMO)), ProcessorTime()
