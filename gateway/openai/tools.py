@@ -10,7 +10,8 @@ import msgspec
 
 from gateway.openai.fields import MISSING, WRONG_TYPE, Fields, echo
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+"""More than the 128 of OpenAI: an agent with several servers of tools has hundreds."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NAME_RULE = "has 1 to 64 letters, digits, underscores and dashes"
 

@@ -90,6 +90,11 @@ def test_a_custom_tool_reaches_the_site_as_a_function_of_one_text() -> None:
     assert told["function"]["description"].endswith("follows this grammar:\nstart: /a+/")
 
 
+def test_an_agent_may_offer_hundreds_of_tools() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool_{number}"}} for number in range(500)]
+    assert len(json.loads(prompt(tools=tools).tools_json)) == 500
+
+
 def test_tool_choice_none_sends_no_tools() -> None:
     assert prompt(tools=[ADD], tool_choice="none").tools_json == ""
     assert prompt(tool_choice="none").tools_json == ""
@@ -101,7 +106,7 @@ def test_tool_choice_none_sends_no_tools() -> None:
     [
         ("tools", {"tools": []}),
         ("tools", {"tools": [ADD] * 2}),
-        ("tools", {"tools": [ADD] * 129}),
+        ("tools", {"tools": [ADD] * 1025}),
         ("tools.0.type", {"tools": [{"type": "web_search"}]}),
         ("tools.0.custom", {"tools": [{"type": "custom"}]}),
         ("tools.0.custom.name", {"tools": [{"type": "custom", "custom": {"name": "a b"}}]}),
