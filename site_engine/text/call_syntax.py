@@ -246,7 +246,7 @@ def string_value(text: str) -> str:
     """Decode a JSON string; return an empty one for anything else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 

@@ -268,6 +268,7 @@ def test_text_before_calls_is_text(name: str) -> None:
         ("llama", '{"city": "Oslo"}'),
         ("llama", 'Well: {"name": "where", "parameters": {}}'),
         ("llama", '{"name": ["where"], "parameters": {}} '),
+        ("llama", '{"name": ' + "[" * 2_000 + "]" * 2_000 + ', "parameters": {}}'),
     ],
 )
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
