@@ -96,6 +96,8 @@ class HarmonyParser:
         may_begin = any(begin.startswith(each) or each.startswith(begin) for each in _HEADER_BEGINS)
         found = _HEADER_ENDS.search(self._buffer, 0, MAX_HEAD_CHARS)
         if not may_begin or (found is None and len(self._buffer) >= MAX_HEAD_CHARS):
+            if begin.startswith(START):  # which would end the text before it began
+                self._buffer = begin.removeprefix(START)
             self._content = _Content.TEXT
             return True
         if found is None:

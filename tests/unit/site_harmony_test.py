@@ -61,6 +61,8 @@ def read(text: str, delivered: Delivered = NOTHING) -> tuple[str, str, list[tupl
         ),
         ("<|channel|>commentary to=functions.other<|message|>{}", "", "{}"),
         ("x" * 300 + FINAL, "", "x" * 300 + FINAL),
+        ("<|start|>" + "x" * 300, "", "x" * 300),
+        (f"{FINAL}There.<|start|>{'x' * 300}<|end|>{FINAL}Or not.", "", f"There.{'x' * 300}Or not."),
     ],
 )
 def test_channels_tell_reasoning_from_text(answer: str, reasoning: str, text: str) -> None:
