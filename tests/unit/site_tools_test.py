@@ -286,6 +286,15 @@ def test_arguments_may_come_before_the_name() -> None:
     assert read(HERMES, [text]) == ("", [("id0", "now", '{"a": "}\\"{"}')])
 
 
+def test_arguments_as_a_string_with_half_a_character_stay_as_they_are() -> None:
+    for written, told in (
+        ("\\ud83c\\udf0a", '{"a": "\U0001f30a"}'),
+        ("\\ud83c", '"{\\"a\\": \\"\\ud83c\\"}"'),
+    ):
+        text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"' + written + '\\"}"}</tool_call>'
+        assert read(HERMES, [text]) == ("", [("id0", "now", told)])
+
+
 _MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", '"name"', '"where"', '"arguments"', "; ", "é", "x"]
 _MARKS += [
     "<function=where>",
