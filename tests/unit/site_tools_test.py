@@ -172,8 +172,9 @@ def test_a_tool_without_a_description_has_an_empty_one_where_the_template_reads_
     assert '"description": ""' in text
 
 
-def test_arguments_that_are_not_json_are_refused() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "where", "arguments": "{"}}
+@pytest.mark.parametrize("arguments", ["{", '{"city": "\\ud83c"}'])
+def test_arguments_that_are_not_json_are_refused(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "where", "arguments": arguments}}
     with pytest.raises(NotServed, match="not JSON") as refused:
         prepare("hermes", None, m.ChatMessage("assistant", "", tool_calls_json=json.dumps([call])))
     assert (refused.value.reason, refused.value.param) == (Reason.INVALID, "messages.0.tool_calls")
