@@ -123,6 +123,7 @@ class ResponseStream:
         self.cached_tokens: int | None = None  # of the prompt; None: the server does not tell
         self.done = False
         self.started = False
+        self._fault: MalformedStream | None = None  # that came behind outputs
 
     @property
     def tokens(self) -> int:
@@ -132,18 +133,27 @@ class ResponseStream:
         return self._choices[index].tokens
 
     def feed(self, received: bytes) -> list[Output]:
-        """Return the outputs of one read from the network. Raises MalformedStream."""
+        """Return the outputs of one read from the network. Raises MalformedStream; where outputs came before
+        the fault, `end` raises it.
+        """
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         outputs: list[Output] = []
         for line in lines:
             if line.startswith(b"data:"):
-                self._event(line[5:].strip(), outputs)
+                try:
+                    self._event(line[5:].strip(), outputs)
+                except MalformedStream as fault:
+                    if not outputs:
+                        raise
+                    self._fault, self.done = fault, True
         return outputs
 
     def end(self) -> list[Output]:
         """Return the finishes, once the stream is over. Raises MalformedStream if a choice has none."""
+        if self._fault is not None:
+            raise self._fault
         if any(each.finish is None for each in self._choices):
             raise MalformedStream("the stream broke off in the middle of an answer")
         if (

@@ -196,6 +196,14 @@ def test_a_failure_in_the_stream_keeps_its_reason() -> None:
     assert ResponseStream(["a"]).feed(event(choices=[], error=None)) == []
 
 
+def test_what_came_before_a_failure_in_one_read_is_told_before_it() -> None:
+    stream = ResponseStream(["a"])
+    assert text(stream.feed(piece("x") + event(error={"message": "out of memory"}) + piece("y"))) == "x"
+    assert stream.done
+    with pytest.raises(MalformedStream, match="out of memory"):
+        stream.end()
+
+
 def test_log_probabilities_of_chats_and_of_completions() -> None:
     of_chat = {
         "token": "é",
