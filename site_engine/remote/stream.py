@@ -187,6 +187,9 @@ class ResponseStream:
             self._choice(choice, outputs)
         if chunk.usage is not None:
             self.count(chunk.usage)
+            if len(self._choices) == 1 and outputs:
+                tokens, of_them = self._choices[0].tokens, self._choices[0].reasoning_tokens
+                outputs[-1] = outputs[-1]._replace(completion_tokens=tokens, reasoning_tokens=of_them)
 
     def count(self, usage: Usage) -> None:
         """Take the server's own counts, the last ones of which hold."""

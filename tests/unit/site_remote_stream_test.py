@@ -165,8 +165,8 @@ def test_counts_of_the_server_beyond_the_chunks_are_kept() -> None:
 def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
     stream = ResponseStream(["a"])
     body = {"choices": [{"index": 0, "text": "abc"}], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
-    read(stream, event(**body))
-    assert (stream.tokens, stream.prompt_tokens) == (3, 2)
+    (output,) = read(stream, event(**body))
+    assert (stream.tokens, stream.prompt_tokens, output.completion_tokens) == (3, 2, 3)
 
 
 @pytest.mark.parametrize(
