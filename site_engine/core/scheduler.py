@@ -391,11 +391,12 @@ class Scheduler:
 
     def _swap_in(self, request: Request, swap: SwapSpace) -> None:
         shared = len(request.pages)  # its prefix may still be in the cache
-        if self._grow(request, request.swapped):
+        if request.swapped > request.computed and self._grow(request, request.swapped):
             swap.swap_in(request.id, request.pages, shared)
             request.computed = request.swapped
         else:
             swap.drop(request.id)
+            request.cached_tokens = request.computed
         request.swapped = 0
 
     def _leave(self, request: Request) -> None:
