@@ -19,6 +19,14 @@ class MalformedStream(Exception):
     """The server broke the OpenAI API's format, or reported its failure in the stream."""
 
 
+class FailedStream(MalformedStream):
+    """The server reported `error`, in JSON, in the stream."""
+
+    def __init__(self, error: bytes) -> None:
+        super().__init__(f"the server failed: {error[:300].decode(errors='replace')}")
+        self.error = error
+
+
 class _TopLogprob(msgspec.Struct):
     token: str = ""
     logprob: float = 0.0
@@ -182,7 +190,7 @@ class ResponseStream:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
-            raise MalformedStream(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
+            raise FailedStream(bytes(chunk.error))
         for choice in chunk.choices:
             self._choice(choice, outputs)
         if chunk.usage is not None:
