@@ -306,12 +306,10 @@ class Request:
     swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
     pages: list[int] = field(default_factory=list, init=False)
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
-    cached_tokens: int = field(default=0, init=False)  # prefix-cache hits since it last started
+    cached_tokens: int = field(default=0, init=False)  # prefix-cache hits when its prompt was read first
     preemptions: int = field(default=0, init=False)
     charged: float = field(default=0.0, init=False)  # output tokens charged to its tenant
-    length_factor: float = field(
-        default=1.0, init=False
-    )  # by which requests like it are longer than forecast
+    length_factor: float = field(default=1.0, init=False)  # by which those like it are longer than forecast
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
@@ -349,6 +347,11 @@ class Request:
         """Go on as what another engine has begun."""
         self.arrived_s, self.started_s, self.first_token_s = moved[:3]
         self.preemptions, self.cached_tokens = moved.preemptions, moved.cached_tokens
+
+    @property
+    def reads_again(self) -> bool:
+        """Return whether the prompt was read before, so that what is cached of it is its own."""
+        return self.preemptions > 0 or self.first_token_s is not None
 
     @property
     def has_adapter(self) -> bool:

@@ -223,7 +223,8 @@ class Scheduler:
         paced = self._is_paced(request)
         budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
-        request.cached_tokens += self._share_prefix(request)
+        shared = self._share_prefix(request)
+        request.cached_tokens += 0 if request.reads_again else shared
         self.reservation.shares(request, held)
         begun = request.computed
         if begun < request.virtual_tokens:
@@ -363,7 +364,7 @@ class Scheduler:
         request.row = self._rows.pop()
         request.state = State.PREFILL
         request.started_s = now if request.started_s is None else request.started_s
-        if not request.swapped:  # else it keeps all that it had
+        if not request.reads_again and request.swapped <= request.computed:
             request.cached_tokens = request.computed
         if self._adapters is not None:
             self._adapters.hold(request, self.queue, self._slots)
@@ -391,7 +392,7 @@ class Scheduler:
 
     def _swap_in(self, request: Request, swap: SwapSpace) -> None:
         shared = len(request.pages)  # its prefix may still be in the cache
-        if self._grow(request, request.swapped):
+        if request.swapped > request.computed and self._grow(request, request.swapped):
             swap.swap_in(request.id, request.pages, shared)
             request.computed = request.swapped
         else:

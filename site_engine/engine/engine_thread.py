@@ -355,9 +355,11 @@ class EngineThread:
         return False
 
     def _resubmit(self, request_ids: Iterable[str]) -> None:
+        """Queue requests again: they were admitted, so no queue is too long for them now."""
         for request_id in request_ids:
+            request = self._live[request_id].request
             try:
-                self._engine.submit(self._live[request_id].request)
+                self._engine.submit(request, request.to_move())
             except RequestRejected as refused:
                 self._publish([self._failed(request_id, refused.message)])
 

@@ -55,7 +55,8 @@ class Answer:
             return Moved(arrived_s, fingerprint=self.fingerprint)
         started_s = arrived_s + begun.queued_s
         first_token_s = started_s + begun.prefill_s
-        return Moved(arrived_s, started_s, first_token_s, begun.preemptions, fingerprint=self.fingerprint)
+        cached, fingerprint = begun.cached_prompt_tokens, self.fingerprint
+        return Moved(arrived_s, started_s, first_token_s, begun.preemptions, cached, fingerprint)
 
     def replay(self) -> None:
         """Read the tokens generated at another site."""

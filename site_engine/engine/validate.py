@@ -23,11 +23,12 @@ def validate_request(
     moved: Moved | None,
 ) -> None:
     """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
-    if request.chain and request.variant is None and request.chain not in variants:
+    variant = request.variant or variants.get(request.chain)
+    if request.chain and variant is None:
         raise RequestRejected(
             RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served here any more", "model"
         )
-    if moved is not None and request.chain and variants[request.chain].fingerprint != moved.fingerprint:
+    if moved is not None and variant is not None and variant.fingerprint != moved.fingerprint:
         raise RequestRejected(
             RejectionReason.MODEL_UNKNOWN,
             f"{request.chain} has other contents here than where the answer began",
@@ -35,7 +36,6 @@ def validate_request(
         )
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")
-    variant = request.variant or variants.get(request.chain)
     virtual = 0 if variant is None else variant.virtual_tokens
     if virtual + len(request.prompt) >= limit_tokens:
         raise RequestRejected(

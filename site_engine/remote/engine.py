@@ -24,8 +24,8 @@ from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
 from site_engine.remote.request import HttpRequest, build_request, guess_tokens, without_limit
-from site_engine.remote.server import Server, ServerLost, ServerRefused
-from site_engine.remote.stream import MalformedStream
+from site_engine.remote.server import Server, ServerLost, ServerRefused, server_refused
+from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStream
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +270,8 @@ class RemoteEngine:
                             pass
         except ServerRefused as refused:
             self._turn_away(request, refused)
+        except FailedStream as failed:
+            self._fail_or_turn_away(request, failed)
         except (ServerLost, MalformedStream) as exc:
             self._fail_by_server(request, str(exc))
         except TimeoutError:
@@ -355,6 +357,14 @@ class RemoteEngine:
             self.queue.remove(request)
             request.reply(refused.refusal)
 
+    def _fail_or_turn_away(self, request: RemoteRequest, failed: FailedStream) -> None:
+        """Pass on that a prompt is too long as a refusal: some servers, as SGLang, say it in the stream."""
+        refused = server_refused(400, failed.error, {})
+        if refused.refusal.reason is Reason.CONTEXT_LENGTH and not request.stream.started:
+            self._turn_away(request, refused)
+        else:
+            self._fail_by_server(request, str(failed))
+
     def _sent_again(self, request: RemoteRequest, reason: Reason) -> bool:
         """Ask for as many tokens as fit where the server refuses a limit above that; the answer is shorter
         than the limit then. Return whether the request was sent again: a prompt too long is refused again.
@@ -364,6 +374,7 @@ class RemoteEngine:
         if (again := without_limit(request.http)) is None:
             return False
         request.http = again
+        request.stream = ResponseStream([each.id for each in request.choices], again.delivered)
         request.task = asyncio.get_running_loop().create_task(self._stream(request))
         return True
 

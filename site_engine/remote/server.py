@@ -156,7 +156,12 @@ def parse_error(body: bytes) -> tuple[str, str, str]:
         return body[:300].decode(errors="replace").strip() or "no reason given", "", ""
     message = found.get("message") or found.get("error") or found.get("detail") or "no reason given"
     code = f"{found.get('code') or ''} {found.get('type') or found.get('error_type') or ''}"
-    return str(message)[:1000], code, str(found.get("param") or "")
+    return _text(message)[:1000], code, _text(found.get("param") or "")
+
+
+def _text(found: object) -> str:
+    """Return text that can be sent: JSON may hold halves of characters."""
+    return str(found).encode(errors="replace").decode()
 
 
 def retry_after_s_of(headers: Mapping[str, str]) -> float:

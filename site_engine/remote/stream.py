@@ -19,6 +19,14 @@ class MalformedStream(Exception):
     """The server broke the OpenAI API's format, or reported its failure in the stream."""
 
 
+class FailedStream(MalformedStream):
+    """The server reported `error`, in JSON, in the stream."""
+
+    def __init__(self, error: bytes) -> None:
+        super().__init__(f"the server failed: {error[:300].decode(errors='replace')}")
+        self.error = error
+
+
 class _TopLogprob(msgspec.Struct):
     token: str = ""
     logprob: float = 0.0
@@ -123,6 +131,7 @@ class ResponseStream:
         self.cached_tokens: int | None = None  # of the prompt; None: the server does not tell
         self.done = False
         self.started = False
+        self._fault: MalformedStream | None = None  # that came behind outputs
 
     @property
     def tokens(self) -> int:
@@ -132,18 +141,27 @@ class ResponseStream:
         return self._choices[index].tokens
 
     def feed(self, received: bytes) -> list[Output]:
-        """Return the outputs of one read from the network. Raises MalformedStream."""
+        """Return the outputs of one read from the network. Raises MalformedStream; where outputs came before
+        the fault, `end` raises it.
+        """
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         outputs: list[Output] = []
         for line in lines:
             if line.startswith(b"data:"):
-                self._event(line[5:].strip(), outputs)
+                try:
+                    self._event(line[5:].strip(), outputs)
+                except MalformedStream as fault:
+                    if not outputs:
+                        raise
+                    self._fault, self.done = fault, True
         return outputs
 
     def end(self) -> list[Output]:
         """Return the finishes, once the stream is over. Raises MalformedStream if a choice has none."""
+        if self._fault is not None:
+            raise self._fault
         if any(each.finish is None for each in self._choices):
             raise MalformedStream("the stream broke off in the middle of an answer")
         if (
@@ -172,11 +190,14 @@ class ResponseStream:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
-            raise MalformedStream(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
+            raise FailedStream(bytes(chunk.error))
         for choice in chunk.choices:
             self._choice(choice, outputs)
         if chunk.usage is not None:
             self.count(chunk.usage)
+            if len(self._choices) == 1 and outputs:
+                tokens, of_them = self._choices[0].tokens, self._choices[0].reasoning_tokens
+                outputs[-1] = outputs[-1]._replace(completion_tokens=tokens, reasoning_tokens=of_them)
 
     def count(self, usage: Usage) -> None:
         """Take the server's own counts, the last ones of which hold."""

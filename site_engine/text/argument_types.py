@@ -11,7 +11,7 @@ from site_engine.text.call_syntax import Schema
 ANY_TYPE: frozenset[str] = frozenset()
 STRING = frozenset({"string"})
 _MAX_DEPTH = 16
-"""Of references and combinations in a schema: those of a cycle have no end."""
+"""Of combinations in a schema."""
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Values of Python, which some templates show to models."""
 
@@ -23,8 +23,13 @@ def property_types(parameters: Schema, name: str) -> frozenset[str]:
     return schema_types(schema, parameters)
 
 
-def schema_types(schema: object, root: Schema, depth: int = 0) -> frozenset[str]:
+def schema_types(schema: object, root: Schema) -> frozenset[str]:
     """Return the types that a schema allows. `root`: where its references lead."""
+    return _types(schema, root, {}, 0)
+
+
+def _types(schema: object, root: Schema, found: dict[str, frozenset[str]], depth: int) -> frozenset[str]:
+    """Return the types; `found` are those of references, each of which is followed once."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return ANY_TYPE
     named = schema.get("type")
@@ -37,12 +42,16 @@ def schema_types(schema: object, root: Schema, depth: int = 0) -> frozenset[str]
     if isinstance(schema.get("enum"), list):
         return frozenset(json_type(json.dumps(each)) for each in schema["enum"])
     if isinstance(schema.get("$ref"), str):
-        return schema_types(referenced(schema["$ref"], root), root, depth + 1)
+        reference = schema["$ref"]
+        if reference not in found:
+            found[reference] = ANY_TYPE  # within itself: a cycle has no end
+            found[reference] = _types(referenced(reference, root), root, found, depth + 1)
+        return found[reference]
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return _union(schema_types(each, root, depth + 1) for each in schema[key])
+            return _union(_types(each, root, found, depth + 1) for each in schema[key])
     parts = schema.get("allOf")
-    known = (schema_types(each, root, depth + 1) for each in parts) if isinstance(parts, list) else ()
+    known = (_types(each, root, found, depth + 1) for each in parts) if isinstance(parts, list) else ()
     return next(filter(None, known), ANY_TYPE)
 
 

@@ -246,7 +246,7 @@ def string_value(text: str) -> str:
     """Decode a JSON string; return an empty one for anything else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 
@@ -257,7 +257,10 @@ def as_object(arguments: str) -> str:
         value = json.loads(arguments)
         if value is None or value == "":
             return "{}"
-        return value if isinstance(value, str) and isinstance(json.loads(value), dict) else arguments
+        if not (isinstance(value, str) and isinstance(json.loads(value), dict)):
+            return arguments
+        value.encode()  # a half of a character is none, and could not be sent
+        return value
     except (ValueError, RecursionError):
         return arguments
 

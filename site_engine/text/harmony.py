@@ -26,7 +26,8 @@ _HEADER_BEGINS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN, "to=")
 _HEADER_ENDS = re.compile("|".join(map(re.escape, (MESSAGE, END, CALL, RETURN))))
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CUT_HEADER = re.compile(r"(?:<[|\w]*>?|[\w\s.=:-])*")
+_CUT_HEADER = re.compile(r"(?:<[|\w]*+>?+|[\w\s.=:-])*+")
+"""Possessive: with one text read in many ways, what matches none of them would take exponential time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class HarmonyParser:
         may_begin = any(begin.startswith(each) or each.startswith(begin) for each in _HEADER_BEGINS)
         found = _HEADER_ENDS.search(self._buffer, 0, MAX_HEAD_CHARS)
         if not may_begin or (found is None and len(self._buffer) >= MAX_HEAD_CHARS):
+            if begin.startswith(START):  # which would end the text before it began
+                self._buffer = begin.removeprefix(START)
             self._content = _Content.TEXT
             return True
         if found is None:

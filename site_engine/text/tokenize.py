@@ -404,6 +404,7 @@ def call_with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()  # fails for a half of a character
     except (ValueError, TypeError) as exc:
         message = f"the arguments of {function.get('name')} are not JSON: {exc}"
         raise NotServed(Reason.INVALID, message, f"messages.{place}.tool_calls") from exc

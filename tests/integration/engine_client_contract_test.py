@@ -91,7 +91,7 @@ async def native() -> AsyncIterator[Client]:
     loop = asyncio.get_running_loop()
     tokenizer = PromptTokenizer(FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
     engine = FakeEngine(slots=SLOTS, max_pending=PENDING)
-    thread = EngineThread(engine, loop.call_soon_threadsafe, time.monotonic, floor_s=0.02)
+    thread = EngineThread(engine, loop.call_soon_threadsafe, time.monotonic, floor_s=0.1)
     client = Client(NativeEngine(tokenizer, thread))
     thread.start(client.listener())
     try:
@@ -104,7 +104,7 @@ async def native() -> AsyncIterator[Client]:
 @asynccontextmanager
 async def separate() -> AsyncIterator[Client]:
     loop = asyncio.get_running_loop()
-    settings = fake_settings(slots=SLOTS, max_pending=PENDING, iteration_floor_s=0.02)
+    settings = fake_settings(slots=SLOTS, max_pending=PENDING, iteration_floor_s=0.1)
     process = await EngineProcess.launch(settings, time.monotonic, spawn_fake)
     assert (await process.ready()).context_tokens == CONTEXT_TOKENS
     process.vocabulary = LETTERS
@@ -119,7 +119,7 @@ async def separate() -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def remote() -> AsyncIterator[Client]:
-    async with openai_server(pace_s=0.02) as upstream:
+    async with openai_server(pace_s=0.1) as upstream:
         server = Server(upstream.url.removesuffix("/v1"), "", silence_s=WAIT_S, connections=4)
         models = {"letters": "letters"}
         profile = ServerProfile(models, UNKNOWN, CONTEXT_TOKENS, SLOTS * CONTEXT_TOKENS, SLOTS, PENDING)

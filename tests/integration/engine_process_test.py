@@ -80,7 +80,7 @@ def test_an_engine_that_has_stopped_keeps_no_connection_though_its_end_was_not_r
 
 def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> None:
     async def scenario() -> None:
-        async with launched(slots=1, iteration_floor_s=0.01) as heard:
+        async with launched(slots=1, iteration_floor_s=0.2) as heard:
             await heard.submit("runs", max_tokens=60)
             await heard.submit("waits", max_tokens=60)
             await heard.until(lambda: len(heard.text("runs")) >= 3)

@@ -270,7 +270,7 @@ def test_an_answer_goes_on_at_another_site_in_the_middle_of_its_schema(is_call: 
 
     async def scenario(stage: Stage) -> None:
         for name in ("a", "b"):
-            await stage.site(name, iteration_floor_s=0.004)
+            await stage.site(name, iteration_floor_s=0.02)
         whole = (await stage.ask(**fields, temperature=0)).choices[0].message
         expected = whole.tool_calls[0].function.arguments if is_call else whole.content
         parts: list[str] = []

@@ -45,8 +45,7 @@ class Stage:
             gateways=(gateway.address,),
             token=TOKEN,
             slots=2,
-            iteration_floor_s=0.03,
-            **{"engine_process": True, **settings},
+            **{"engine_process": True, "iteration_floor_s": 0.03, **settings},
         )
         self.serving = asyncio.create_task(serve(config, spawn=spawn))
 
@@ -103,7 +102,7 @@ def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again
         first, second = (each.received("hello")[0] for each in (session, again))
         assert (first.boot_id != second.boot_id, list(second.attempts)) == (True, [])
 
-    play(model_folder, scenario)
+    play(model_folder, scenario, iteration_floor_s=0.2)
 
 
 def test_of_two_devices_one_is_lost_and_the_site_stays(model_folder: Path) -> None:
@@ -231,7 +230,7 @@ def test_an_engine_that_dies_while_the_site_drains_is_not_started_again(model_fo
         assert await stage.serving == 1
         assert session.finish("a") == pb.Delta.FAILED
 
-    play(model_folder, scenario)
+    play(model_folder, scenario, iteration_floor_s=0.5)
 
 
 def test_a_signal_while_the_model_loads_ends_both_processes(model_folder: Path) -> None:

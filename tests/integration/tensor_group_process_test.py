@@ -34,7 +34,7 @@ def test_a_group_answers_as_one_engine_until_a_follower_is_killed(tmp_path: Path
         threads=1,
         slots=4,
         kv_tokens=256,
-        iteration_floor_s=0.02,
+        iteration_floor_s=0.05,
     )
     wanted = greedy_answer(plain, list(map(ord, PROMPT)), 150)
 

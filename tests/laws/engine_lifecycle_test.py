@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import Finish, RejectionReason, Request, RequestRejected, Sampling
+from site_engine.core.request import (
+    Admission,
+    Finish,
+    RejectionReason,
+    Request,
+    RequestRejected,
+    Sampling,
+)
 from site_engine.engine.build import packed_engine
+from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.settings import EngineSettings
+from site_engine.engine_client import Listener
 from tests.support.engine_models import (
     CONTEXT,
     VOCAB,
@@ -49,6 +58,33 @@ def test_cancel_in_any_state_frees_everything_and_says_so_once(steps: int) -> No
     for name in prompts:
         assert last(collected, name).finish is Finish.CANCELLED
         assert last(collected, name).completion_tokens == len(collected[name].token_ids)
+
+
+def test_a_group_that_is_not_given_up_waits_on_however_full_the_queue_has_become() -> None:
+    engine, collected = engine_for(family("llama").served, slots=1, max_pending=10), dict[str, Collected]()
+    thread = EngineThread(engine, lambda call: call(), Ticks())
+    thread.listener = Listener(lambda outputs: gather(list(outputs), collected), lambda _: None, pytest.fail)
+    answers: list[object] = []
+
+    def submit(*names: str, tenant: str) -> None:
+        requests = [greedy(name, [1, 2, 3], 30, ignore_eos=True) for name in names]
+        for each in requests:
+            each.tenant = tenant
+        thread.submit(requests, answers.append)
+        thread.turn()
+
+    submit("one", "other", tenant="many")  # one of the group runs, the other waits
+    for at in range(8):
+        submit(f"more {at}", tenant="many")
+    submit("another's", tenant="few")
+    assert all(isinstance(each, Admission) for each in answers)
+    decisions: list[bool] = []
+    thread.release([["one", "other"]], decisions.extend)
+    while engine.has_work:
+        thread.turn()
+    assert decisions == [False]
+    finishes = [each.last.finish for each in collected.values() if each.last is not None]
+    assert finishes == [Finish.LENGTH] * 11
 
 
 def test_cancel_of_an_unknown_request_is_nobodys_concern() -> None:

@@ -25,6 +25,7 @@ from tests.support.engine_models import (
     Collected,
     Ticks,
     assert_idle,
+    drain,
     engine_for,
     family,
     gather,
@@ -403,3 +404,27 @@ def test_what_has_ended_or_never_came_is_not_exported() -> None:
     while engine.has_work:
         engine.step()
     assert engine.export("r") == ([], None)
+
+
+def test_what_comes_with_a_request_does_not_replace_more_that_is_cached_where_it_comes() -> None:
+    prompt = [1 + at for at in range(40)]
+    engines = [engine_for(family("llama").served, token_budget=8) for _ in range(2)]
+    _, inbox = (each.inbox.open() for each in engines)
+    assert inbox is not None
+    engines[1].submit(greedy("before", prompt, 1))
+    drain(engines[1])
+    engines[0].submit(greedy("r", prompt, 4))
+    engines[0].step()
+    outputs, moved = engines[0].export("r", InboxPlace(inbox, 0))
+    assert moved is not None
+    assert (outputs, moved.computed) == ([], 8)
+    request = greedy("r", prompt, 4)
+    engines[1].submit(request, moved)
+    engines[1].step()
+    assert request.computed == 40, "36 tokens were cached"
+    last = drain(engines[1])["r"].last
+    assert last is not None and last.timings is not None
+    assert last.timings.cached_prompt_tokens == 36
+    assert_idle(engines[1])
+    for each in engines:
+        each.inbox.close()

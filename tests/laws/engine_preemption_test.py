@@ -81,6 +81,22 @@ def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("steps", [2, 8])
+def test_what_a_request_finds_of_its_own_when_it_returns_is_not_told_as_cached(steps: int) -> None:
+    """Preempted in the middle of its prompt, or of its answer."""
+    engine = engine_for(family("llama").served, token_budget=8)
+    request = greedy("r", list(range(1, 42)), 20)
+    engine.submit(request)
+    for _ in range(steps):
+        engine.step()
+    engine._scheduler._preempt(request)
+    engine.step()
+    assert request.computed >= 16
+    last = drain(engine)["r"].last
+    assert last is not None and last.timings is not None
+    assert (last.timings.preemptions, last.timings.cached_prompt_tokens) == (1, 0)
+
+
 def test_who_is_preempted_is_not_in_the_same_plan() -> None:
     engine = tight(swap_tokens=0)
     scheduler: Any = engine._scheduler

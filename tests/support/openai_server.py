@@ -50,6 +50,7 @@ class OpenAIServer:
     counts: bool = True  # whether it sends usage
     context: int | None = 64
     refuses_excess: bool = False  # a prompt and `max_tokens` that the context has no room for, as vLLM does
+    refuses_in_stream: bool = False  # what is too long, as SGLang did
     pace_s: float = 0.0  # from letter to letter
     thinks: str = ""  # where it says the first two letters of a chat's answer, instead of in its content
     counts_thoughts: bool = False
@@ -175,7 +176,7 @@ class OpenAIServer:
                 _whole(writer, 429, {"error": {"message": "slow down"}}, "retry-after: 20\r\n")
             case Mood.TOO_LONG:
                 message = "This model's maximum context length is 64 tokens."
-                _whole(writer, 400, {"error": {"message": message, "code": 400, "param": "messages"}})
+                self._refuse(writer, {"message": message, "code": 400, "param": "messages"})
             case Mood.INVALID:
                 _whole(
                     writer, 400, {"object": "error", "message": "top_p must be in (0, 1]", "param": "top_p"}
@@ -191,9 +192,18 @@ class OpenAIServer:
                     _whole(writer, 200, self._pooled(asked, path))
             case _ if self.refuses_excess and "max_tokens" in asked and self._has_no_room(asked):
                 message = "'max_tokens' is too large. This model's maximum context length is 64 tokens."
-                _whole(writer, 400, {"error": {"message": message, "code": 400, "param": "max_tokens"}})
+                self._refuse(writer, {"message": message, "code": 400, "param": "max_tokens"})
             case _:
                 await self._stream(asked, path, reader, writer)
+
+    def _refuse(self, writer: Any, error: dict[str, Any]) -> None:
+        if not self.refuses_in_stream:
+            _whole(writer, 400, {"error": error})
+            return
+        _begin(writer)
+        _event(writer, {"error": error})
+        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b"")
 
     def _has_no_room(self, asked: dict[str, Any]) -> bool:
         return _prompt_tokens(asked) + asked["max_tokens"] > (self.context or 0)

@@ -82,3 +82,10 @@ def test_of_an_answer_that_is_gone_nothing_is_read() -> None:
     here.take(step((1, "b")), 0.0)
     assert texts(here.read(0.0)) == [("r2", "x")]
     assert [each.request.id for each in here.pop_all()] == ["r2", "r3"]
+
+
+def test_what_was_cached_goes_on_with_an_answer_whose_engine_is_lost() -> None:
+    here, _ = answers()
+    here.take(Step([1], [ord("a")], [Detail(0, True, None, "", Timings(0.0, 0.0, 0.0, 7, 0), [], [])]), 0.0)
+    (answer, *_) = here
+    assert answer.to_move().cached_tokens == 7

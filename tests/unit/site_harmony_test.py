@@ -61,6 +61,9 @@ def read(text: str, delivered: Delivered = NOTHING) -> tuple[str, str, list[tupl
         ),
         ("<|channel|>commentary to=functions.other<|message|>{}", "", "{}"),
         ("x" * 300 + FINAL, "", "x" * 300 + FINAL),
+        ("<|start|>" + "x" * 300, "", "x" * 300),
+        (f"{FINAL}There.<|start|>{'x' * 300}<|end|>{FINAL}Or not.", "", f"There.{'x' * 300}Or not."),
+        ("<|channel|>" + "<ab" * 60 + "!", "", "<|channel|>" + "<ab" * 60 + "!"),
     ],
 )
 def test_channels_tell_reasoning_from_text(answer: str, reasoning: str, text: str) -> None:

@@ -387,3 +387,9 @@ def test_the_field_that_the_server_names_is_passed_on() -> None:
     body = {"error": {"message": "must be at most 1", "param": "top_p"}}
     found = server_refused(400, json.dumps(body).encode(), {})
     assert (found.refusal.message, found.refusal.param) == ("must be at most 1", "top_p")
+
+
+def test_half_a_character_in_what_the_server_says_can_be_passed_on() -> None:
+    body = {"error": {"message": "cut: \ud83c", "param": "\ud83c"}}
+    found = server_refused(400, json.dumps(body).encode(), {})
+    assert (found.refusal.message, found.refusal.param) == ("cut: ?", "?")

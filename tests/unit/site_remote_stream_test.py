@@ -165,8 +165,8 @@ def test_counts_of_the_server_beyond_the_chunks_are_kept() -> None:
 def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
     stream = ResponseStream(["a"])
     body = {"choices": [{"index": 0, "text": "abc"}], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
-    read(stream, event(**body))
-    assert (stream.tokens, stream.prompt_tokens) == (3, 2)
+    (output,) = read(stream, event(**body))
+    assert (stream.tokens, stream.prompt_tokens, output.completion_tokens) == (3, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,14 @@ def test_a_failure_in_the_stream_keeps_its_reason() -> None:
     with pytest.raises(MalformedStream, match="out of memory"):
         ResponseStream(["a"]).feed(event(error={"message": "out of memory"}))
     assert ResponseStream(["a"]).feed(event(choices=[], error=None)) == []
+
+
+def test_what_came_before_a_failure_in_one_read_is_told_before_it() -> None:
+    stream = ResponseStream(["a"])
+    assert text(stream.feed(piece("x") + event(error={"message": "out of memory"}) + piece("y"))) == "x"
+    assert stream.done
+    with pytest.raises(MalformedStream, match="out of memory"):
+        stream.end()
 
 
 def test_log_probabilities_of_chats_and_of_completions() -> None:

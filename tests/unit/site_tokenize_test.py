@@ -199,7 +199,7 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     prompts.prepare(assign(m.TextPrompt("x" * 100_000)), answers.append)
     assert tokenizer.began.wait(timeout=60)
     prompts.prepare(assign(m.TextPrompt("ab")), answers.append)
-    calls.get(timeout=10)()
+    calls.get(timeout=60)()
     assert answers == [Prepared((97, 98), "")]
     tokenizer.gate.set()
     calls.get(timeout=60)()

@@ -251,6 +251,12 @@ def test_the_types_of_a_schema(schema: object, types: set[str]) -> None:
     assert schema_types(schema, root) == types
 
 
+def test_a_reference_is_followed_once_however_often_it_is_made() -> None:
+    parts: dict[str, Any] = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 50} for at in range(7)}
+    parts["7"] = {"type": "string"}
+    assert schema_types({"$ref": "#/$defs/0"}, {"$defs": parts}) == {"string"}
+
+
 @pytest.mark.parametrize("form", [QWEN_XML, GLM], ids=["qwen_xml", "glm"])
 def test_a_forced_call_has_its_required_values_in_order_and_of_their_types(form: Format) -> None:
     forced = prepare(form.name, Tools((SAY, NOW), ToolChoice.NAMED, "say", single=True))

@@ -172,8 +172,9 @@ def test_a_tool_without_a_description_has_an_empty_one_where_the_template_reads_
     assert '"description": ""' in text
 
 
-def test_arguments_that_are_not_json_are_refused() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "where", "arguments": "{"}}
+@pytest.mark.parametrize("arguments", ["{", '{"city": "\\ud83c"}'])
+def test_arguments_that_are_not_json_are_refused(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "where", "arguments": arguments}}
     with pytest.raises(NotServed, match="not JSON") as refused:
         prepare("hermes", None, m.ChatMessage("assistant", "", tool_calls_json=json.dumps([call])))
     assert (refused.value.reason, refused.value.param) == (Reason.INVALID, "messages.0.tool_calls")
@@ -268,6 +269,7 @@ def test_text_before_calls_is_text(name: str) -> None:
         ("llama", '{"city": "Oslo"}'),
         ("llama", 'Well: {"name": "where", "parameters": {}}'),
         ("llama", '{"name": ["where"], "parameters": {}} '),
+        ("llama", '{"name": ' + "[" * 2_000 + "]" * 2_000 + ', "parameters": {}}'),
     ],
 )
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
@@ -283,6 +285,15 @@ def test_a_call_that_was_cut_is_told_as_far_as_it_came() -> None:
 def test_arguments_may_come_before_the_name() -> None:
     text = '<tool_call>{"arguments": {"a": "}\\"{"}, "name": "now"}</tool_call>'
     assert read(HERMES, [text]) == ("", [("id0", "now", '{"a": "}\\"{"}')])
+
+
+def test_arguments_as_a_string_with_half_a_character_stay_as_they_are() -> None:
+    for written, told in (
+        ("\\ud83c\\udf0a", '{"a": "\U0001f30a"}'),
+        ("\\ud83c", '"{\\"a\\": \\"\\ud83c\\"}"'),
+    ):
+        text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"' + written + '\\"}"}</tool_call>'
+        assert read(HERMES, [text]) == ("", [("id0", "now", told)])
 
 
 _MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", '"name"', '"where"', '"arguments"', "; ", "é", "x"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from site_engine.remote import server
 from tests.support import metric_pages
 from tests.support.openai_server import Mood
 from tests.support.remote_site import Scene, chat, run
@@ -56,7 +59,8 @@ def test_a_prompt_that_is_only_echoed_asks_nothing_of_the_server() -> None:
     run(scenario)
 
 
-def test_a_chat_that_may_be_longer_than_fits_is_as_long_as_fits() -> None:
+@pytest.mark.parametrize("refuses_in_stream", [False, True])
+def test_a_chat_that_may_be_longer_than_fits_is_as_long_as_fits(refuses_in_stream: bool) -> None:
     async def scenario(here: Scene) -> None:
         await here.session.send(**chat("a", "hello", max_tokens=62))
         assert await here.session.finished("a") == pb.Delta.LENGTH
@@ -66,11 +70,18 @@ def test_a_chat_that_may_be_longer_than_fits_is_as_long_as_fits() -> None:
         await here.session.send(**chat("b", "hello", max_tokens=62))
         assert (await here.refused("b")).reason == pb.Rejected.CONTEXT_LENGTH
         assert len(here.server.asked) == 4
+        await here.session.send(**chat("c", "hello"))
+        assert (await here.refused("c")).reason == pb.Rejected.CONTEXT_LENGTH
+        here.server.mood = Mood.ANSWERING  # none of this is a fault of the server
+        await here.session.send(**chat("d", "hello", max_tokens=3))
+        assert await here.session.finished("d") == pb.Delta.LENGTH
 
-    run(scenario, owner="vllm", refuses_excess=True)
+    run(scenario, owner="vllm", refuses_excess=True, refuses_in_stream=refuses_in_stream)
 
 
-def test_connections_are_used_again() -> None:
+def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_S", 600.0)  # however long this machine takes between two requests
+
     async def scenario(here: Scene) -> None:
         before = here.server.connections
         for number in range(5):
