@@ -202,7 +202,7 @@ class Attempts:
         if begins and attempt.assign.prefix_hashes:
             self.computed.append(attempt.assign.prefix_hashes)
         if choice.parser is not None:
-            output = separate_calls(choice, choice.parser, output)
+            output = separated_or_failed(choice, choice.parser, output)
         self.outbox.delta(
             to_delta(attempt_id, index, output, attempt.echo if begins else "", attempt.count_offset),
             urgent=begins or output.finish is not None,
@@ -305,6 +305,16 @@ def set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
     for index, choice in enumerate(attempt.choices):
         choice.parser = prepared.tool_calling.parser(f"{assign.attempt_id}/{index}", delivered)
         choice.forced = tools is not None and tools.choice is ToolChoice.NAMED
+
+
+def separated_or_failed(choice: _Choice, parser: ToolParser, output: Output) -> Output:
+    """Separate calls from text. A fault of the parser ends this answer, not those of the other outputs."""
+    try:
+        return separate_calls(choice, parser, output)
+    except Exception as exc:
+        log.exception("the text of request %s cannot be parsed", choice.request_id)
+        error = f"the answer's calls of functions cannot be parsed: {type(exc).__name__}"
+        return output._replace(text="", finish=Finish.FAILED, error=error)
 
 
 def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:

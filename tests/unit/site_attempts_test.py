@@ -1,0 +1,48 @@
+"""The attempts of one gateway at a site, without an engine."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+
+from site_engine import messages as m
+from site_engine.core.request import Admission, Finish, Lane, Output, RemainingCurve, Sampling
+from site_engine.engine_client import Delivered, Prepared
+from site_engine.federation.attempts import Attempts
+
+
+class FaultyCalls:
+    """A style of calls whose parser fails."""
+
+    calls = 0
+
+    def parser(self, choice: str, delivered: Delivered) -> FaultyCalls:
+        return self
+
+    def feed(self, text: str) -> NoReturn:
+        raise RecursionError
+
+    def end(self) -> NoReturn:
+        raise RecursionError
+
+
+def test_a_text_that_the_parser_fails_at_ends_its_own_answer_alone(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = Attempts(1, {})
+    for name, calls in (("faulty", FaultyCalls()), ("other", None)):
+        prompt, rest = m.TextPrompt("hi"), (Sampling(), 1, False, RemainingCurve(), Lane.CHAT, 0, None, "")
+        attempts.assign(m.Assign(name, name, "m", prompt, *rest), 0.0)
+        attempts.prepared(name, Prepared((1,), "", tool_calling=calls))
+        attempts.admitted(name, Admission(0, 1))
+    for name in ("faulty", "other", "faulty"):
+        attempts.output(name, 0, Output(name, "text", (2,), completion_tokens=1))
+    deltas = [
+        delta for step in attempts.outbox.take(1e9) if isinstance(step, m.Step) for delta in step.deltas
+    ]
+    assert [(delta.attempt_id, delta.text, delta.finish) for delta in deltas] == [
+        ("faulty", "", Finish.FAILED),
+        ("other", "text", None),
+    ]
+    assert "RecursionError" in deltas[0].error
+    assert ("faulty" in attempts, "other" in attempts) == (False, True)
+    assert "cannot be parsed" in caplog.text
