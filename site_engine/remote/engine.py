@@ -17,6 +17,7 @@ from site_engine.core.stall_watch import StallWatch
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, PoolingPrompt, TextPrompt
+from site_engine.remote import plain
 from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
 from site_engine.remote.count import count_tokens
 from site_engine.remote.dialects import Dialect
@@ -33,7 +34,9 @@ LOAD_INTERVAL_S = 0.05
 MAX_COUNTS = 8
 """Prompts that a server counts at a time."""
 MAX_FAILURES = 3
-"""Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says."""
+"""Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says,
+unless it answers a plain request.
+"""
 LAST_BYTES_S = 1.0
 SILENT_AFTER_S = 15.0
 """A server that has begun answers and then sends nothing at all for so long, beyond the time for reading the
@@ -90,6 +93,7 @@ class RemoteEngine:
         self._received_s = float("-inf")
         self._stall_watch = StallWatch()
         self._counting: set[asyncio.Task[None]] = set()
+        self._asking_plainly: asyncio.Task[None] | None = None
 
     # the interface of a site
 
@@ -224,8 +228,9 @@ class RemoteEngine:
         for timer in (self._pump_timer, self._load_timer):
             if timer is not None:
                 timer.cancel()
-        for task in self._counting:
-            task.cancel()
+        for task in (*self._counting, self._asking_plainly):
+            if task is not None:
+                task.cancel()
         for request in self.queue.all():
             self._fail(request, reason)
 
@@ -384,8 +389,16 @@ class RemoteEngine:
         log.warning("an answer failed: %s", reason)
         self._fail(request, reason)
         self._failures += 1
-        if self._failures >= MAX_FAILURES and not self._broken:
+        if self._failures >= MAX_FAILURES and not (self._broken or self._asking_plainly):
+            asking = self._ask_plainly(request.http, reason)
+            self._asking_plainly = asyncio.get_running_loop().create_task(asking)
+
+    async def _ask_plainly(self, failed: HttpRequest, reason: str) -> None:
+        if not await plain.serves(self._server, failed):
             self.listener.broken(f"{self._failures} answers in a row failed, the last: {reason}")
+            return
+        log.warning("%d answers in a row failed, but the server answers a plain request", self._failures)
+        self._failures, self._asking_plainly = 0, None
 
     def _fail(self, request: RemoteRequest, reason: str) -> None:
         """Refuse an attempt that has no output, which can then go on elsewhere unharmed; fail any other."""

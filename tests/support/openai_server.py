@@ -50,6 +50,7 @@ class OpenAIServer:
     counts: bool = True  # whether it sends usage
     context: int | None = 64
     refuses_excess: bool = False  # a prompt and `max_tokens` that the context has no room for, as vLLM does
+    fails_at: str = ""  # a text in requests that it answers with 500
     refuses_in_stream: bool = False  # what is too long, as SGLang did
     pace_s: float = 0.0  # from letter to letter
     thinks: str = ""  # where it says the first two letters of a chat's answer, instead of in its content
@@ -170,7 +171,7 @@ class OpenAIServer:
 
     async def _answer(self, asked: dict[str, Any], path: str, reader: Any, writer: Any) -> None:
         match self.mood:
-            case Mood.FAILING:
+            case _ if self.mood is Mood.FAILING or (self.fails_at and self.fails_at in json.dumps(asked)):
                 _whole(writer, 500, {"error": {"message": "the device is lost"}})
             case Mood.FULL:
                 _whole(writer, 429, {"error": {"message": "slow down"}}, "retry-after: 20\r\n")

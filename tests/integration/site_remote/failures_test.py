@@ -146,6 +146,34 @@ def test_a_server_that_lives_but_fails_every_answer_is_left() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("mood", [Mood.GARBAGE, Mood.SILENT])
+def test_a_server_that_answers_no_plain_request_either_is_left(mood: Mood) -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.mood = mood
+        for name in "abc":
+            await here.session.send(**assign(name))
+        await here.session.over.wait()
+        assert "answers in a row failed" in here.session.log[-1].bye.reason
+
+    run(scenario, settings={"silence_s": 0.1})
+
+
+def test_requests_that_a_server_fails_at_do_not_end_its_site() -> None:
+    """Some servers answer some faulty requests with 500; a client sends such a one again and again."""
+
+    async def scenario(here: Scene) -> None:
+        here.server.fails_at = "poison"
+        for number in range(7):
+            await here.session.send(**assign(str(number), "poison"))
+            assert (await here.refused(str(number))).reason == pb.Rejected.INTERNAL
+        await here.server.until(lambda: any(each["prompt"] == "Hi" for each in here.server.asked))
+        await here.session.send(**assign("d"))
+        assert await here.session.finished("d") == pb.Delta.LENGTH
+        assert not here.session.over.is_set()
+
+    run(scenario)
+
+
 def test_the_key_goes_with_every_request_and_a_wrong_one_is_named(tmp_path: Any) -> None:
     secret = tmp_path / "key"
     secret.write_text("sk-1\n")
