@@ -271,9 +271,10 @@ class Fleet:
     def few_serving(
         self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None, *, most: int
     ) -> list[str]:
-        """Return the names of those that serve the model, as `serving`; none if they are more than `most`."""
+        """Return the names of those of `serving` that are ready; none if it has more than `most`."""
         places = self.serving(model, needs, regions).nonzero()[0]
-        return [self.sites[place].name for place in places] if len(places) <= most else []
+        found = [self.sites[place] for place in places] if len(places) <= most else []
+        return [site.name for site in found if site.state is SiteState.READY]
 
 
 def _serves(site: Site, model: str, needs: frozenset[str], regions: frozenset[str] | None) -> bool:
