@@ -28,9 +28,11 @@ class Contents:
             return [content_of(row) for row in rows]
 
     async def find(self, sha256: str) -> Content | None:
-        query = select(tuning_content).where(tuning_content.c.sha256 == sha256).limit(1)
+        """Return content that is there to be fetched: the files of a job that is over may be deleted."""
+        is_needed = or_(tuning_jobs.c.status.in_(UNFINISHED), _IS_MODEL)
+        query = select(tuning_content).select_from(_JOIN).where(tuning_content.c.sha256 == sha256, is_needed)
         async with self._engine.connect() as connection:
-            row = (await connection.execute(query)).first()
+            row = (await connection.execute(query.limit(1))).first()
         return None if row is None else content_of(row)
 
     async def add(self, content: Content, run: str) -> list[str] | None:
