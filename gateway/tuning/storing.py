@@ -22,7 +22,7 @@ from wire import federation_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_UPLOADS: Final = 32
-"""Uploads of which this process keeps the beginning; the one that began first goes."""
+"""Uploads of which this process keeps the beginning; of those that no call writes the oldest goes."""
 DIGEST_BYTES: Final = 32
 _KINDS: Final = {
     pb.StoreBegin.SNAPSHOT: Kind.SNAPSHOT,
@@ -33,7 +33,7 @@ _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
 class ContentStore:
-    """Serves Fetch and Store. What has arrived of an upload stays until MAX_UPLOADS came after it."""
+    """Serves Fetch and Store. What has arrived of an upload stays until MAX_UPLOADS came after it was cut."""
 
     def __init__(
         self,
@@ -82,8 +82,10 @@ class ContentStore:
                 upload = ContentUpload(self, begin, await self._files.begin(""))
             self._uploads[key] = upload
             upload.is_open = True
-            while len(self._uploads) > MAX_UPLOADS:
-                await self._discard(self._uploads.pop(next(iter(self._uploads))))
+            surplus = max(0, len(self._uploads) - MAX_UPLOADS)
+            cut = [each for each, its in self._uploads.items() if not its.is_open]
+            for gone in [self._uploads.pop(each) for each in cut[:surplus]]:
+                await self._discard(gone)
         except (SQLAlchemyError, OSError) as exc:
             raise BulkRefused(_UNAVAILABLE, f"the database is away: {reason(exc)}") from exc
         return upload

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
+
+from gateway.federation.bulk import CHUNK_BYTES
+from gateway.tuning import storing
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.federation import DEADLINE_S, until
 from tests.support.training_site import TRAINS, next_run
 from tests.support.tuning_jobs import create, rows
+from wire import federation_pb2 as pb
 
 
 def play(url: str, scenario: Callable[[Replica], Coroutine[Any, Any, None]]) -> None:
@@ -33,5 +40,37 @@ def test_data_is_read_from_a_file_that_is_there_though_another_job_had_the_same(
             run = await next_run(here)
             assert await run.fetch(run.order.data) == rows()
             await jobs.cancel(again.id)
+
+    play(url, scenario)
+
+
+def test_an_upload_is_whole_though_many_others_come_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "MAX_UPLOADS", 1)
+
+    async def scenario(here: Replica) -> None:
+        jobs = [await create(here) for _ in range(2)]
+        one, other = [await next_run(here) for _ in jobs]
+        data = bytes(3 * CHUNK_BYTES)
+        content = pb.Content(sha256=hashlib.sha256(data).digest(), bytes=len(data))
+        call = one.site.bulk.Store(metadata=one.site.metadata)
+        begin = pb.StoreBegin(
+            job_id=one.order.job_id, run=one.order.run, kind=pb.StoreBegin.SNAPSHOT, step=1, content=content
+        )
+        await call.write(pb.StoreRequest(begin=begin))
+        await call.read()
+        half = 2 * CHUNK_BYTES
+        for part in (data[:half], data[half : half + 1]):
+            await call.write(pb.StoreRequest(data=part))
+        bulk: Any = here.scene.gateway.federation.bulk
+        (upload,) = bulk._uploads.values()
+        await until(lambda: upload.offset > half, "more is in the database than one buffer")
+        await other.store(pb.StoreBegin.SNAPSHOT, 1, b"of another")
+        await call.write(pb.StoreRequest(data=data[half + 1 :]))
+        await call.done_writing()
+        while not (await asyncio.wait_for(call.read(), DEADLINE_S)).done:
+            pass
+        assert await one.fetch(content) == data
 
     play(url, scenario)
