@@ -186,7 +186,8 @@ class Ledger:
     # ---- leases
 
     async def lease(self, max_jobs: int) -> list[Job]:
-        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all.
+        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Jobs that rest
+        paused come last: they wait for nobody.
 
         Returns all jobs that this owner holds from now on.
         """
@@ -194,6 +195,7 @@ class Ledger:
             now = await database_time(connection, self.clock)
         table, ends = tuning_jobs, tuning_jobs.c.leased_until
         is_ours = table.c.leased_by == self.owner
+        rests = and_(table.c.status == JobStatus.PAUSED, table.c.run.is_(None))
         free = or_(
             table.c.leased_by.is_(None),
             ends < now,
@@ -203,7 +205,7 @@ class Ledger:
         claimable = (
             select(table.c.id)
             .where(table.c.status.in_(UNFINISHED), free)
-            .order_by(case((is_ours, 0), else_=1), table.c.created_at, table.c.id)
+            .order_by(case((rests, 2), (is_ours, 0), else_=1), table.c.created_at, table.c.id)
             .limit(max_jobs)
         )
         async with self._engine.connect() as connection:
