@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
@@ -304,8 +305,8 @@ class Runner:
             link.training.stop(job.run or "", snapshot=True)
 
     async def _record(self, care: Care, report: RunReport, now_s: float) -> bool:
-        """Write the progress of the run, and charge it. Return whether the run is still current, and the job
-        this replica's.
+        """Write the progress of the run, and charge it: a job that is not over is paused once its tenant has
+        spent the month. Return whether the run is still current, and the job this replica's.
         """
         context, job = self._context, care.job
         is_due = report.end or now_s - care.recorded_s >= RECORD_S
@@ -318,20 +319,18 @@ class Runner:
             await self._refresh(care)
             return False
         care.recorded, care.recorded_s = report, now_s
-        await self._charge(job, progress.trained_tokens, progress.nano_usd)
+        refusal = self._charge(job, progress.trained_tokens, progress.nano_usd)
+        is_over = end_of(report) in (End.SUCCEEDED, End.FAILED)
+        if refusal is not None and not is_over and await context.ledger.pause(job.tenant, job.id):
+            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
         await self._refresh(care)
         return care.job.id in self._held and care.job.run == report.run
 
-    async def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> None:
-        """Charge what is new. A job whose tenant has spent its month is paused."""
-        context = self._context
-        caller = context.caller(job.key_id)
-        if caller is None:
-            return
+    def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> TooMany | None:
+        """Charge what is new; return the refusal once the tenant has spent its month."""
+        caller = self._context.caller(job.key_id)
         tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
-        refusal = context.charge(caller, tokens, cost) if tokens or cost else None
-        if refusal is not None and await context.ledger.pause(job.tenant, job.id):
-            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
+        return self._context.charge(caller, tokens, cost) if caller and (tokens or cost) else None
 
     async def _succeed(self, care: Care) -> None:
         context, job = self._context, care.job
