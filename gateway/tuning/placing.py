@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.domain import Site, SiteState
+from gateway.domain import ModelState, Site, SiteState
 from gateway.routing.filters import is_stale
 from gateway.tuning.values import JobStatus, Plan, TuningLimits
 
@@ -43,6 +43,7 @@ def choose(
         for site in sites
         if _is_fresh(site, now_s)
         and _serves(site, model)
+        and site.identity.models[model].state is ModelState.READY  # no engine trains while its base sleeps
         and (trains := site.identity.trains) is not None
         and plan.rank <= trains.max_rank
         and _runs(site, runs) < trains.runs
