@@ -265,7 +265,7 @@ class Ledger:
             "trained_tokens": progress.trained_tokens,
             "nano_usd": progress.nano_usd,
             "tokens_per_s": progress.tokens_per_s,
-            "revision": progress.revision or job.revision,
+            "revision": progress.revision,
         }
         if progress.step > job.step:
             values["runs"] = 1

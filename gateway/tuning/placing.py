@@ -26,6 +26,16 @@ def refusal(sites: Sequence[Site], model: str, plan: Plan) -> str | None:
     return None
 
 
+def of_same_base(sites: Sequence[Site], model: str, revision: str) -> Sequence[Site]:
+    """Return the sites whose base is the one with which a job began, also those that are down: it waits for
+    them. Where there are none, all: one of them tells that the base has changed.
+    """
+    same = [
+        site for site in sites if _serves(site, model) and site.identity.models[model].revision == revision
+    ]
+    return same or sites
+
+
 def choose(
     sites: Sequence[Site],
     model: str,

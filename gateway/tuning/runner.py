@@ -16,7 +16,7 @@ from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
-from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, of_same_base
 from gateway.tuning.results import write_results
 from gateway.tuning.serving import Serving
 from gateway.tuning.training_run import end_of, order_of, progress_of
@@ -223,8 +223,9 @@ class Runner:
     async def _place(self, care: Care) -> None:
         context, job, now_s = self._context, care.job, self._context.clock()
         care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
+        sites = of_same_base(context.sites(), job.model, job.revision)
         site = choose(
-            [each for each in context.sites() if each.name in context.links()],
+            [each for each in sites if each.name in context.links()],
             job.model,
             job.plan,
             runs=await context.ledger.runs(),
@@ -294,7 +295,8 @@ class Runner:
         context, job = self._context, care.job
         care.step_s = now_s  # so long nothing is looked for again
         sites, runs = context.sites(), await context.ledger.runs()
-        linked = [each for each in sites if each.name in context.links() and each.name != job.site]
+        same = of_same_base(sites, job.model, job.revision)
+        linked = [each for each in same if each.name in context.links() and each.name != job.site]
         other = choose(linked, job.model, job.plan, runs=runs, avoided=care.avoided, now_s=now_s)
         here = next((each for each in sites if each.name == job.site), None)
         link = context.links().get(job.site)

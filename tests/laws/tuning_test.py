@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
 from gateway.trains import Trains
-from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, refusal
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, of_same_base, refusal
 from gateway.tuning.values import UNFINISHED, Job, JobStatus, Plan, TuningLimits, before, may_become
 
 ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
@@ -101,3 +101,13 @@ def test_a_run_waits_for_a_base_that_sleeps(state: ModelState) -> None:
     assert chosen(asleep) is None
     assert chosen(asleep, busy) is busy
     assert refusal([asleep], "m", Plan()) is None, "the job is taken: the base may wake"
+
+
+def test_a_job_waits_for_its_base_while_a_site_has_it_and_else_is_told_that_it_changed() -> None:
+    down, ready = replace(base("a"), state=SiteState.DOWN), base("b")
+    assert of_same_base([down, ready], "m", "rev") == [down, ready]
+    assert of_same_base([down, ready], "m", "") == of_same_base([down, ready], "m", "old") == [down, ready]
+    models = {"m": replace(ready.identity.models["m"], revision="new")}
+    changed = replace(ready, identity=replace(ready.identity, models=models))
+    assert of_same_base([down, changed], "m", "rev") == [down]
+    assert of_same_base([changed], "m", "rev") == [changed]
