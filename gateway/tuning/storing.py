@@ -91,7 +91,10 @@ class ContentStore:
         return upload
 
     async def finished(self, upload: ContentUpload) -> None:
-        """Record what has arrived, and remove what it replaces. Raises BulkRefused."""
+        """Record what has arrived, and remove what it replaces. Raises BulkRefused.
+
+        What the database may have recorded, although it did not say so, is not removed: else it expires.
+        """
         begin = upload.announced
         self._forget(upload)
         content = Content(
@@ -103,10 +106,11 @@ class ContentStore:
             file_id=upload.writer.id,
             at=self._clock(),
         )
-        await upload.writer.keep()
+        await upload.writer.flush()
         replaced = await self._contents.add(content, begin.run)
-        for file_id in [content.file_id] if replaced is None else replaced:
-            await self._files.remove(file_id)
+        with suppress(SQLAlchemyError, OSError):  # the rest expires
+            for file_id in [content.file_id] if replaced is None else replaced:
+                await self._files.remove(file_id)
         if replaced is None:
             raise BulkRefused(grpc.StatusCode.FAILED_PRECONDITION, "the run is not current any more")
 
@@ -173,5 +177,4 @@ class ContentUpload:
         try:
             await self._store.finished(self)
         except (SQLAlchemyError, OSError) as exc:
-            await self._store.drop(self)
             raise BulkRefused(_UNAVAILABLE, f"the database is away: {reason(exc)}") from exc

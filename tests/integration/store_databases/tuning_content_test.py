@@ -8,10 +8,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from gateway.batches.files import Files
 from gateway.federation.bulk import CHUNK_BYTES
 from gateway.tuning import storing
-from gateway.tuning.values import TuningLimits
+from gateway.tuning.values import Kind, TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.federation import DEADLINE_S, until
 from tests.support.training_site import TRAINS, next_run
@@ -72,5 +74,33 @@ def test_an_upload_is_whole_though_many_others_come_meanwhile(
         while not (await asyncio.wait_for(call.read(), DEADLINE_S)).done:
             pass
         assert await one.fetch(content) == data
+
+    play(url, scenario)
+
+
+def test_what_is_recorded_stays_where_what_it_replaces_cannot_be_removed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, real = list[str](), Files.remove
+
+    async def remove(files: Files, file_id: str) -> None:
+        if not failed:  # the first is what the content replaces
+            failed.append(file_id)
+            raise OperationalError("", {}, OSError("the database went away"))
+        await real(files, file_id)
+
+    async def scenario(here: Replica) -> None:
+        await create(here)
+        run = await next_run(here)
+        await run.store(pb.StoreBegin.SNAPSHOT, 1, b"before")
+        monkeypatch.setattr(Files, "remove", remove)
+        newer = pb.Content(sha256=hashlib.sha256(b"newer").digest(), bytes=5)
+        assert (await run.store(pb.StoreBegin.SNAPSHOT, 2, b"newer"))[-1].done
+        assert await run.fetch(newer) == b"newer"
+        here.pass_time(1.0)
+        assert await here.batches.files.find_expired(9) == failed
+        (kept,) = await here.tuning.service.contents.of_job(run.order.job_id, Kind.SNAPSHOT)
+        assert await here.tuning.service.contents.remove(kept)  # and then the replica dies
+        assert set(await here.batches.files.find_expired(9)) == {*failed, kept.file_id}
 
     play(url, scenario)
