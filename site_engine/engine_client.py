@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Grammar, Output, Request, Thinking, ToolCall
-from site_engine.core.training import Saved, TrainingEvent, TrainingOrder
+from site_engine.core.training import Failed, Saved, TrainingEvent, TrainingOrder
 from site_engine.errors import NotServed, TrainingRefused
 from site_engine.messages import Assign
 
@@ -125,8 +125,10 @@ class TrainingEngine(Protocol):
         """Begin a job, read beside what is served; reply None, or why it is not trained here."""
         ...
 
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
-        """End a job without an event; reply with its state after its last step, None if it is not here."""
+    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
+        """End a job without an event; reply with its state after its last step, why it can't be had, or None
+        if the job is not here.
+        """
         ...
 
 

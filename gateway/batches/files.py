@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select, union_all, update
@@ -205,12 +205,9 @@ class FileWriter:
             await publish(connection, file)
         return file
 
-    async def keep(self) -> None:
-        """Write the rest of the bytes. The file stays invisible, and is kept until it is removed."""
+    async def flush(self) -> None:
+        """Write the rest of the bytes. The file stays invisible, and expires unless `keep` is called."""
         await self._store(PARTS_AT_ONCE)
-        kept = update(files).where(files.c.id == self.id).values(bytes=self.bytes, expires_at=NEVER)
-        async with self._engine.begin() as connection:
-            await connection.execute(kept)
 
     async def complete(self, filename: str, purpose: str, kept_s: float) -> File:
         """Write the rest of the bytes. The file stays invisible until `publish`."""
@@ -244,6 +241,17 @@ async def publish(connection: AsyncConnection, file: File) -> None:
     """Make a completed file visible to its tenant."""
     complete = update(files).where(files.c.id == file.id).values(**_columns(file), complete=True)
     await connection.execute(complete)
+
+
+async def keep(connection: AsyncConnection, file_id: str, size: int) -> None:
+    """Keep an invisible file until it is removed."""
+    kept = update(files).where(files.c.id == file_id).values(bytes=size, expires_at=NEVER)
+    await connection.execute(kept)
+
+
+async def expire(connection: AsyncConnection, file_ids: Sequence[str], at: float) -> None:
+    """Have files removed some time after this, if nobody does it before."""
+    await connection.execute(update(files).where(files.c.id.in_(file_ids)).values(expires_at=at))
 
 
 async def delete_in_steps(

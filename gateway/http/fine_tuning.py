@@ -68,7 +68,7 @@ def _job_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandle
         caller = await authenticate(request.scope, backend)
         page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
         with database_errors(page):
-            rows = await tuning.ledger.list_page(caller.tenant, page)
+            rows = await tuning.ledger.list_page(caller.tenant, page, _asked_metadata(request))
         now_s = backend.unix_time()
         return list_response([job_json(job, now_s) for job in rows], page)
 
@@ -181,6 +181,14 @@ async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningServ
             ) from exc
         except TooManyJobs as exc:
             raise TooMany(f"The job was not accepted: {exc.what}.", retry_after_s=60.0) from exc
+
+
+def _asked_metadata(request: AnyRequest) -> dict[str, str] | None:
+    """Return the pairs of `metadata[name]=value`; None for `metadata=null`: jobs without any."""
+    if request.query_params.get("metadata") == "null":
+        return None
+    given = request.query_params.items()
+    return {name[9:-1]: value for name, value in given if name.startswith("metadata[") and name[-1] == "]"}
 
 
 async def _asked_job(request: AnyRequest, backend: Backend, tuning: TuningService) -> Job:

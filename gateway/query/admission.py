@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gateway.domain import Model, Query
+from gateway.domain import SHADOW_TENANT, Caller, Model, Query
 from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 from gateway.memory_budget import TENANT_PARTS
 
@@ -57,6 +57,11 @@ def admit(
         )
 
 
+def exists_for(caller: Caller, model: Model) -> bool:
+    """Return whether a model is everyone's or the caller's own. Only its owner's queries are copied to it."""
+    return model.tenant in ("", caller.tenant) or caller.tenant == SHADOW_TENANT
+
+
 def check_model(query: Query, *, models: Mapping[str, Model], fleet_complete: bool) -> None:
     """Raise NoSite, ModelNotFound or Forbidden unless the caller may ask for the model, and a site has it.
 
@@ -67,18 +72,18 @@ def check_model(query: Query, *, models: Mapping[str, Model], fleet_complete: bo
     """
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
-    model, tenant = models.get(query.model), query.caller.tenant
-    exists = model is not None and model.tenant in ("", tenant)
+    model, caller = models.get(query.model), query.caller
+    exists = model is not None and exists_for(caller, model)
     if not exists and not fleet_complete:
         raise NoSite(
             f"no site that serves {query.model[:100]!r} has joined yet; this gateway has just started",
             retry_after_s=RETRY_AFTER_S,
         )
     if not exists:
-        own = [each.id for each in models.values() if each.tenant in ("", tenant)]
-        known = ", ".join(sorted(filter(query.caller.may_use, own))[:10]) or "none for this key"
+        own = [each.id for each in models.values() if exists_for(caller, each)]
+        known = ", ".join(sorted(filter(caller.may_use, own))[:10]) or "none for this key"
         raise ModelNotFound(
             f"the model {query.model[:100]!r} does not exist; served here: {known}", param="model"
         )
-    if not query.caller.may_use(query.model):
+    if not caller.may_use(query.model):
         raise Forbidden(f"this key may not use the model {query.model!r}", param="model")

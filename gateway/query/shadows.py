@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gateway.domain import SHADOW_TENANT, Caller, Lane, Outcome, Query, Site, Status
 from gateway.errors import MicoError
+from gateway.query.admission import exists_for
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
@@ -48,7 +49,7 @@ class Shadows:
         elif query.asked_model and outcome.status is Status.ANSWERED:
             route = self._context.routes().get(query.asked_model)
             shadow = route.shadow if route is not None else None
-            if shadow is not None and _is_copied(shadow, query, outcome):
+            if shadow is not None and self._is_copied(shadow, query, outcome):
                 # Later, when the end of the user's answer is on its way; not as a part of the user's request.
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._copy, query, shadow, outcome, context=Context())
@@ -58,6 +59,15 @@ class Shadows:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _is_copied(self, shadow: Shadow, query: Query, outcome: Outcome) -> bool:
+        caller, model = query.caller, self._context.directory.models.get(shadow.model)
+        return (
+            shadow.model != outcome.model
+            and caller.may_use(shadow.model)
+            and (model is None or exists_for(caller, model))
+            and is_shadowed(shadow, query.id)
+        )
 
     def _copy(self, query: Query, shadow: Shadow, outcome: Outcome) -> None:
         context = self._context
@@ -134,9 +144,3 @@ def is_busy(site: Site) -> bool:
     """Return whether a copy would take a site's slots to more than half."""
     in_use = site.load.running + site.load.pending + site.credit.requests
     return 2 * (in_use + 1) > site.identity.slots
-
-
-def _is_copied(shadow: Shadow, query: Query, outcome: Outcome) -> bool:
-    return (
-        shadow.model != outcome.model and query.caller.may_use(shadow.model) and is_shadowed(shadow, query.id)
-    )

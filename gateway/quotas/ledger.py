@@ -192,14 +192,15 @@ class QuotaLedger:
     def charge(self, caller: Caller, tokens: int, nano_usd: int) -> TooMany | None:
         """Count tokens that were used outside of any query, and their cost, against the month alone.
 
-        Returns the refusal of the first quota that is spent by now, None if there is none.
+        Returns the refusal of the first quota that is spent by now, whatever queries in progress give back of
+        what they have reserved here; None if there is none.
         """
         now, amounts = self._clock(), {Unit.TOKENS: tokens, Unit.NANO_USD: nano_usd}
         monthly = [each for each in self._binding(caller) if each.id.kind.is_monthly]
         for each in monthly:
             each.meter.take(amounts[each.unit], now)
             self._activate(each)
-        spent = [each for each in monthly if each.used_anywhere(now) >= each.limit]
+        spent = [each for each in monthly if each.used_anywhere(now) - each.reserved >= each.limit]
         return refusal_of(spent[0], 0, now, used_up=True) if spent else None
 
     def _take(self, reservation: Reservation, amounts: Mapping[Unit, int]) -> None:

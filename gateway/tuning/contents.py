@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import and_, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.batches.files import expire, keep
 from gateway.store.tables import tuning_content, tuning_jobs
 from gateway.tuning.rows import content_columns, content_of, job_of
 from gateway.tuning.values import UNFINISHED, Content, Job, JobStatus, Kind
@@ -28,15 +29,18 @@ class Contents:
             return [content_of(row) for row in rows]
 
     async def find(self, sha256: str) -> Content | None:
-        query = select(tuning_content).where(tuning_content.c.sha256 == sha256).limit(1)
+        """Return content that is there to be fetched: the files of a job that is over may be deleted."""
+        is_needed = or_(tuning_jobs.c.status.in_(UNFINISHED), _IS_MODEL)
+        query = select(tuning_content).select_from(_JOIN).where(tuning_content.c.sha256 == sha256, is_needed)
         async with self._engine.connect() as connection:
-            row = (await connection.execute(query)).first()
+            row = (await connection.execute(query.limit(1))).first()
         return None if row is None else content_of(row)
 
     async def add(self, content: Content, run: str) -> list[str] | None:
         """Record what the current run has stored; None if it is current no more.
 
         Returns the files that it replaces: of earlier snapshots, and of checkpoints above the number kept.
+        Those expire, while the file of the content is kept.
         """
         table = tuning_content
         current = and_(
@@ -56,7 +60,10 @@ class Contents:
             for row in gone:
                 await connection.execute(_delete(content_of(row)))
             await connection.execute(insert(table), content_columns(content))
-            return [row.file_id for row in gone if row.file_id != content.file_id]
+            await keep(connection, content.file_id, content.bytes)
+            replaced = [row.file_id for row in gone if row.file_id != content.file_id]
+            await expire(connection, replaced, content.at)
+            return replaced
 
     async def models(self, tenant: str | None = None) -> list[tuple[Job, Content]]:
         """Return the adapters that may be served, with their jobs. `tenant` None: of all tenants."""
@@ -74,7 +81,10 @@ class Contents:
             return [job_of(row) for row in await connection.execute(query)]
 
     async def remove(self, content: Content) -> bool:
+        """Forget content; its file expires, but for data, whose file is the client's."""
         async with self._engine.begin() as connection:
+            if content.kind not in (Kind.DATA, Kind.VALIDATION):
+                await expire(connection, [content.file_id], content.at)
             return bool((await connection.execute(_delete(content))).rowcount)
 
     async def find_leftovers(self, limit: int, checkpoints_before: float) -> list[Content]:

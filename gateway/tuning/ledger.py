@@ -5,7 +5,7 @@ at a site counts while it is the job's current one; a job comes to an end only o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
@@ -45,6 +45,9 @@ LEASE_S: Final = 8.0
 """Time after which another replica takes over from one that died; four of its polls."""
 TRAINED: Final = " (training)"
 """Follows the name of the base in the record of usage."""
+ANYTHING: Final[Mapping[str, str]] = {}
+FILTERED_AT_ONCE: Final = 100
+"""Jobs that are read at once to find those of some metadata."""
 
 
 class UnknownFile(Exception):
@@ -124,12 +127,24 @@ class Ledger:
             row = (await connection.execute(query)).first()
         return None if row is None else job_of(row)
 
-    async def list_page(self, tenant: str | None, page: Page) -> list[Job]:
-        """Return the jobs of one page and one more if there are more. `tenant` None: of all tenants."""
+    async def list_page(
+        self, tenant: str | None, page: Page, about: Mapping[str, str] | None = ANYTHING
+    ) -> list[Job]:
+        """Return the jobs of one page and one more if there are more. `tenant` None: of all tenants.
+
+        `about`: only those whose metadata has these pairs, None: those without metadata. Raises LookupError.
+        """
+        found = list[Job]()
         conditions = [] if tenant is None else [tuning_jobs.c.tenant == tenant]
+        read = page._replace(limit=max(page.limit, FILTERED_AT_ONCE)) if about != ANYTHING else page
         async with self._engine.connect() as connection:
-            rows = await connection.execute(await page_query(connection, tuning_jobs, conditions, page))
-            return [job_of(row) for row in rows]
+            while True:
+                query = await page_query(connection, tuning_jobs, conditions, read)
+                jobs = [job_of(row) for row in await connection.execute(query)]
+                found += [job for job in jobs if _is_about(job, about)]
+                if len(jobs) <= read.limit or len(found) > page.limit:
+                    return found[: page.limit + 1]
+                read = read._replace(after=jobs[-1].id)
 
     async def cancel(self, tenant: str, job_id: str) -> bool:
         """End a job as cancelled. Its run at a site is fenced at once; its holder tells the site."""
@@ -171,7 +186,8 @@ class Ledger:
     # ---- leases
 
     async def lease(self, max_jobs: int) -> list[Job]:
-        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all.
+        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Jobs that rest
+        paused come last: they wait for nobody.
 
         Returns all jobs that this owner holds from now on.
         """
@@ -179,6 +195,7 @@ class Ledger:
             now = await database_time(connection, self.clock)
         table, ends = tuning_jobs, tuning_jobs.c.leased_until
         is_ours = table.c.leased_by == self.owner
+        rests = and_(table.c.status == JobStatus.PAUSED, table.c.run.is_(None))
         free = or_(
             table.c.leased_by.is_(None),
             ends < now,
@@ -188,7 +205,7 @@ class Ledger:
         claimable = (
             select(table.c.id)
             .where(table.c.status.in_(UNFINISHED), free)
-            .order_by(case((is_ours, 0), else_=1), table.c.created_at, table.c.id)
+            .order_by(case((rests, 2), (is_ours, 0), else_=1), table.c.created_at, table.c.id)
             .limit(max_jobs)
         )
         async with self._engine.connect() as connection:
@@ -248,7 +265,7 @@ class Ledger:
             "trained_tokens": progress.trained_tokens,
             "nano_usd": progress.nano_usd,
             "tokens_per_s": progress.tokens_per_s,
-            "revision": progress.revision or job.revision,
+            "revision": progress.revision,
         }
         if progress.step > job.step:
             values["runs"] = 1
@@ -402,6 +419,10 @@ def new_job_id() -> str:
 def new_run() -> str:
     """Return the name of a run, which nobody can guess."""
     return secrets.token_hex(16)
+
+
+def _is_about(job: Job, about: Mapping[str, str] | None) -> bool:
+    return not job.about if about is None else about.items() <= (job.about or {}).items()
 
 
 def _tuning_file(tenant: str, file_id: str) -> Select[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.domain import Site, SiteState
+from gateway.domain import ModelState, Site, SiteState
 from gateway.routing.filters import is_stale
 from gateway.tuning.values import JobStatus, Plan, TuningLimits
 
@@ -26,6 +26,16 @@ def refusal(sites: Sequence[Site], model: str, plan: Plan) -> str | None:
     return None
 
 
+def of_same_base(sites: Sequence[Site], model: str, revision: str) -> Sequence[Site]:
+    """Return the sites whose base is the one with which a job began, also those that are down: it waits for
+    them. Where there are none, all: one of them tells that the base has changed.
+    """
+    same = [
+        site for site in sites if _serves(site, model) and site.identity.models[model].revision == revision
+    ]
+    return same or sites
+
+
 def choose(
     sites: Sequence[Site],
     model: str,
@@ -43,6 +53,7 @@ def choose(
         for site in sites
         if _is_fresh(site, now_s)
         and _serves(site, model)
+        and site.identity.models[model].state is ModelState.READY  # no engine trains while its base sleeps
         and (trains := site.identity.trains) is not None
         and plan.rank <= trains.max_rank
         and _runs(site, runs) < trains.runs

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
-from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, of_same_base
 from gateway.tuning.results import write_results
 from gateway.tuning.serving import Serving
 from gateway.tuning.training_run import end_of, order_of, progress_of
@@ -222,8 +223,9 @@ class Runner:
     async def _place(self, care: Care) -> None:
         context, job, now_s = self._context, care.job, self._context.clock()
         care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
+        sites = of_same_base(context.sites(), job.model, job.revision)
         site = choose(
-            [each for each in context.sites() if each.name in context.links()],
+            [each for each in sites if each.name in context.links()],
             job.model,
             job.plan,
             runs=await context.ledger.runs(),
@@ -293,7 +295,8 @@ class Runner:
         context, job = self._context, care.job
         care.step_s = now_s  # so long nothing is looked for again
         sites, runs = context.sites(), await context.ledger.runs()
-        linked = [each for each in sites if each.name in context.links() and each.name != job.site]
+        same = of_same_base(sites, job.model, job.revision)
+        linked = [each for each in same if each.name in context.links() and each.name != job.site]
         other = choose(linked, job.model, job.plan, runs=runs, avoided=care.avoided, now_s=now_s)
         here = next((each for each in sites if each.name == job.site), None)
         link = context.links().get(job.site)
@@ -304,8 +307,8 @@ class Runner:
             link.training.stop(job.run or "", snapshot=True)
 
     async def _record(self, care: Care, report: RunReport, now_s: float) -> bool:
-        """Write the progress of the run, and charge it. Return whether the run is still current, and the job
-        this replica's.
+        """Write the progress of the run, and charge it: a job that is not over is paused once its tenant has
+        spent the month. Return whether the run is still current, and the job this replica's.
         """
         context, job = self._context, care.job
         is_due = report.end or now_s - care.recorded_s >= RECORD_S
@@ -318,20 +321,18 @@ class Runner:
             await self._refresh(care)
             return False
         care.recorded, care.recorded_s = report, now_s
-        await self._charge(job, progress.trained_tokens, progress.nano_usd)
+        refusal = self._charge(job, progress.trained_tokens, progress.nano_usd)
+        is_over = end_of(report) in (End.SUCCEEDED, End.FAILED)
+        if refusal is not None and not is_over and await context.ledger.pause(job.tenant, job.id):
+            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
         await self._refresh(care)
         return care.job.id in self._held and care.job.run == report.run
 
-    async def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> None:
-        """Charge what is new. A job whose tenant has spent its month is paused."""
-        context = self._context
-        caller = context.caller(job.key_id)
-        if caller is None:
-            return
+    def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> TooMany | None:
+        """Charge what is new; return the refusal once the tenant has spent its month."""
+        caller = self._context.caller(job.key_id)
         tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
-        refusal = context.charge(caller, tokens, cost) if tokens or cost else None
-        if refusal is not None and await context.ledger.pause(job.tenant, job.id):
-            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
+        return self._context.charge(caller, tokens, cost) if caller and (tokens or cost) else None
 
     async def _succeed(self, care: Care) -> None:
         context, job = self._context, care.job

@@ -22,7 +22,7 @@ from wire import federation_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_UPLOADS: Final = 32
-"""Uploads of which this process keeps the beginning; the one that began first goes."""
+"""Uploads of which this process keeps the beginning; of those that no call writes the oldest goes."""
 DIGEST_BYTES: Final = 32
 _KINDS: Final = {
     pb.StoreBegin.SNAPSHOT: Kind.SNAPSHOT,
@@ -33,7 +33,7 @@ _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
 class ContentStore:
-    """Serves Fetch and Store. What has arrived of an upload stays until MAX_UPLOADS came after it."""
+    """Serves Fetch and Store. What has arrived of an upload stays until MAX_UPLOADS came after it was cut."""
 
     def __init__(
         self,
@@ -82,14 +82,19 @@ class ContentStore:
                 upload = ContentUpload(self, begin, await self._files.begin(""))
             self._uploads[key] = upload
             upload.is_open = True
-            while len(self._uploads) > MAX_UPLOADS:
-                await self._discard(self._uploads.pop(next(iter(self._uploads))))
+            surplus = max(0, len(self._uploads) - MAX_UPLOADS)
+            cut = [each for each, its in self._uploads.items() if not its.is_open]
+            for gone in [self._uploads.pop(each) for each in cut[:surplus]]:
+                await self._discard(gone)
         except (SQLAlchemyError, OSError) as exc:
             raise BulkRefused(_UNAVAILABLE, f"the database is away: {reason(exc)}") from exc
         return upload
 
     async def finished(self, upload: ContentUpload) -> None:
-        """Record what has arrived, and remove what it replaces. Raises BulkRefused."""
+        """Record what has arrived, and remove what it replaces. Raises BulkRefused.
+
+        What the database may have recorded, although it did not say so, is not removed: else it expires.
+        """
         begin = upload.announced
         self._forget(upload)
         content = Content(
@@ -101,10 +106,11 @@ class ContentStore:
             file_id=upload.writer.id,
             at=self._clock(),
         )
-        await upload.writer.keep()
+        await upload.writer.flush()
         replaced = await self._contents.add(content, begin.run)
-        for file_id in [content.file_id] if replaced is None else replaced:
-            await self._files.remove(file_id)
+        with suppress(SQLAlchemyError, OSError):  # the rest expires
+            for file_id in [content.file_id] if replaced is None else replaced:
+                await self._files.remove(file_id)
         if replaced is None:
             raise BulkRefused(grpc.StatusCode.FAILED_PRECONDITION, "the run is not current any more")
 
@@ -171,5 +177,4 @@ class ContentUpload:
         try:
             await self._store.finished(self)
         except (SQLAlchemyError, OSError) as exc:
-            await self._store.drop(self)
             raise BulkRefused(_UNAVAILABLE, f"the database is away: {reason(exc)}") from exc

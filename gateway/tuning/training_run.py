@@ -74,6 +74,6 @@ def progress_of(job: Job, report: RunReport, site: Site | None, limits: TuningLi
         job.trained_tokens + trained,
         job.nano_usd + round(trained * price * NANO_USD_PER_TOKEN),
         report.tokens_per_s,
-        report.revision,
+        job.revision or (report.revision if report.step else ""),
         sorted(fresh, key=lambda each: each.step),
     )

@@ -221,11 +221,15 @@ class EngineThread:
 
         self._loader.submit(load)
 
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
-        """End a job without an event; reply with its state after its last step, None if it is not here."""
+    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
+        """End a job without an event; reply with its last state, why that is lost, or None without a job."""
 
         def run() -> None:
-            stopped = self._engine.training.stop(job_id)
+            try:
+                stopped = self._engine.training.stop(job_id)
+            except Exception as exc:  # noqa: BLE001 - what a job lacks must not cost what is served
+                self._calls.append(partial(reply, _unsaved(exc)))
+                return
             if stopped is None:
                 self._calls.append(partial(reply, None))
             else:
@@ -293,9 +297,12 @@ class EngineThread:
                 last = job_id not in self._engine.training.jobs
                 self._loader.submit(self._save, partial(self.listener.training, job_id), event, last=last)
 
-    def _save(self, reply: Callable[[Saved], None], snapshot: Snapshot, *, last: bool) -> None:
-        """Reply with a snapshot as bytes, behind what has happened before."""
-        saved = snapshot.saved(last=last)
+    def _save(self, reply: Callable[[Saved | Failed], None], snapshot: Snapshot, *, last: bool) -> None:
+        """Reply with a snapshot as bytes, behind what has happened before, or why there are none."""
+        try:
+            saved: Saved | Failed = snapshot.saved(last=last)
+        except Exception as exc:  # noqa: BLE001 - somebody waits for the reply
+            saved = _unsaved(exc)
         self._ask(lambda: self._calls.append(partial(reply, saved)))
 
     def _publish(self, outputs: Sequence[Output]) -> None:
@@ -409,6 +416,11 @@ class EngineThread:
     def _failed(self, request_id: str, error: str) -> Output:
         tokens = self._live[request_id].completion_tokens
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
+
+
+def _unsaved(exc: Exception) -> Failed:
+    log.error("the state of a job could not be saved", exc_info=exc)
+    return Failed(f"its state could not be saved: {_describe(exc)}", elsewhere=True)
 
 
 def _raise(refused: VariantRefused | TrainingRefused) -> NoReturn:

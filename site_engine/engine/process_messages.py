@@ -245,10 +245,11 @@ class TrainAnswered(Message, frozen=True):
 
 
 class TrainingStopped(Message, frozen=True):
-    """The answer to a StopTraining."""
+    """The answer to a StopTraining: neither, if the job is not there."""
 
     call: int
     saved: SavedContent | None
+    failed: Failed | None = None
 
 
 class StepTrained(Message, frozen=True):

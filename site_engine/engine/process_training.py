@@ -24,6 +24,8 @@ from site_engine.errors import TrainingRefused
 
 log = logging.getLogger(__name__)
 
+NO_ROOM = Failed("there is no memory for its snapshot", elsewhere=True)
+
 
 class SharedContent:
     """Content in memory, which a process of the same user reads at `path` until `close`. Linux only."""
@@ -58,7 +60,7 @@ class RemoteTraining:
         self._send, self._loop = send, loop
         self._next_call = count(1)
         self._asked: dict[int, _Asked] = {}
-        self._stopping: dict[int, Callable[[Saved | None], None]] = {}
+        self._stopping: dict[int, Callable[[Saved | Failed | None], None]] = {}
         self._lost = ""
         self._files = ThreadPoolExecutor(1, "training")  # one: what is stored stays in its order
 
@@ -85,7 +87,7 @@ class RemoteTraining:
 
         self._loop.run_in_executor(self._files, share).add_done_callback(ask)
 
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
         if self._lost:
             reply(None)
             return
@@ -104,7 +106,7 @@ class RemoteTraining:
             case pm.TrainingStopped():
                 reply = self._stopping.pop(message.call)
                 if message.saved is None:
-                    reply(None)
+                    reply(message.failed)
                 else:
                     self._read(message.saved, reply)
             case pm.StepTrained():
@@ -112,8 +114,7 @@ class RemoteTraining:
             case pm.JobFailed():
                 self.on_event(message.job_id, message.failed)
             case pm.JobSaved():
-                job_id, unread = message.job_id, Failed("its snapshot could not be read", elsewhere=True)
-                self._read(message.saved, lambda read: self.on_event(job_id, read or unread))
+                self._read(message.saved, partial(self.on_event, message.job_id))
 
     def lose(self, reason: str) -> None:
         """Answer all that waits: the process is lost."""
@@ -127,14 +128,14 @@ class RemoteTraining:
         for reply in stopping.values():
             reply(None)
 
-    def _read(self, saved: pm.SavedContent, use: Callable[[Saved | None], None]) -> None:
-        """Read a snapshot, and have the engine free it; use None if it can't be read."""
+    def _read(self, saved: pm.SavedContent, use: Callable[[Saved | Failed], None]) -> None:
+        """Read a snapshot, and have the engine free it; use why it can't be read."""
 
         def done(reading: asyncio.Future[bytes]) -> None:
             self._send(pm.Taken(saved.number))
             if (error := reading.exception()) is not None:
                 log.error("a snapshot could not be read: %s", error)
-                use(None)
+                use(Failed("its snapshot could not be read", elsewhere=True))
             else:
                 use(Saved(saved.step, saved.last, reading.result()))
 
@@ -163,8 +164,7 @@ class TrainingServer:
 
     def heard(self, job_id: str, event: TrainingEvent) -> None:
         def saved(content: pm.SavedContent | None) -> pm.Message:
-            no_room = Failed("there is no memory for its snapshot", elsewhere=True)
-            return pm.JobFailed(job_id, no_room) if content is None else pm.JobSaved(job_id, content)
+            return pm.JobFailed(job_id, NO_ROOM) if content is None else pm.JobSaved(job_id, content)
 
         if isinstance(event, Saved):
             self._files.submit(self._share, event, saved)
@@ -187,11 +187,14 @@ class TrainingServer:
         order = TrainingOrder(message.job_id, message.tenant, message.recipe, *contents)
         self._engine.train(order, reply)
 
-    def _stopped(self, call: int, saved: Saved | None) -> None:
-        if saved is None:
-            self._send(pm.TrainingStopped(call, None))
+    def _stopped(self, call: int, saved: Saved | Failed | None) -> None:
+        def stopped(content: pm.SavedContent | None) -> pm.Message:
+            return pm.TrainingStopped(call, content, NO_ROOM if content is None else None)
+
+        if isinstance(saved, Saved):
+            self._files.submit(self._share, saved, stopped)
         else:
-            self._files.submit(self._share, saved, partial(pm.TrainingStopped, call))
+            self._send(pm.TrainingStopped(call, None, saved))
 
     def _share(self, saved: Saved, message: Callable[[pm.SavedContent | None], pm.Message]) -> None:
         """Put a snapshot where the site reads it, and send the message that says where."""

@@ -278,7 +278,9 @@ class TrainingRuns:
             if run.stops:
                 run.stops = False  # once: after the last step there is nothing to stop
                 last = await answer(partial(self._engine.stop_training, run.order.run))
-                if last is not None:
+                if isinstance(last, Failed):
+                    run.failure = last
+                elif last is not None:
                     stopped = True
                     run.saved.append(last)
                 continue

@@ -36,7 +36,7 @@ class PoolTraining:
             place = self._jobs[order.job_id] = min(serving, key=lambda each: (places.count(each), each))
             serving[place].train(order, partial(self._answered, order.job_id, serving[place], reply))
 
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
         engine = self._serving().get(self._jobs.pop(job_id, -1))
         if engine is None:
             reply(None)

@@ -89,6 +89,7 @@ class Trainer:
         self._adapted = model.attach(self.adapter)
         self._events: list[Event] = []
         self._costs = self._known = SliceCosts() if costs is None else costs
+        self._made: tuple[float, float] | None = None  # loss and accuracy of a step that is not told yet
         self._micro: Slices | None = None
         self._size = self._sizes[0]  # of the micro-batch that runs
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
@@ -246,32 +247,44 @@ class Trainer:
         return [each for each, end in zip(fitting, ends, strict=False) if end <= size]
 
     def _run(self) -> Generator[Slice, None, None]:
+        while not self.ended and (self._made is not None or self.step < self.total_steps):
+            if self._made is None:
+                yield from self._make_step()
+            else:  # memory ran out after its update, which is not made again
+                self._size = 0
+                yield Slice.UPDATE
+            yield from self._end_step()
+
+    def _make_step(self) -> Generator[Slice, None, None]:
         examples = self.examples
-        while self.step < self.total_steps:
-            numbers = batch_at(self.step, len(examples), self.recipe)
-            batch = [examples[number] for number in numbers]
-            count = sum(int(example.learned.sum()) for example in batch)
-            groups = micro_batches([len(example.ids) for example in batch], self._train_tokens)
-            total = yield from self._passes(batch, groups, count)
-            self._size = 0
-            yield Slice.UPDATE
-            loss = total.loss_sum / count
-            if not self._update():
-                loss = float("nan")
-            self.step += 1
-            self.trained_tokens += sum(len(example.ids) for example in batch)
-            epoch_ends = self.step % self.recipe.steps_per_epoch(len(examples)) == 0
-            valid_loss = (yield from self._validate()) if epoch_ends else None
-            done = StepDone(
-                self.step, self.total_steps, loss, total.correct / count, self.trained_tokens, valid_loss
-            )
-            self._events.append(done)
-            if self._skipped >= MAX_SKIPPED:
-                self._fail(f"the gradients of {MAX_SKIPPED} steps in a row were not finite")
-                return
-            if epoch_ends or self._clock() - self._snapshot_s >= self._snapshot_interval_s:
-                self._snapshot_s = self._clock()
-                self._events.append(self.snapshot())
+        batch = [examples[number] for number in batch_at(self.step, len(examples), self.recipe)]
+        count = sum(int(example.learned.sum()) for example in batch)
+        groups = micro_batches([len(example.ids) for example in batch], self._train_tokens)
+        total = yield from self._passes(batch, groups, count)
+        self._size = 0
+        yield Slice.UPDATE
+        loss, accuracy = total.loss_sum / count, total.correct / count
+        if not self._update():
+            loss = float("nan")
+        self.step += 1
+        self.trained_tokens += sum(len(example.ids) for example in batch)
+        self._made = loss, accuracy
+
+    def _end_step(self) -> Generator[Slice, None, None]:
+        """Validate after an epoch, and tell of the step that was made last."""
+        assert self._made is not None
+        epoch_ends = self.step % self.recipe.steps_per_epoch(len(self.examples)) == 0
+        valid_loss = (yield from self._validate()) if epoch_ends else None
+        done = StepDone(self.step, self.total_steps, *self._made, self.trained_tokens, valid_loss)
+        fails = self._skipped >= MAX_SKIPPED
+        is_due = epoch_ends or self._clock() - self._snapshot_s >= self._snapshot_interval_s
+        saved = [self.snapshot()] if is_due and not fails else []
+        self._events += [done, *saved]
+        self._made = None
+        if saved:
+            self._snapshot_s = self._clock()
+        if fails:
+            self._fail(f"the gradients of {MAX_SKIPPED} steps in a row were not finite")
 
     def _passes(
         self,

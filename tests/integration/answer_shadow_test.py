@@ -148,6 +148,25 @@ def test_nobody_is_copied_whose_key_regions_or_answer_forbid_it() -> None:
     play(scenario)
 
 
+def test_a_tenants_own_model_gets_copies_of_its_queries_alone() -> None:
+    async def scenario(here: Scene, copies: Copies) -> None:
+        main = await here.site("main", model="m")
+        base = await here.site("base", model="b")
+        tuned = pb.Model(id="s", context_tokens=1024, features=["chat"], parent="b", tenant="tenant-1")
+        await base.send(models=pb.Models(models=[base.served_model, tuned]))
+        await until(lambda: "s" in here.gateway.directory.served, "the tuned model")
+        await answered(here, main, ask(here, caller=Caller("k", "another")))
+        await answered(here, main, ask(here))
+        copy = await base.assigned()
+        assert (copy.model, copy.tenant) == ("s", SHADOW_TENANT)
+        await base.finish(copy, "shadow's", 9)
+        await until(lambda: copies, "the copy")
+        assert [copied.result for copied in copies] == ["answered"]
+        assert [each.tenant for each in here.outcomes] == ["another", "tenant-1", SHADOW_TENANT]
+
+    play(scenario)
+
+
 def test_copies_leave_the_quota_of_the_user_alone() -> None:
     async def scenario(here: Scene, copies: Copies) -> None:
         main, shadow = await two(here)

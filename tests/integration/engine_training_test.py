@@ -23,6 +23,7 @@ from site_engine.errors import TrainingRefused
 from site_engine.model import loader
 from site_engine.training import snapshot as snapshots
 from site_engine.training.adapter import write_folder
+from site_engine.training.optimizer import Optimizer
 from tests.support.tiny_model import write_tiny_model
 from tests.support.training import chats
 
@@ -123,6 +124,40 @@ def test_a_stopped_job_goes_on_from_where_it_stopped_and_ends_the_same(
         assert whole.ended() == resumed
     finally:
         whole.thread.stop()
+
+
+@pytest.mark.parametrize("what", [(Optimizer, "copies"), (snapshots, "encode")])
+def test_a_job_whose_state_has_no_room_ends_here_and_the_engine_goes_on(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, what: tuple[Any, str]
+) -> None:
+    def lacking(*_: object) -> Any:
+        raise MemoryError
+
+    owner.train(replace(ORDER, recipe=replace(RECIPE, epochs=10_000)))
+    owner.until(lambda: owner.events)
+    with monkeypatch.context() as patched:
+        patched.setattr(*what, lacking)
+        failed = owner.answer(lambda reply: owner.thread.stop_training("ftjob-1", reply))
+    assert isinstance(failed, Failed) and failed.elsewhere
+    owner.events.clear()
+    assert owner.train(ORDER) is None
+    assert owner.ended().step == 12
+
+
+def test_a_job_whose_adapter_cannot_be_written_fails_here(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = snapshots.encode
+
+    def lacking(snapshot: snapshots.Snapshot) -> bytes:
+        if snapshot.step == 12:
+            raise MemoryError
+        return real(snapshot)
+
+    monkeypatch.setattr(snapshots, "encode", lacking)
+    owner.train(ORDER)
+    owner.until(lambda: any(isinstance(each, Failed) and each.elsewhere for each in owner.events))
+    assert [each.step for each in owner.events if isinstance(each, Saved)] == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize(

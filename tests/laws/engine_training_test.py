@@ -20,6 +20,7 @@ from site_engine.training import snapshot as snapshots
 from site_engine.training.adapter import Adapter, write_folder
 from site_engine.training.data import Dataset
 from site_engine.training.micro_batch import MicroBatch
+from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
@@ -202,6 +203,38 @@ def test_lack_of_memory_halves_micro_batches_once_and_then_fails(monkeypatch: py
     failed = run(starved)
     assert [event for event in failed if isinstance(event, Failed)] == failed[-1:]
     assert "too little memory" in failed[-1].reason  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", [(SlicedModel, "layer"), (Optimizer, "copies")])
+def test_where_memory_lacks_once_no_step_snapshot_or_validation_is_lost(
+    monkeypatch: pytest.MonkeyPatch, what: tuple[type, str]
+) -> None:
+    data, valid = examples(8, longest=30), examples(4, seed=1, longest=30)
+    owner, name = what
+    calls = fails_at = 0
+    real = getattr(owner, name)
+
+    def lacking(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*given)
+
+    def told() -> list[tuple[int, bool | None]]:
+        nonlocal calls
+        job = trainer(data, valid=valid, train_tokens=64)
+        calls = 0
+        return [
+            (each.step, each.valid_loss is None if isinstance(each, StepDone) else None)
+            for each in run(job)
+            if not isinstance(each, Failed)
+        ]
+
+    monkeypatch.setattr(owner, name, lacking)
+    expected, count = told(), calls
+    for fails_at in range(1, count + 1):
+        assert told() == expected, fails_at
 
 
 def test_a_written_adapter_is_served_as_it_was_trained(tmp_path: Path) -> None:

@@ -403,3 +403,14 @@ def test_a_round_looks_at_no_limit_that_nobody_uses() -> None:
     CountedMeter.looks = 0
     assert [*quotas.unsettled()] == []
     assert CountedMeter.looks == 0
+
+
+@pytest.mark.parametrize("kind", [Kind.MONTH, Kind.BUDGET])
+def test_what_queries_in_progress_may_give_back_spends_no_month_of_training(kind: Kind) -> None:
+    quotas = alone({limit_of(kind): 1_000}, Wall())
+    reservation = opened(quotas, 500)
+    assert quotas.charge(CALLER, 500, 500) is None
+    quotas.settle(reservation, 100, 100)
+    assert quotas.charge(CALLER, 399, 399) is None
+    assert isinstance(quotas.charge(CALLER, 1, 1), BudgetSpent)
+    assert quotas.in_use(limit_of(kind)) == 1_000

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.domain import LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
 from gateway.trains import Trains
-from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act
+from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, of_same_base, refusal
 from gateway.tuning.values import UNFINISHED, Job, JobStatus, Plan, TuningLimits, before, may_become
 
 ENDED = frozenset(JobStatus) - frozenset(UNFINISHED)
@@ -74,8 +74,8 @@ def test_a_site_whose_link_ended_is_lost_before_one_that_is_silent() -> None:
     assert TuningLimits().unlinked_s < TuningLimits().lost_s
 
 
-def base(name: str, training: int = 0, running: int = 0) -> Site:
-    models = {"m": Model("m", "rev", 4096, 0, "o")}
+def base(name: str, training: int = 0, running: int = 0, state: ModelState = ModelState.READY) -> Site:
+    models = {"m": Model("m", "rev", 4096, 0, "o", state=state)}
     identity = SiteIdentity(name, "boot", "c", "r", models, 8, 10_000, trains=Trains(2, 64, 0.0))
     return Site(identity, SiteState.READY, LoadReport(1, 0.0, running=running, training=training))
 
@@ -90,3 +90,24 @@ def test_a_run_goes_where_nothing_is_trained_also_for_other_federations() -> Non
     assert chosen(base("a", training=2), base("b", training=2)) is None
     assert idler(base("a", running=8), base("c"), {})
     assert not idler(base("a", running=8), base("b", training=1), {})
+
+
+@pytest.mark.parametrize("state", [ModelState.SLEEPING, ModelState.WAKING])
+def test_a_run_waits_for_a_base_that_sleeps(state: ModelState) -> None:
+    def chosen(*sites: Site) -> Site | None:
+        return choose(sites, "m", Plan(), runs={}, avoided={"b"}, now_s=0.0)
+
+    asleep, busy = base("a", state=state), base("b", training=1, running=8)
+    assert chosen(asleep) is None
+    assert chosen(asleep, busy) is busy
+    assert refusal([asleep], "m", Plan()) is None, "the job is taken: the base may wake"
+
+
+def test_a_job_waits_for_its_base_while_a_site_has_it_and_else_is_told_that_it_changed() -> None:
+    down, ready = replace(base("a"), state=SiteState.DOWN), base("b")
+    assert of_same_base([down, ready], "m", "rev") == [down, ready]
+    assert of_same_base([down, ready], "m", "") == of_same_base([down, ready], "m", "old") == [down, ready]
+    models = {"m": replace(ready.identity.models["m"], revision="new")}
+    changed = replace(ready, identity=replace(ready.identity, models=models))
+    assert of_same_base([down, changed], "m", "rev") == [down]
+    assert of_same_base([changed], "m", "rev") == [changed]

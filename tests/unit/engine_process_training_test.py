@@ -62,8 +62,8 @@ class Joined:
         self.remote.train(order, answer.set_result)
         return await answer
 
-    async def stop(self) -> Saved | None:
-        answer: asyncio.Future[Saved | None] = self.loop.create_future()
+    async def stop(self) -> Saved | Failed | None:
+        answer: asyncio.Future[Saved | Failed | None] = self.loop.create_future()
         self.remote.stop_training("j", answer.set_result)
         return await answer
 
@@ -105,7 +105,7 @@ def test_a_job_stopped_and_resumed_there_ends_as_a_whole_one_here() -> None:
         assert await joined.train() is None
         await joined.until(lambda: joined.events)
         stopped = await joined.stop()
-        assert stopped is not None and not stopped.last
+        assert isinstance(stopped, Saved) and not stopped.last
         assert await joined.stop() is None
         joined.events.clear()
         assert await joined.train(replace(ORDER, snapshot=stopped.data)) is None
@@ -162,6 +162,23 @@ def test_what_is_shared_of_a_job_without_memory_for_all_is_freed(monkeypatch: py
         refused = await joined.train()
         assert refused is not None and refused.elsewhere and "no memory" in str(refused)
         assert shared() == 0
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("what", [(os, "memfd_create"), (Path, "read_bytes")])
+def test_why_a_stopped_job_has_no_state_is_answered(
+    monkeypatch: pytest.MonkeyPatch, what: tuple[Any, str]
+) -> None:
+    def lacking(*_: object) -> Any:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    async def scenario(joined: Joined) -> None:
+        assert await joined.train(replace(ORDER, recipe=replace(ORDER.recipe, epochs=10_000))) is None
+        with monkeypatch.context() as patched:
+            patched.setattr(*what, lacking)
+            failed = await joined.stop()
+        assert isinstance(failed, Failed) and failed.elsewhere
 
     play(scenario)
 

@@ -58,6 +58,7 @@ class Trainer:
         self.jobs: dict[str, TrainingOrder] = {}
         self.stopped: list[str] = []
         self.refusal: TrainingRefused | None = None
+        self.unsaved: Failed | None = None
 
     def request_load(self) -> None: ...
     def cancel(self, request_ids: Iterable[str]) -> None: ...
@@ -67,10 +68,10 @@ class Trainer:
             self.jobs[order.job_id] = order
         reply(self.refusal)
 
-    def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
         self.stopped.append(job_id)
         here = self.jobs.pop(job_id, None)
-        reply(None if here is None else Saved(3, last=False, data=b"stopped"))
+        reply(None if here is None else self.unsaved or Saved(3, last=False, data=b"stopped"))
 
 
 class Store:
@@ -214,6 +215,18 @@ async def test_a_run_that_is_stopped_stores_its_state_first() -> None:
     scene.runs.receive(StopTraining("r1", snapshot=True))
     assert (await scene.ended()).end is End.STOPPED
     assert scene.store.stored == [("r1", Kind.SNAPSHOT, 3, b"stopped")]
+
+
+@on_a_loop
+async def test_a_run_that_is_stopped_ends_also_where_its_state_cannot_be_saved() -> None:
+    scene = Scene()
+    scene.order()
+    await scene.trains()
+    scene.trainer.unsaved = Failed("no memory", elsewhere=True)
+    scene.runs.receive(StopTraining("r1", snapshot=True))
+    report = await scene.ended()
+    assert (report.end, report.error) == (End.GIVEN_UP, "no memory")
+    assert scene.store.stored == []
 
 
 @on_a_loop

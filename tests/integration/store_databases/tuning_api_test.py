@@ -12,6 +12,7 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from gateway.http import fine_tuning
+from gateway.tuning import ledger
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.edge import error_of
@@ -247,6 +248,28 @@ def test_a_job_pauses_resumes_from_its_snapshot_and_is_cancelled(url: str) -> No
         assert (await jobs.cancel(job.id)).status == "cancelled"
         with pytest.raises(openai.BadRequestError):
             await jobs.resume(job.id)
+
+    play(url, scenario)
+
+
+def test_jobs_are_listed_by_their_metadata(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "FILTERED_AT_ONCE", 2)
+
+    async def scenario(here: Replica) -> None:
+        jobs = here.sdk().fine_tuning.jobs
+        abouts: list[dict[str, str] | None] = [{"for": "a"}, {"for": "b", 'a"[.]': "é"}, None, {"for": "a"}]
+        made = [(await create(here, metadata=each)).id for each in abouts for _ in range(2)]
+
+        async def listed(limit: int = 1, **asked: Any) -> list[str]:
+            return [each.id async for each in jobs.list(limit=limit, **asked)]
+
+        assert await listed() == made[::-1]
+        for limit in (1, 2, 3, 20):
+            assert await listed(limit, metadata={"for": "a"}) == [*made[:5:-1], *made[1::-1]]
+        assert await listed(metadata={"for": "b", 'a"[.]': "é"}) == made[3:1:-1]
+        assert await listed(metadata={"for": "a", 'a"[.]': "é"}) == await listed(metadata={"x": "a"}) == []
+        assert await listed(extra_query={"metadata": "null"}) == made[5:3:-1]
+        assert (await here.raw("GET", f"{JOBS}?metadata[for]=a&order=asc&limit=1")).json()["has_more"]
 
     play(url, scenario)
 

@@ -1,0 +1,99 @@
+"""Which jobs are paused, which a replica holds, and which wait for a site."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from gateway.quotas.limits import Kind, LimitId, Scope
+from gateway.tuning.values import TuningLimits
+from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.federation import until
+from tests.support.training_site import TRAINS, next_run, stopped
+from tests.support.tuning_jobs import create, reached, recorded
+from wire import federation_pb2 as pb
+
+LIMITS = TuningLimits(lost_s=60.0, unlinked_s=60.0, replica_jobs=2)
+
+
+def play(
+    url: str, scenario: Callable[[Replica], Coroutine[Any, Any, None]], limits: TuningLimits = LIMITS
+) -> None:
+    async def main() -> None:
+        async with replica(url, trains=TRAINS, tuning_limits=limits) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+def test_paused_jobs_keep_no_place_of_those_that_train(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        for _ in range(2):
+            job = await create(here)
+            run = await next_run(here)
+            await here.sdk().fine_tuning.jobs.pause(job.id)
+            await stopped(here, run, snapshot=True)
+            await run.report(0, end=pb.Training.STOPPED)
+            await stopped(here, run, snapshot=False)
+        last = await create(here)
+        await (await next_run(here)).succeed()
+        await reached(here, last.id, "succeeded")
+        await here.sdk().fine_tuning.jobs.resume(job.id)
+        assert (await next_run(here)).order.job_id == job.id
+
+    play(url, scenario)
+
+
+def test_a_job_that_is_over_when_the_month_is_spent_is_not_paused(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        here.scene.gateway.quotas.set_limits({LimitId(Scope.TENANT, "tenant-1", Kind.MONTH): 250})
+        for end, status in ((pb.Training.SUCCEEDED, "succeeded"), (pb.Training.FAILED, "failed")):
+            job = await create(here)
+            run = await next_run(here)
+            await run.store(pb.StoreBegin.ADAPTER, 6, b"adapter")
+            await run.report(6, end=end)
+            await reached(here, job.id, status)
+
+    play(url, scenario)
+
+
+def test_a_job_goes_on_with_the_base_that_it_began_with(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+        other = run.site
+        await run.report(0, end=pb.Training.GIVEN_UP, revision="rev-0")
+        run = await next_run(here)
+        assert run.order.revision == "", "without a step it has begun with no base"
+        site = run.site
+        await run.report(2)
+        await recorded(here, job.id, 2)
+        other.revision = "rev-2"
+        await other.send(models=pb.Models(models=[other.served_model]))
+        await until(lambda: revision_at(here, other.name) == "rev-2", "another base")
+        await run.report(2, end=pb.Training.GIVEN_UP, revision="rev-2")
+        run = await next_run(here)
+        assert (run.site, run.order.revision) == (site, "rev-1")
+        await site.close()
+        await told(here, job.id, "No site has room")
+        orders = [here.orders.get_nowait()[1] for _ in range(here.orders.qsize())]
+        assert not any(each.HasField("train") for each in orders)
+
+    play(url, scenario, limits=replace(LIMITS, unlinked_s=0.2))
+
+
+def revision_at(here: Replica, name: str) -> str:
+    sites = here.scene.gateway.directory.sites
+    return next(site.identity.models["m"].revision for site in sites if site.name == name)
+
+
+async def told(here: Replica, job_id: str, text: str) -> None:
+    """Wait until the newest event says so."""
+    async with asyncio.timeout(60):
+        while True:
+            (newest,) = (await here.sdk().fine_tuning.jobs.list_events(job_id, limit=1)).data
+            if text in newest.message:
+                return
+            await asyncio.sleep(0.01)
