@@ -104,6 +104,16 @@ def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:
         update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, margin=-1.0, steps=20)
 
 
+def test_other_traffic_may_have_the_new_model_too(tmp_path: Path) -> None:
+    files = [outcomes(tmp_path / f"{model}.parquet", 300, model) for model in ("gpt-4", "terse")]
+    pd.concat([pd.read_parquet(file) for file in files]).to_parquet(tmp_path / "elsewhere.parquet")
+    report = update(
+        LEXICAL, files[1], out=tmp_path / "new", elsewhere=tmp_path / "elsewhere.parquet", steps=20
+    )
+    assert report["elsewhere"]["after"]["log_loss"] < report["elsewhere"]["before"]["log_loss"]
+    assert OnnxForecaster(tmp_path / "new").knows("terse")
+
+
 def test_too_few_outcomes_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows to learn from"):
         update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 20), out=tmp_path / "new")
