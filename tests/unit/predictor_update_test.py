@@ -114,6 +114,16 @@ def test_other_traffic_may_have_the_new_model_too(tmp_path: Path) -> None:
     assert OnnxForecaster(tmp_path / "new").knows("terse")
 
 
+def test_one_prompt_that_is_asked_again_and_again_is_learned_from(tmp_path: Path) -> None:
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    rows = pd.read_parquet(data).sort_values("prompt_id", key=lambda ids: ids.map(prompt_percent))
+    rows.iloc[:60, 1:3] = rows.iloc[0, 1:3]
+    rows.iloc[60:, 1:3] = rows.iloc[-1, 1:3]
+    rows.to_parquet(data)
+    update(LEXICAL, data, out=tmp_path / "new", steps=40)
+    assert OnnxForecaster(tmp_path / "new").knows("terse/model")
+
+
 def test_too_few_outcomes_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows to learn from"):
         update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 20), out=tmp_path / "new")
