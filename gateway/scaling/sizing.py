@@ -80,7 +80,7 @@ def _affordable(machines: Mapping[str, int], limits: Mapping[str, Bounds], budge
         limit = limits[name]
         more = machines[name] - limit.fewest
         if limit.usd_per_hour and left < more * limit.usd_per_hour:
-            more = int(min(more, left / limit.usd_per_hour))
+            more = int(min(more, left / limit.usd_per_hour + 1e-9))
         left -= more * limit.usd_per_hour
         granted[name] = limit.fewest + more
     return granted

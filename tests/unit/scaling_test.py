@@ -46,6 +46,11 @@ def test_what_a_full_pool_cannot_take_goes_to_the_cheapest_with_room() -> None:
     assert desired_machines({"near": 3.5}, bounds) == {"near": 2, "cheap": 3, "dear": 0}
 
 
+def test_a_budget_pays_for_every_machine_that_it_was_made_for() -> None:
+    assert desired_machines({"eu": 9.0}, {"eu": Bounds(0, 9, 0.9)}, 6.3) == {"eu": 7}
+    assert desired_machines({"eu": 9.0}, {"eu": Bounds(1, 9, 0.1)}, 0.3) == {"eu": 3}
+
+
 limits = st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 10)).map(
     lambda t: Bounds(t[0], t[0] + t[1], t[2])
 )
