@@ -98,13 +98,19 @@ class Stabilizer:
         self._demand: deque[tuple[float, int]] = deque()
         self._since_s: float | None = None
 
-    def size(self, now_s: float, machines: int, desired_now: int) -> int:
-        """Return the new size: the smallest change that the whole window agrees on."""
+    def observe(self, now_s: float, desired_now: int) -> None:
+        """Add what is desired now to the window."""
         self._since_s = now_s if self._since_s is None else self._since_s
         self._demand.append((now_s, desired_now))
         keep_s = max(self._up_after_s, self._down_after_s)
         while self._demand[0][0] < now_s - keep_s:
             self._demand.popleft()
+
+    def size(self, machines: int) -> int:
+        """Return the new size: the smallest change that the whole window agrees on."""
+        if self._since_s is None:
+            return machines
+        now_s = self._demand[-1][0]
         watched_s = now_s - self._since_s
         recent = [count for at_s, count in self._demand if at_s >= now_s - self._up_after_s]
         if watched_s >= self._up_after_s and min(recent) > machines:

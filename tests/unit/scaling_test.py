@@ -74,7 +74,8 @@ def test_bounds_always_hold_and_the_budget_beyond_the_fewest(
 def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
     stabilizer, size, sizes = Stabilizer(up_after_s=30, down_after_s=600), 2, []
     for now in range(0, 1000, 10):
-        size = stabilizer.size(float(now), size, 5 if 100 <= now < 140 else 2)
+        stabilizer.observe(float(now), 5 if 100 <= now < 140 else 2)
+        size = stabilizer.size(size)
         sizes.append((now, size))
     rises = [now for (_, before), (now, after) in pairwise(sizes) if after > before]
     falls = [now for (_, before), (now, after) in pairwise(sizes) if after < before]
@@ -86,7 +87,8 @@ def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
 def test_a_change_is_one_that_the_whole_window_agrees_on(asked: list[int]) -> None:
     stabilizer, size = Stabilizer(up_after_s=3, down_after_s=5), 4
     for now, count in enumerate(asked):
-        before, size = size, stabilizer.size(float(now), size, count)
+        stabilizer.observe(float(now), count)
+        before, size = size, stabilizer.size(size)
         window = asked[max(0, now - (3 if size > before else 5)) : now + 1]
         assert size >= before or size == max(window)
         assert size <= before or size == min(window)
@@ -149,6 +151,24 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     asyncio.run(scaler.reconcile())
     assert scaler.desired == {"us": 1}
     assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
+
+
+def test_what_was_wanted_while_a_cloud_refused_counts_afterwards(tmp_path: Path) -> None:
+    class Refusing(FakeGroup):
+        refuses = False
+
+        async def size(self) -> int:
+            if self.refuses:
+                raise GroupFailed("not now")
+            return self.machines
+
+    sites, group, now = [site("a", 10), site("b", 10)], Refusing(3), [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    for at_s in range(0, 1000, 10):
+        now[0], group.refuses = float(at_s), 200 <= at_s < 900
+        sites[:] = [site(name, 10 if at_s < 900 else 0) for name in "ab"]
+        asyncio.run(scaler.reconcile())
+        assert group.machines == 3  # idle for less than ten minutes
 
 
 def test_an_answer_that_is_none_ends_no_scaling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
