@@ -62,7 +62,8 @@ def desired_machines(
     but the fewest of each pool.
     """
     limits = {name: bounds.get(name, Bounds()) for name in {**bounds, **busy}}
-    needed = {name: math.ceil(busy.get(name, 0.0) / BUSY_SHARE - 1e-9) for name in limits}
+    wanted = {name: min(UNBOUNDED, busy.get(name, 0.0) / BUSY_SHARE) for name in limits}
+    needed = {name: math.ceil(count - 1e-9) for name, count in wanted.items()}
     machines = {name: min(max(needed[name], limit.fewest), limit.most) for name, limit in limits.items()}
     left_over = sum(max(0, needed[name] - limit.most) for name, limit in limits.items())
     for name in _cheapest_first(limits):

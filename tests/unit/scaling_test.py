@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ def test_a_pools_work_is_its_slots_in_use_and_what_waits() -> None:
     assert busy_machines([site("a", 10), site("b", 5)]) == pytest.approx(1.5)
     # 10 rows in 10 ms are 1,000 tokens a second, so 10,000 waiting tokens are a machine's work of 10 s
     assert busy_machines([site("a", 10, pending_tokens=10_000.0)]) == pytest.approx(2.0)
+
+
+def test_a_site_of_next_to_no_speed_needs_no_more_than_its_pool_may_have() -> None:
+    slow = replace(
+        site("a", 10, pending_tokens=10_000.0).load, iteration=IterationCost(), tokens_per_s=5e-324
+    )
+    busy = {"eu": busy_machines([replace(site("a", 10), load=slow)])}
+    assert desired_machines(busy, {"eu": Bounds(1, 6)}) == {"eu": 6}
 
 
 def test_sites_of_one_pool_count_together_and_one_without_a_pool_alone() -> None:
