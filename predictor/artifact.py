@@ -147,6 +147,7 @@ def write(
             raise ArtifactError(
                 f"another update wrote the artifact in {folder} meanwhile; start this one again"
             )
+        _finish_interrupted(folder)
         try:
             for name, content in parts.items():
                 _write_synced(folder / (name + NEW_SUFFIX), content)
@@ -154,7 +155,22 @@ def write(
             for name in parts:
                 (folder / (name + NEW_SUFFIX)).unlink(missing_ok=True)
             raise
-        for name in parts:  # the card last: until then the new one fits
+        _put_in_place(folder)
+
+
+def _finish_interrupted(folder: Path) -> None:
+    """Put the new files of an interrupted write in place if they are in force: they would be overwritten."""
+    try:
+        _read(folder, CARD_FILE)
+    except ArtifactError:
+        with suppress(ArtifactError):
+            _read(folder, CARD_FILE + NEW_SUFFIX)
+            _put_in_place(folder)
+
+
+def _put_in_place(folder: Path) -> None:
+    for name in (VOCABULARY_FILE, GRAPH_FILE, CARD_FILE):  # the card last: until then the new one fits
+        with suppress(FileNotFoundError):
             (folder / (name + NEW_SUFFIX)).replace(folder / name)
 
 

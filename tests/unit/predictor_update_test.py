@@ -292,6 +292,36 @@ def test_a_full_disk_leaves_the_artifact_as_it_was(tmp_path: Path, monkeypatch: 
     assert {file.name for file in folder.iterdir()} == {"card.json", "model.onnx"}
 
 
+def test_a_full_disk_after_an_interrupted_replacement_leaves_what_was_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "served", 2
+    export(SHIPPED / KINDS["small"], folder)
+    before = read_artifact(folder)
+    new = replace(before.card, name="newer", digest=digest_of(b"g"))
+    rename, sync, done = Path.replace, os.fsync, []
+
+    def interrupted(act: Callable[..., object]) -> Callable[..., object]:
+        def acted(*arguments: object) -> object:
+            done.append(act)
+            if len(done) > killed:
+                raise OSError(28, "No space left on device")
+            return act(*arguments)
+
+        return acted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted(rename))
+        with pytest.raises(OSError, match="No space left"):
+            write(folder, b"g", new, before.vocabulary)
+    assert read_artifact(folder).card == new
+    done.clear()
+    monkeypatch.setattr(os, "fsync", interrupted(sync))
+    with pytest.raises(OSError, match="No space left"):
+        write(folder, b"h", replace(new, digest=digest_of(b"h")), before.vocabulary)
+    assert read_artifact(folder).card == new
+
+
 def test_of_two_updates_of_one_artifact_the_slower_does_not_undo_the_faster(tmp_path: Path) -> None:
     folder, data = tmp_path / "served", outcomes(tmp_path / "outcomes.parquet", 300)
     export(LEXICAL, folder)
