@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,13 +209,13 @@ def _parse_card(values: Any, folder: Path) -> Card:
         raise ArtifactError(f"the card in {folder} is of format {found}; this version reads {FORMAT}")
     try:
         card = Card(**values)
+        card = replace(card, edges=tuple(card.edges), models=tuple(card.models), notes=tuple(card.notes))
     except TypeError as error:
         raise ArtifactError(f"the card in {folder} does not fit this version: {error}") from error
-    return Card(
-        **{
-            **asdict(card),
-            "edges": tuple(card.edges),
-            "models": tuple(card.models),
-            "notes": tuple(card.notes),
-        }
-    )
+    known = {name.casefold() for name in card.models}
+    for alias, name in card.aliases.items():
+        if name.casefold() not in known:
+            raise ArtifactError(
+                f"the card in {folder} has an alias {alias} of {name}, which is not its model"
+            )
+    return card
