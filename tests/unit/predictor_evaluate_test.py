@@ -1,13 +1,14 @@
 """An evaluation scores an artifact by source and model, and writes the forecast of every row."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from predictor.artifact import LEXICAL_NAME, SHIPPED
+from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED, read, write
 from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent, split
 from predictor.errors import DataError
 from predictor.evaluation.evaluate import evaluate
@@ -47,6 +48,16 @@ def test_every_source_and_model_is_a_group_with_its_figures(data: Path) -> None:
         assert group["spearman"] > 0.5
         assert group["lexical"]["mae"] == group["mae"]
         assert group["peers"]["constant"]["spearman"] is None
+
+
+def test_an_artifact_that_an_update_made_of_the_lexical_one_is_compared_to_that(
+    data: Path, tmp_path: Path
+) -> None:
+    """An update keeps the artifact's name."""
+    card, graph, vocabulary = read(SHIPPED / DEFAULT_NAME)
+    write(tmp_path, graph, replace(card, name=LEXICAL_NAME), vocabulary)
+    groups = zip(evaluate(data, artifact=tmp_path)["groups"], evaluate(data)["groups"], strict=True)
+    assert all(renamed["lexical"] == group["lexical"] for renamed, group in groups)
 
 
 def test_other_samples_of_one_model_are_the_ceiling(data: Path) -> None:
