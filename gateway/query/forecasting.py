@@ -250,6 +250,7 @@ class ForecastService(Collector):
             try:
                 if await asyncio.get_running_loop().run_in_executor(self._learner, current.refresh):
                     log.info("forecasts come from a new artifact, %s", current.name)
+                    self._drift.clear()  # it was that of the one before, which may have had the same name
             except ArtifactError as error:
                 log.warning("the artifact in force stays: %s", error)
             except Exception:

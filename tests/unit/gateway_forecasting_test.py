@@ -225,6 +225,26 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
     asyncio.run(scenario())
 
 
+def test_the_drift_from_an_artifact_ends_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    shutil.copytree(SHIPPED / LEXICAL_NAME, folder)
+
+    async def scenario() -> None:
+        forecasts = ForecastService(HotReloadForecaster(folder), HistogramForecaster(), reload_every_s=0.01)
+        forecasts.start()
+        for number in range(300):
+            forecasts.observe(outcome(f"q{number}", 900, forecast=replace(FORECAST, source=LEXICAL_NAME)))
+        assert sample(forecasts, "mico_forecast_drift") == {LEXICAL_NAME: 1.0}
+        card, graph = read_card(folder), (folder / GRAPH_FILE).read_bytes()
+        write(folder, graph, replace(card, trained_on={"updates": []}))
+        async with asyncio.timeout(60):
+            while sample(forecasts, "mico_forecast_drift"):  # noqa: ASYNC110 - the folder is looked at by time
+                await asyncio.sleep(0.01)
+        await forecasts.close()
+
+    asyncio.run(scenario())
+
+
 def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
     async def scenario(kept: OutcomeLog | None) -> None:
         forecasts = ForecastService(HistogramForecaster(), HistogramForecaster(), outcome_log=kept)
