@@ -11,7 +11,9 @@ import pytest
 from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED, read, write
 from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent, split
 from predictor.errors import DataError
+from predictor.evaluation import metrics
 from predictor.evaluation.evaluate import evaluate
+from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features, OnnxForecaster
 
 LEXICAL = SHIPPED / LEXICAL_NAME
@@ -77,6 +79,13 @@ def test_the_rows_written_are_the_forecasts_served(data: Path, tmp_path: Path) -
         assert abs(row.p50 - forecast.quantile(0.5)) <= 1
         assert abs(row.p90 - forecast.quantile(0.9)) <= 1
         assert row.bucket_512 == forecast.likeliest_bucket(512, 10)
+
+
+def test_forecasts_that_end_below_a_bucket_are_in_the_ones_before() -> None:
+    """Artifacts may distinguish lengths up to a few hundred tokens."""
+    edges, probabilities = (0, 256, 512), ((0.3, 0.7), (0.9, 0.1), (0.0, 1.0))
+    found = metrics.likeliest_bucket(np.array(probabilities), edges, 2048)
+    assert found.tolist() == [Forecast(edges, each, "").likeliest_bucket(2048, 10) for each in probabilities]
 
 
 def test_held_out_prompts_are_those_the_split_keeps_aside(data: Path) -> None:
