@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,6 +147,7 @@ def write(
             raise ArtifactError(
                 f"another update wrote the artifact in {folder} meanwhile; start this one again"
             )
+        _finish_interrupted(folder)
         try:
             for name, content in parts.items():
                 _write_synced(folder / (name + NEW_SUFFIX), content)
@@ -154,7 +155,22 @@ def write(
             for name in parts:
                 (folder / (name + NEW_SUFFIX)).unlink(missing_ok=True)
             raise
-        for name in parts:  # the card last: until then the new one fits
+        _put_in_place(folder)
+
+
+def _finish_interrupted(folder: Path) -> None:
+    """Put the new files of an interrupted write in place if they are in force: they would be overwritten."""
+    try:
+        _read(folder, CARD_FILE)
+    except ArtifactError:
+        with suppress(ArtifactError):
+            _read(folder, CARD_FILE + NEW_SUFFIX)
+            _put_in_place(folder)
+
+
+def _put_in_place(folder: Path) -> None:
+    for name in (VOCABULARY_FILE, GRAPH_FILE, CARD_FILE):  # the card last: until then the new one fits
+        with suppress(FileNotFoundError):
             (folder / (name + NEW_SUFFIX)).replace(folder / name)
 
 
@@ -193,13 +209,13 @@ def _parse_card(values: Any, folder: Path) -> Card:
         raise ArtifactError(f"the card in {folder} is of format {found}; this version reads {FORMAT}")
     try:
         card = Card(**values)
+        card = replace(card, edges=tuple(card.edges), models=tuple(card.models), notes=tuple(card.notes))
     except TypeError as error:
         raise ArtifactError(f"the card in {folder} does not fit this version: {error}") from error
-    return Card(
-        **{
-            **asdict(card),
-            "edges": tuple(card.edges),
-            "models": tuple(card.models),
-            "notes": tuple(card.notes),
-        }
-    )
+    known = {name.casefold() for name in card.models}
+    for alias, name in card.aliases.items():
+        if name.casefold() not in known:
+            raise ArtifactError(
+                f"the card in {folder} has an alias {alias} of {name}, which is not its model"
+            )
+    return card

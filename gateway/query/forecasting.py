@@ -22,7 +22,7 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Lane, Outcome, Query, Status
+from gateway.domain import Finish, Lane, Outcome, Query, Status
 from gateway.prompt import Chat
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
@@ -208,7 +208,8 @@ class ForecastService(Collector):
             return
         if awaited is not None and outcome.completion_tokens >= awaited.max_tokens:
             return
-        if len(outcome.ending.finish_reasons) > 1:
+        reasons = outcome.ending.finish_reasons
+        if len(reasons) > 1 or Finish.LENGTH in reasons:
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
@@ -249,6 +250,7 @@ class ForecastService(Collector):
             try:
                 if await asyncio.get_running_loop().run_in_executor(self._learner, current.refresh):
                     log.info("forecasts come from a new artifact, %s", current.name)
+                    self._drift.clear()  # it was that of the one before, which may have had the same name
             except ArtifactError as error:
                 log.warning("the artifact in force stays: %s", error)
             except Exception:

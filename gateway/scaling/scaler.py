@@ -86,12 +86,13 @@ class Scaler(Collector):
 
     async def _reconcile_pool(self, name: str, serving: int, needed: int) -> None:
         group = self._groups.get(name)
-        now = await group.size() if group else serving
         stabilizer = self._stabilizers.setdefault(
             name, Stabilizer(self._plan.up_after_s, self._plan.down_after_s)
         )
+        stabilizer.observe(self._clock(), needed)  # also while the cloud refuses: the window has no gap
+        now = await group.size() if group else serving
         self.machines[name] = serving
-        self.desired[name] = size = stabilizer.size(self._clock(), now, needed)
+        self.desired[name] = size = stabilizer.size(now)
         if group and size != now:
             await group.resize(size)
             log.info("pool %s: %d machines instead of %d", name, size, now)

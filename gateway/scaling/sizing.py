@@ -62,7 +62,8 @@ def desired_machines(
     but the fewest of each pool.
     """
     limits = {name: bounds.get(name, Bounds()) for name in {**bounds, **busy}}
-    needed = {name: math.ceil(busy.get(name, 0.0) / BUSY_SHARE - 1e-9) for name in limits}
+    wanted = {name: min(UNBOUNDED, busy.get(name, 0.0) / BUSY_SHARE) for name in limits}
+    needed = {name: math.ceil(count - 1e-9) for name, count in wanted.items()}
     machines = {name: min(max(needed[name], limit.fewest), limit.most) for name, limit in limits.items()}
     left_over = sum(max(0, needed[name] - limit.most) for name, limit in limits.items())
     for name in _cheapest_first(limits):
@@ -80,7 +81,7 @@ def _affordable(machines: Mapping[str, int], limits: Mapping[str, Bounds], budge
         limit = limits[name]
         more = machines[name] - limit.fewest
         if limit.usd_per_hour and left < more * limit.usd_per_hour:
-            more = int(min(more, left / limit.usd_per_hour))
+            more = int(min(more, left / limit.usd_per_hour + 1e-9))
         left -= more * limit.usd_per_hour
         granted[name] = limit.fewest + more
     return granted
@@ -98,13 +99,19 @@ class Stabilizer:
         self._demand: deque[tuple[float, int]] = deque()
         self._since_s: float | None = None
 
-    def size(self, now_s: float, machines: int, desired_now: int) -> int:
-        """Return the new size: the smallest change that the whole window agrees on."""
+    def observe(self, now_s: float, desired_now: int) -> None:
+        """Add what is desired now to the window."""
         self._since_s = now_s if self._since_s is None else self._since_s
         self._demand.append((now_s, desired_now))
         keep_s = max(self._up_after_s, self._down_after_s)
         while self._demand[0][0] < now_s - keep_s:
             self._demand.popleft()
+
+    def size(self, machines: int) -> int:
+        """Return the new size: the smallest change that the whole window agrees on."""
+        if self._since_s is None:
+            return machines
+        now_s = self._demand[-1][0]
         watched_s = now_s - self._since_s
         recent = [count for at_s, count in self._demand if at_s >= now_s - self._up_after_s]
         if watched_s >= self._up_after_s and min(recent) > machines:

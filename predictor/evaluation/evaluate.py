@@ -64,9 +64,9 @@ def evaluate(
     forecaster = OnnxForecaster(resolve_folder(artifact))
     everything = forecast_rows(forecaster, all_rows, progress)
     forecasts = everything._replace(probabilities=everything.probabilities[answered.to_numpy()])
-    lexical = forecasts
-    if forecaster.name != LEXICAL_NAME:
-        lexical = forecast_rows(OnnxForecaster(SHIPPED / LEXICAL_NAME), frame, progress)
+    lexical, shipped = forecasts, OnnxForecaster(SHIPPED / LEXICAL_NAME)
+    if forecaster.card != shipped.card:
+        lexical = forecast_rows(shipped, frame, progress)
     if out is not None:
         forecast_table(all_rows, everything.probabilities, everything.edges).to_parquet(out, index=False)
     groups = [rows for _, rows in frame.groupby(["source", "model"], sort=True) if len(rows) >= min_rows]

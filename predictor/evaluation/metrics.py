@@ -37,7 +37,7 @@ def quantile(probabilities: Floats, edges: tuple[int, ...], q: float) -> Integer
 def likeliest_bucket(probabilities: Floats, edges: tuple[int, ...], max_length: int) -> Integers:
     """Return the most probable tenth of `max_length` for each row; longer lengths count as the last."""
     places = np.interp(np.arange(1, BUCKETS) * max_length / BUCKETS, edges, np.arange(len(edges)))
-    whole = places.astype(int)
+    whole = np.minimum(places.astype(int), len(edges) - 2)  # at the last edge all of the last range
     reached = np.concatenate([np.zeros((len(probabilities), 1)), np.cumsum(probabilities, axis=1)], axis=1)
     inner = reached[:, whole] + (places - whole) * probabilities[:, whole]
     ends = np.concatenate([np.zeros((len(inner), 1)), inner, np.ones((len(inner), 1))], axis=1)

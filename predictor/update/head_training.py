@@ -74,7 +74,7 @@ class HeadTrainer:
         Rehearsed rows keep the start's forecasts as targets; without them only the table rows of the
         outcomes' models may change.
         """
-        if steps == 0:
+        if steps == 0 or not len(outcomes.length):
             return self.start.head
         rows = outcomes if self.rehearsed is None else concatenate(outcomes, self.rehearsed)
         config = length_head.HeadConfig(

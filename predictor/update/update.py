@@ -99,15 +99,13 @@ def update(
     end = recalibrated(start._replace(head=trainer.train(both, chosen)), trainer, both, chosen)
 
     current = _read_weights(served.graph)
-    # To the artifact in force a new model is an unknown one.
-    known = held_out.model < len(served.card.models)
-    as_known = replace(held_out, model=np.where(known, held_out.model, length_head.UNKNOWN_MODEL))
-    before = figures(current, as_known, served.card.edges)
+    before = figures(current, _with_known_models(served, held_out), served.card.edges)
     after = figures(end, held_out, served.card.edges)
     report: dict[str, Any] = {"outcomes": {"before": before.to_dict(), "after": after.to_dict()}}
     _require_improvement(before, after)
     if judged is not None:
-        before, after = (figures(each, judged, served.card.edges) for each in (current, end))
+        before = figures(current, _with_known_models(served, judged), served.card.edges)
+        after = figures(end, judged, served.card.edges)
         report["elsewhere"] = {"before": before.to_dict(), "after": after.to_dict()}
         _require_no_loss(before, after, margin)
     entry = {"file": outcomes.name, "sha256": digest, "figures": report}
@@ -178,6 +176,12 @@ def _with_new_models(served: ServedArtifact, rows: Outcomes) -> Weights:
     copied = np.array([*range(known), *nearest])
     models = {"models.weight": head["models.weight"][copied]}
     return Weights({**head, **models}, sharpness[copied], shift[copied], kinds)
+
+
+def _with_known_models(served: ServedArtifact, rows: Outcomes) -> Outcomes:
+    """Return the rows as the artifact in force reads them: to it a new model is an unknown one."""
+    known = rows.model < len(served.card.models)
+    return replace(rows, model=np.where(known, rows.model, length_head.UNKNOWN_MODEL))
 
 
 def _nearest_model(

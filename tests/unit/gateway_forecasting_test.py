@@ -178,9 +178,15 @@ def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "tokens", "ends"), [({"n": 2}, 900, ("stop", "stop")), ({"max_tokens": 0}, 0, ("length",))]
+    ("asked", "tokens", "ends"),
+    [
+        ({"n": 2}, 900, ("stop", "stop")),
+        ({"max_tokens": 0}, 0, ("length",)),
+        ({}, 3, ("length",)),  # a quota or the context of the model was used up
+        ({"max_tokens": 900}, 3, ("length",)),
+    ],
 )
-def test_several_answers_and_none_teach_no_length(
+def test_several_answers_and_parts_of_one_teach_no_length(
     asked: dict[str, int], tokens: int, ends: tuple[str, ...]
 ) -> None:
     async def scenario() -> None:
@@ -214,6 +220,26 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
             while forecasts.name != "newer":  # noqa: ASYNC110 - the folder is looked at by time
                 await asyncio.sleep(0.01)
             assert (await forecasts.request(query("s"))).source.startswith("newer")
+        await forecasts.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_drift_from_an_artifact_ends_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    shutil.copytree(SHIPPED / LEXICAL_NAME, folder)
+
+    async def scenario() -> None:
+        forecasts = ForecastService(HotReloadForecaster(folder), HistogramForecaster(), reload_every_s=0.01)
+        forecasts.start()
+        for number in range(300):
+            forecasts.observe(outcome(f"q{number}", 900, forecast=replace(FORECAST, source=LEXICAL_NAME)))
+        assert sample(forecasts, "mico_forecast_drift") == {LEXICAL_NAME: 1.0}
+        card, graph = read_card(folder), (folder / GRAPH_FILE).read_bytes()
+        write(folder, graph, replace(card, trained_on={"updates": []}))
+        async with asyncio.timeout(60):
+            while sample(forecasts, "mico_forecast_drift"):  # noqa: ASYNC110 - the folder is looked at by time
+                await asyncio.sleep(0.01)
         await forecasts.close()
 
     asyncio.run(scenario())

@@ -1,16 +1,19 @@
 """An evaluation scores an artifact by source and model, and writes the forecast of every row."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from predictor.artifact import LEXICAL_NAME, SHIPPED
+from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED, read, write
 from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent, split
 from predictor.errors import DataError
+from predictor.evaluation import metrics
 from predictor.evaluation.evaluate import evaluate
+from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features, OnnxForecaster
 
 LEXICAL = SHIPPED / LEXICAL_NAME
@@ -49,6 +52,16 @@ def test_every_source_and_model_is_a_group_with_its_figures(data: Path) -> None:
         assert group["peers"]["constant"]["spearman"] is None
 
 
+def test_an_artifact_that_an_update_made_of_the_lexical_one_is_compared_to_that(
+    data: Path, tmp_path: Path
+) -> None:
+    """An update keeps the artifact's name."""
+    card, graph, vocabulary = read(SHIPPED / DEFAULT_NAME)
+    write(tmp_path, graph, replace(card, name=LEXICAL_NAME), vocabulary)
+    groups = zip(evaluate(data, artifact=tmp_path)["groups"], evaluate(data)["groups"], strict=True)
+    assert all(renamed["lexical"] == group["lexical"] for renamed, group in groups)
+
+
 def test_other_samples_of_one_model_are_the_ceiling(data: Path) -> None:
     davinci, cold, warm = evaluate(data, artifact=LEXICAL)["groups"]
     assert davinci["ceiling"] is None
@@ -66,6 +79,13 @@ def test_the_rows_written_are_the_forecasts_served(data: Path, tmp_path: Path) -
         assert abs(row.p50 - forecast.quantile(0.5)) <= 1
         assert abs(row.p90 - forecast.quantile(0.9)) <= 1
         assert row.bucket_512 == forecast.likeliest_bucket(512, 10)
+
+
+def test_forecasts_that_end_below_a_bucket_are_in_the_ones_before() -> None:
+    """Artifacts may distinguish lengths up to a few hundred tokens."""
+    edges, probabilities = (0, 256, 512), ((0.3, 0.7), (0.9, 0.1), (0.0, 1.0))
+    found = metrics.likeliest_bucket(np.array(probabilities), edges, 2048)
+    assert found.tolist() == [Forecast(edges, each, "").likeliest_bucket(2048, 10) for each in probabilities]
 
 
 def test_held_out_prompts_are_those_the_split_keeps_aside(data: Path) -> None:

@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway import config
 from mico.known_models import KNOWN
 from predictor import onnx_forecaster
-from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, KINDS, SHIPPED
+from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, KINDS, LEXICAL_NAME, SHIPPED
 from predictor.data.licences import FREE, FREE_NOTE, LICENCES, UNSTATED
 from predictor.errors import ArtifactError
 from predictor.hot_reload import HotReloadForecaster
@@ -126,6 +127,16 @@ def test_missing_damaged_and_foreign_artifacts_are_refused_with_a_reason(tmp_pat
     card = json.loads((copy / CARD_FILE).read_text("utf-8"))
     (copy / CARD_FILE).write_text(json.dumps({**card, "format": 99}), "utf-8")
     with pytest.raises(ArtifactError, match="format 99"):
+        onnx_forecaster.load(copy)
+
+
+@pytest.mark.parametrize("changed", [{"edges": None}, {"models": ["x"]}, {"aliases": {"mine": "nobody"}}])
+def test_a_card_that_does_not_fit_is_refused_with_a_reason(changed: dict[str, Any], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(SHIPPED / LEXICAL_NAME, copy)
+    card = json.loads((copy / CARD_FILE).read_text("utf-8"))
+    (copy / CARD_FILE).write_text(json.dumps({**card, **changed}), "utf-8")
+    with pytest.raises(ArtifactError, match=str(copy)):
         onnx_forecaster.load(copy)
 
 

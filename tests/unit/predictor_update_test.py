@@ -104,6 +104,26 @@ def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:
         update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, margin=-1.0, steps=20)
 
 
+def test_other_traffic_may_have_the_new_model_too(tmp_path: Path) -> None:
+    files = [outcomes(tmp_path / f"{model}.parquet", 300, model) for model in ("gpt-4", "terse")]
+    pd.concat([pd.read_parquet(file) for file in files]).to_parquet(tmp_path / "elsewhere.parquet")
+    report = update(
+        LEXICAL, files[1], out=tmp_path / "new", elsewhere=tmp_path / "elsewhere.parquet", steps=20
+    )
+    assert report["elsewhere"]["after"]["log_loss"] < report["elsewhere"]["before"]["log_loss"]
+    assert OnnxForecaster(tmp_path / "new").knows("terse")
+
+
+def test_one_prompt_that_is_asked_again_and_again_is_learned_from(tmp_path: Path) -> None:
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    rows = pd.read_parquet(data).sort_values("prompt_id", key=lambda ids: ids.map(prompt_percent))
+    rows.iloc[:60, 1:3] = rows.iloc[0, 1:3]
+    rows.iloc[60:, 1:3] = rows.iloc[-1, 1:3]
+    rows.to_parquet(data)
+    update(LEXICAL, data, out=tmp_path / "new", steps=40)
+    assert OnnxForecaster(tmp_path / "new").knows("terse/model")
+
+
 def test_too_few_outcomes_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows to learn from"):
         update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 20), out=tmp_path / "new")
@@ -270,6 +290,36 @@ def test_a_full_disk_leaves_the_artifact_as_it_was(tmp_path: Path, monkeypatch: 
         write(folder, b"g", replace(before.card, digest=digest_of(b"g")))
     assert read_artifact(folder) == before
     assert {file.name for file in folder.iterdir()} == {"card.json", "model.onnx"}
+
+
+def test_a_full_disk_after_an_interrupted_replacement_leaves_what_was_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "served", 2
+    export(SHIPPED / KINDS["small"], folder)
+    before = read_artifact(folder)
+    new = replace(before.card, name="newer", digest=digest_of(b"g"))
+    rename, sync, done = Path.replace, os.fsync, []
+
+    def interrupted(act: Callable[..., object]) -> Callable[..., object]:
+        def acted(*arguments: object) -> object:
+            done.append(act)
+            if len(done) > killed:
+                raise OSError(28, "No space left on device")
+            return act(*arguments)
+
+        return acted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted(rename))
+        with pytest.raises(OSError, match="No space left"):
+            write(folder, b"g", new, before.vocabulary)
+    assert read_artifact(folder).card == new
+    done.clear()
+    monkeypatch.setattr(os, "fsync", interrupted(sync))
+    with pytest.raises(OSError, match="No space left"):
+        write(folder, b"h", replace(new, digest=digest_of(b"h")), before.vocabulary)
+    assert read_artifact(folder).card == new
 
 
 def test_of_two_updates_of_one_artifact_the_slower_does_not_undo_the_faster(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ def test_a_pools_work_is_its_slots_in_use_and_what_waits() -> None:
     assert busy_machines([site("a", 10, pending_tokens=10_000.0)]) == pytest.approx(2.0)
 
 
+def test_a_site_of_next_to_no_speed_needs_no_more_than_its_pool_may_have() -> None:
+    slow = replace(
+        site("a", 10, pending_tokens=10_000.0).load, iteration=IterationCost(), tokens_per_s=5e-324
+    )
+    busy = {"eu": busy_machines([replace(site("a", 10), load=slow)])}
+    assert desired_machines(busy, {"eu": Bounds(1, 6)}) == {"eu": 6}
+
+
 def test_sites_of_one_pool_count_together_and_one_without_a_pool_alone() -> None:
     pools = by_pool([site("a", 1), site("b", 1), site("c", 1, pool="")])
     assert {name: len(sites) for name, sites in pools.items()} == {"eu": 2, "c": 1}
@@ -44,6 +53,11 @@ def test_sites_of_one_pool_count_together_and_one_without_a_pool_alone() -> None
 def test_what_a_full_pool_cannot_take_goes_to_the_cheapest_with_room() -> None:
     bounds = {"near": Bounds(1, 2, 3.0), "cheap": Bounds(0, 5, 1.0), "dear": Bounds(0, 5, 9.0)}
     assert desired_machines({"near": 3.5}, bounds) == {"near": 2, "cheap": 3, "dear": 0}
+
+
+def test_a_budget_pays_for_every_machine_that_it_was_made_for() -> None:
+    assert desired_machines({"eu": 9.0}, {"eu": Bounds(0, 9, 0.9)}, 6.3) == {"eu": 7}
+    assert desired_machines({"eu": 9.0}, {"eu": Bounds(1, 9, 0.1)}, 0.3) == {"eu": 3}
 
 
 limits = st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 10)).map(
@@ -69,7 +83,8 @@ def test_bounds_always_hold_and_the_budget_beyond_the_fewest(
 def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
     stabilizer, size, sizes = Stabilizer(up_after_s=30, down_after_s=600), 2, []
     for now in range(0, 1000, 10):
-        size = stabilizer.size(float(now), size, 5 if 100 <= now < 140 else 2)
+        stabilizer.observe(float(now), 5 if 100 <= now < 140 else 2)
+        size = stabilizer.size(size)
         sizes.append((now, size))
     rises = [now for (_, before), (now, after) in pairwise(sizes) if after > before]
     falls = [now for (_, before), (now, after) in pairwise(sizes) if after < before]
@@ -81,7 +96,8 @@ def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
 def test_a_change_is_one_that_the_whole_window_agrees_on(asked: list[int]) -> None:
     stabilizer, size = Stabilizer(up_after_s=3, down_after_s=5), 4
     for now, count in enumerate(asked):
-        before, size = size, stabilizer.size(float(now), size, count)
+        stabilizer.observe(float(now), count)
+        before, size = size, stabilizer.size(size)
         window = asked[max(0, now - (3 if size > before else 5)) : now + 1]
         assert size >= before or size == max(window)
         assert size <= before or size == min(window)
@@ -144,6 +160,24 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     asyncio.run(scaler.reconcile())
     assert scaler.desired == {"us": 1}
     assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
+
+
+def test_what_was_wanted_while_a_cloud_refused_counts_afterwards(tmp_path: Path) -> None:
+    class Refusing(FakeGroup):
+        refuses = False
+
+        async def size(self) -> int:
+            if self.refuses:
+                raise GroupFailed("not now")
+            return self.machines
+
+    sites, group, now = [site("a", 10), site("b", 10)], Refusing(3), [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    for at_s in range(0, 1000, 10):
+        now[0], group.refuses = float(at_s), 200 <= at_s < 900
+        sites[:] = [site(name, 10 if at_s < 900 else 0) for name in "ab"]
+        asyncio.run(scaler.reconcile())
+        assert group.machines == 3  # idle for less than ten minutes
 
 
 def test_an_answer_that_is_none_ends_no_scaling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
