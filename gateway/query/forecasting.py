@@ -22,7 +22,7 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Finish, Lane, Outcome, Query, Status
+from gateway.domain import Lane, Outcome, Query, Status
 from gateway.prompt import Chat
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
@@ -208,8 +208,7 @@ class ForecastService(Collector):
             return
         if awaited is not None and outcome.completion_tokens >= awaited.max_tokens:
             return
-        reasons = outcome.ending.finish_reasons
-        if len(reasons) > 1 or Finish.LENGTH in reasons:
+        if len(outcome.ending.finish_reasons) > 1:
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
