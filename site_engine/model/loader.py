@@ -94,8 +94,11 @@ def load(
             elif found is not None:
                 model = _with_weights(source, found, torch.device(device), getattr(torch, dtype))
             else:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    source, dtype=getattr(torch, dtype), use_safetensors=True
+                model = _whole(
+                    transformers.AutoModelForCausalLM,
+                    source,
+                    dtype=getattr(torch, dtype),
+                    use_safetensors=True,
                 ).to(device)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"cannot load {source!r}: {error}") from error
@@ -111,14 +114,23 @@ def _with_weights(source: str, weights: Weights, device: torch.device, dtype: to
     config = transformers.AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         kind = type(transformers.AutoModelForCausalLM.from_config(config))
-    model = kind.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, device_map={"": device}
-    )
+    model = _whole(kind, None, config=config, state_dict=weights, dtype=dtype, device_map={"": device})
     weights.clear()
     if (Path(source) / transformers.utils.GENERATION_CONFIG_NAME).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of memory that transformers reserves for weights that it would read
+    return model
+
+
+def _whole(kind: Any, source: str | None, **settings: Any) -> Any:
+    """Load a model whose files have all of its tensors: transformers draws the others at random.
+
+    Raises ModelNotSupported.
+    """
+    model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
+    if absent := sorted(found["missing_keys"]):
+        raise ModelNotSupported(f"its files lack {len(absent)} tensors of the model, {absent[0]} the first")
     return model
 
 

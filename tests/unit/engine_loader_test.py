@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from gateway.openai.sampling import MODEL_DEFAULTS
 from site_engine.config import DEFERRALS, SiteConfig
@@ -19,6 +20,7 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.loading import load_engine
 from site_engine.errors import ModelNotSupported
 from site_engine.model.loader import from_model, load
+from site_engine.model.weights import reader
 from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 from tests.support.model_families import random_model
 
@@ -131,6 +133,19 @@ def test_the_revision_names_the_weights(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="cannot load"):
         load(str(tmp_path))
+
+
+def test_files_that_lack_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers gives such a model random weights in their place."""
+    folder = saved(tmp_path / "cut")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=r"lack 1 tensors .* model.layers.1.mlp.up_proj.weight"):
+        load(str(folder))
+    on_device = reader(folder, torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelNotSupported, match="lack 1 tensors"):
+        load(str(folder), weights=on_device)
 
 
 def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
