@@ -100,8 +100,10 @@ def load(
                     dtype=getattr(torch, dtype),
                     use_safetensors=True,
                 ).to(device)
-    except (OSError, ValueError) as error:
-        raise ModelNotSupported(f"cannot load {source!r}: {error}") from error
+    except ModelNotSupported:
+        raise
+    except Exception as error:  # whatever the readers of tokenizers, settings and weights raise
+        raise ModelNotSupported(f"cannot load {source!r}: {type(error).__name__}: {error}") from error
     model = optimize_for_cpu(model)
     revision = _revision(source, model)
     with startup.part("logits compared with the model's own"):

@@ -148,6 +148,22 @@ def test_files_that_lack_tensors_are_refused_by_name(tmp_path: Path) -> None:
         load(str(folder), weights=on_device)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"\x90\x08\x00\x00\x00\x00\x00\x00{"),
+        ("model.safetensors", b""),
+        ("tokenizer.json", b"{}"),
+        ("config.json", b'{"model_type": "llama", "num_hidden_layers": "two"}'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_reason_to_refuse(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = saved(tmp_path / "cut")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelNotSupported, match="cannot load"):
+        load(str(folder))
+
+
 def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "pickled")
     for path in folder.glob("*.safetensors"):
