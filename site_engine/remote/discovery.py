@@ -59,6 +59,8 @@ class _Metrics:
 async def discover(server: Server, config: SiteConfig) -> Discovery:
     """Discover the server. Raises ServerLost while it is away, ConfigError if waiting won't help."""
     health, _ = await server.get(HEALTH_PATH)
+    if health == 503:  # llama.cpp, which lists its models already, but without their contexts
+        raise ServerLost(f"{server.root}{HEALTH_PATH} answers {health}: it loads")
     cards = await list_models(server, config, healthy=health == 200)
     metrics = await find_metrics(server, cards, config)
     dialect = metrics.dialect

@@ -1,0 +1,46 @@
+"""What a site learns of a server before it serves its models."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from site_engine.config import SiteConfig
+from site_engine.remote.discovery import HEALTH_PATH, METRICS_PATH, MODELS_PATH, Discovery, discover
+from site_engine.remote.server import Server, ServerLost
+from tests.support import metric_pages
+
+CONFIG = SiteConfig(site="front", engine="openai", url="http://server", gateways=("gateway:1",))
+
+
+def discovered(pages: dict[str, httpx.Response]) -> Discovery:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return pages.get(request.url.path, httpx.Response(404))
+
+    async def look() -> Discovery:
+        server = Server(CONFIG.url, "", silence_s=9, connections=1, transport=httpx.MockTransport(answer))
+        try:
+            return await discover(server, CONFIG)
+        finally:
+            await server.close()
+
+    return asyncio.run(look())
+
+
+def llama_cpp(meta: dict[str, Any] | None) -> httpx.Response:
+    return httpx.Response(200, json={"data": [{"id": "m", "owned_by": "llamacpp", "meta": meta}]})
+
+
+def test_a_server_that_lists_its_models_while_it_loads_is_waited_for() -> None:
+    """llama.cpp does, without their contexts, and its metrics are not there yet."""
+    loading = {each: httpx.Response(503) for each in (HEALTH_PATH, METRICS_PATH, "/props")}
+    with pytest.raises(ServerLost, match="/health answers 503"):
+        discovered({**loading, MODELS_PATH: llama_cpp(None)})
+    metrics = httpx.Response(200, text=metric_pages.LLAMA_CPP)
+    found = discovered(
+        {HEALTH_PATH: httpx.Response(200), METRICS_PATH: metrics, MODELS_PATH: llama_cpp({"n_ctx": 4096})}
+    )
+    assert found.models[0].context_tokens == 4096 and found.has_metrics
