@@ -20,6 +20,7 @@ from site_engine.remote.listing import (
     max_context_tokens,
     read_cards,
     select_models,
+    slot_context_tokens,
     to_models,
 )
 from site_engine.remote.ollama import describe, is_ollama
@@ -115,6 +116,8 @@ async def with_models(found: Discovery, server: Server, cards: list[Card], confi
         raise ConfigError(f"none of the server's {len(cards)} models can be served")
     if dialect is OLLAMA:
         wanted = await describe(server, wanted)
+    if slot_tokens := slot_context_tokens(found.about):
+        wanted = [{**each, "context_tokens": slot_tokens} for each in wanted]
     models = to_models(wanted, dialect, found.about, config, {each.id: each for each in found.models})
     profile = replace(
         found.profile,

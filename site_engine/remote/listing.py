@@ -151,3 +151,10 @@ def context_tokens_of(card: Card) -> int | None:
         (meta or {}).get("n_ctx_train"),
     )
     return next((each for each in known if isinstance(each, int) and each > 0), None)
+
+
+def slot_context_tokens(about: Mapping[str, Any]) -> int:
+    """Return the context of llama.cpp's slots; its models tell that of their training. 0: it is not told."""
+    settings = about.get("default_generation_settings")
+    found = settings.get("n_ctx") if isinstance(settings, dict) else None
+    return found if isinstance(found, int) else 0

@@ -44,3 +44,13 @@ def test_a_server_that_lists_its_models_while_it_loads_is_waited_for() -> None:
         {HEALTH_PATH: httpx.Response(200), METRICS_PATH: metrics, MODELS_PATH: llama_cpp({"n_ctx": 4096})}
     )
     assert found.models[0].context_tokens == 4096 and found.has_metrics
+
+
+def test_the_context_of_llama_cpp_is_that_of_its_slots_not_of_the_training() -> None:
+    trained = llama_cpp({"n_ctx_train": 131072})
+    pages = {HEALTH_PATH: httpx.Response(200), MODELS_PATH: trained}
+    for settings, context in (({"n_ctx": 4096}, 4096), ({"n_ctx": 0}, 131072), (None, 131072)):
+        props = httpx.Response(200, json={"default_generation_settings": settings})
+        found = discovered({**pages, "/props": props})
+        assert [each.context_tokens for each in found.models] == [context]
+        assert found.profile.max_prompt_tokens == context
