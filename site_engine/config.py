@@ -43,8 +43,8 @@ _AT_LEAST_ONE = (
     "requests_per_min",
     "tokens_per_min",
 )
-_AT_MOST = {"slots": 65_536, "threads": 4_096}
-"""What is beyond is a slip: memory is laid out for each of them at the start."""
+_AT_MOST = {"slots": 65_536, "threads": 4_096, "context_tokens": 100_000_000, "kv_tokens": 2**32 - 1}
+"""What is beyond is a slip: memory is laid out for it at the start, or no gateway takes it."""
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
 """Settings that a group may have of its own, before those of its site."""

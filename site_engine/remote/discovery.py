@@ -29,6 +29,8 @@ from site_engine.remote.server import Server, ServerLost
 
 log = logging.getLogger(__name__)
 
+MAX_KV_TOKENS = 2**32 - 1
+"""Messages take no more."""
 MODELS_PATH, METRICS_PATH, HEALTH_PATH = "/v1/models", "/metrics", "/health"
 
 
@@ -87,7 +89,7 @@ async def discover(server: Server, config: SiteConfig) -> Discovery:
     )
     found = await with_models(found, server, cards, config)
     if not profile.kv_capacity_tokens:
-        capacity = slots * found.profile.context_tokens
+        capacity = min(MAX_KV_TOKENS, slots * found.profile.context_tokens)
         found = replace(found, profile=replace(found.profile, kv_capacity_tokens=capacity))
     return found
 

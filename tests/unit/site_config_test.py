@@ -86,6 +86,8 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
         ({"slots": 0}, "slots is 0; it must be at least 1"),
         ({"slots": 10**9}, "slots is 1000000000; it is at most 65,536"),
         ({"threads": 99_999}, "threads is 99999; it is at most 4,096"),
+        ({"kv_tokens": 2**32}, "kv_tokens is 4294967296; it is at most 4,294,967,295"),
+        ({"context_tokens": 10**9}, "context_tokens is 1000000000; it is at most 100,000,000"),
         ({"site": "a" * 201}, "site has at most 200 printable characters"),
         ({"site": "a\tb"}, "site has at most 200 printable characters"),
         ({"engine": "natve"}, "engine must be one of native, openai"),

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from site_engine.config import SiteConfig
+from site_engine.federation.codec import encode_hello
 from site_engine.remote.discovery import HEALTH_PATH, METRICS_PATH, MODELS_PATH, Discovery, discover
 from site_engine.remote.server import Server, ServerLost
+from site_engine.remote_site import make_hello
 from tests.support import metric_pages
 
 CONFIG = SiteConfig(site="front", engine="openai", url="http://server", gateways=("gateway:1",))
 
 
-def discovered(pages: dict[str, httpx.Response]) -> Discovery:
+def discovered(pages: dict[str, httpx.Response], **settings: Any) -> Discovery:
     def answer(request: httpx.Request) -> httpx.Response:
         return pages.get(request.url.path, httpx.Response(404))
 
     async def look() -> Discovery:
         server = Server(CONFIG.url, "", silence_s=9, connections=1, transport=httpx.MockTransport(answer))
         try:
-            return await discover(server, CONFIG)
+            return await discover(server, replace(CONFIG, **settings))
         finally:
             await server.close()
 
@@ -54,3 +57,11 @@ def test_the_context_of_llama_cpp_is_that_of_its_slots_not_of_the_training() -> 
         found = discovered({**pages, "/props": props})
         assert [each.context_tokens for each in found.models] == [context]
         assert found.profile.max_prompt_tokens == context
+
+
+def test_what_no_gateway_takes_of_a_context_or_a_room_is_told_as_the_most_that_it_takes() -> None:
+    cards = {"data": [{"id": "m", "max_model_len": 10_485_760}, {"id": "n", "max_model_len": 2**40}]}
+    found = discovered({MODELS_PATH: httpx.Response(200, json=cards)}, slots=512)
+    told = encode_hello(make_hello(CONFIG, found))
+    assert told.kv_capacity_tokens == 2**32 - 1
+    assert [each.context_tokens for each in told.models] == [10_485_760, 100_000_000]
