@@ -107,7 +107,7 @@ def load(
     model = optimize_for_cpu(model)
     revision = _revision(source, model)
     with startup.part("logits compared with the model's own"):
-        name = Path(source).name
+        name = Path(source).name or Path(source).resolve().name
         return from_model(model, tokenizer, name=name, revision=revision, vocabulary=vocabulary, group=group)
 
 

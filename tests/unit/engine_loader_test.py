@@ -46,6 +46,13 @@ def test_a_folder_is_served_as_it_was_saved(tmp_path: Path, shard: str) -> None:
     assert drain(engine)["a"].token_ids == family("llama").generate([4, 5, 6], 8)
 
 
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(saved(tmp_path / "tiny"))
+    assert load(".").name == "tiny"
+
+
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
 
 
