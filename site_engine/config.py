@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from site_engine.errors import ConfigError
-from site_engine.parse import BY_TYPE, parse_devices, parse_text
+from site_engine.parse import BY_TYPE, has_host, parse_devices, parse_text
 
 PREFIX = "MICO_SITE_"
 SLOTS = 32
@@ -282,6 +282,7 @@ class SiteConfig:
         _require(not (self.variants or self.models_from), "group", "and models_from need the native engine")
         _require(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")
         _require("@" not in self.url, "url", "must not carry a password; use key_env or key_file")
+        _require(has_host(self.url), "url", f"has no host, or a port that is no number: {self.url}")
         _require(not (self.key_env and self.key_file), "key_env", "and key_file exclude each other")
 
 
