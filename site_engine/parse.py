@@ -37,6 +37,12 @@ def parse_path(value: Any) -> Path:
     return Path(value).expanduser()
 
 
+def parse_source(value: Any) -> str:
+    """Parse a folder, perhaps below the home, or another name."""
+    text = parse_text(value)
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
+
+
 def parse_list(value: Any) -> tuple[str, ...]:
     """Parse a list, or text with commas; keep each item once."""
     parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
