@@ -175,7 +175,7 @@ def from_model(
         revision=revision,
         context_tokens=context_tokens_of(config),
         vocab_size=config.vocab_size,
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_ids=end_tokens(eos),
         vocabulary=vocabulary or vocabulary_of(tokenizer),
         layers=layers,
         dtype=parameter.dtype,
@@ -183,6 +183,14 @@ def from_model(
         sampling_defaults=sampling_defaults(model.generation_config),
         group=group,
     )
+
+
+def end_tokens(named: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer. Raises ModelNotSupported for what is no token."""
+    ids = () if named is None else tuple(named) if isinstance(named, list | tuple) else (named,)
+    if wrong := [each for each in ids if not isinstance(each, int)]:
+        raise ModelNotSupported(f"eos_token_id has {wrong[0]!r}, which is no id of a token")
+    return ids
 
 
 def sampling_defaults(config: transformers.GenerationConfig) -> dict[str, float]:

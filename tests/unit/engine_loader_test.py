@@ -120,7 +120,16 @@ def test_a_site_trains_within_the_bounds_of_its_configuration(tmp_path: Path) ->
     assert {each.value for each in Deferral} == set(DEFERRALS)
 
 
-@pytest.mark.parametrize("values", [{"top_p": 3.0}, {"temperature": -1.0}, {"min_p": "a"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_p": 3.0},
+        {"temperature": -1.0},
+        {"min_p": "a"},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": [0, None]},
+    ],
+)
 def test_defaults_that_mean_nothing_are_refused_by_name(values: dict[str, object]) -> None:
     model = random_model(FAMILIES["llama"]())
     for name, value in values.items():
