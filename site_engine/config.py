@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from site_engine.errors import ConfigError
-from site_engine.parse import BY_TYPE, parse_devices, parse_text
+from site_engine.parse import BY_TYPE, has_host, parse_devices, parse_source
 
 PREFIX = "MICO_SITE_"
 SLOTS = 32
@@ -43,8 +43,8 @@ _AT_LEAST_ONE = (
     "requests_per_min",
     "tokens_per_min",
 )
-_AT_MOST = {"slots": 65_536, "threads": 4_096}
-"""What is beyond is a slip: memory is laid out for each of them at the start."""
+_AT_MOST = {"slots": 65_536, "threads": 4_096, "context_tokens": 100_000_000, "kv_tokens": 2**32 - 1}
+"""What is beyond is a slip: memory is laid out for it at the start, or no gateway takes it."""
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
 """Settings that a group may have of its own, before those of its site."""
@@ -282,6 +282,7 @@ class SiteConfig:
         _require(not (self.variants or self.models_from), "group", "and models_from need the native engine")
         _require(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")
         _require("@" not in self.url, "url", "must not carry a password; use key_env or key_file")
+        _require(has_host(self.url), "url", f"has no host, or a port that is no number: {self.url}")
         _require(not (self.key_env and self.key_file), "key_env", "and key_file exclude each other")
 
 
@@ -365,7 +366,7 @@ def _groups(value: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         _require(bool(group.get("model")), "group.model", "must be set")
         own = {each: group[each] for each in _OF_GROUPS if each in group}
         variants = _variants(group.get("variant", []))
-        made[name] = {"group": name, "model": str(group["model"]), "variants": variants}
+        made[name] = {"group": name, "model": parse_source(str(group["model"])), "variants": variants}
         made[name] |= _parsed(own, f"group {name}")
     _require(bool(made), "group", "is empty")
     return tuple(made.values())
@@ -385,7 +386,7 @@ def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, A
 def _variants(value: Any) -> tuple[VariantConfig, ...]:
     found: dict[str, VariantConfig] = {}
     for table in _tables(value, "group.variant", VariantConfig._fields):
-        variant = VariantConfig(**{key: parse_text(each) for key, each in {"id": "", **table}.items()})
+        variant = VariantConfig(**{key: parse_source(each) for key, each in {"id": "", **table}.items()})
         named = 0 < len(variant.id) <= MAX_NAME_CHARS and variant.id.isprintable()
         _require(named, "group.variant", f"has an id that is not 1 to {MAX_NAME_CHARS} printable characters")
         _require(variant.id not in found, "group.variant", f"names {variant.id} twice")
@@ -421,7 +422,7 @@ def _known(name: str, origin: str) -> str:
 
 
 _PARSERS = {each.name: BY_TYPE[str(each.type)] for each in fields(SiteConfig) if each.name != "variants"}
-_PARSERS["devices"] = parse_devices
+_PARSERS |= {"devices": parse_devices, "model": parse_source}
 
 
 def _read(name: str, path: Path) -> str:

@@ -92,7 +92,9 @@ class Group:
     def load_wanted(self) -> None:
         """Load what is wanted, one after the other; each is served as soon as it is certified."""
         for variant, asleep in list(self._wanted.values()):
-            if variant.id == self._base.id:
+            if variant.tenant:  # its folder went with the engine before: a gateway has it fetched anew
+                del self._wanted[variant.id]
+            elif variant.id == self._base.id:
                 log.error("%s is not served as a variant: it is the base", variant.id)
             elif asleep is not None:
                 self._models[variant.id] = asleep

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def parse_text(value: Any) -> str:
@@ -36,6 +37,12 @@ def parse_path(value: Any) -> Path:
     return Path(value).expanduser()
 
 
+def parse_source(value: Any) -> str:
+    """Parse a folder, perhaps below the home, or another name."""
+    text = parse_text(value)
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
+
+
 def parse_list(value: Any) -> tuple[str, ...]:
     """Parse a list, or text with commas; keep each item once."""
     parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
@@ -46,6 +53,15 @@ def parse_devices(value: Any) -> tuple[str, ...]:
     """Parse a list, or text with commas; `cpu` may stand there several times."""
     parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
     return tuple(part.strip() for part in parts)
+
+
+def has_host(url: str) -> bool:
+    """Return whether a URL has a host, and no port that is no number. Raises nothing."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 BY_TYPE: dict[str, Callable[[Any], Any]] = {

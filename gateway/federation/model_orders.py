@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 from typing import NamedTuple
+from uuid import uuid4
 
 from gateway.errors import BadRequest, Overloaded
 from gateway.federation import codec
@@ -32,7 +32,6 @@ class ModelOrders:
     def __init__(self, site: str, outbox: Outbox) -> None:
         self._site = site
         self._outbox = outbox
-        self._numbers = count(1)
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._lost = ""
 
@@ -43,7 +42,7 @@ class ModelOrders:
         """
         if self._lost or self._outbox.full:
             raise Overloaded(f"nothing was changed: {self._lost or f'{self._site} reads too slowly'}")
-        order_id = str(next(self._numbers))
+        order_id = uuid4().hex  # sites answer orders of an earlier link, too
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[order_id] = answer
         self._outbox.put(pb.GatewayMessage(order=pb.ModelOrder(order_id=order_id, **order._asdict())))

@@ -21,6 +21,7 @@ from site_engine.messages import (
     FromSite,
     Load,
     Models,
+    Ordered,
     Prefixes,
     Rejected,
     Released,
@@ -32,7 +33,9 @@ STREAM_INTERVAL_S = 0.02
 LOAD_INTERVAL_S = 0.05
 PREFIXES_INTERVAL_S = 1.0
 MODELS_INTERVAL_S = 0.5
-"""Each message has all of them, and a site that starts may load hundreds, one after the other."""
+"""Each message has all of them, and a site that starts may load hundreds, one after the other. The answer to
+an order does not wait, nor come before the models that it has changed.
+"""
 MAX_PREFIXES = 60
 """Of one message: 16 bytes each, 1 KB in all."""
 MAX_PARTS = 64
@@ -121,7 +124,8 @@ class Outbox:
         `busy_s`: the CPU seconds of the event loop's thread so far.
         """
         taken: list[FromSite] = []
-        if self._models is not None and now >= self._models_s + MODELS_INTERVAL_S:
+        ordered = any(isinstance(each, Ordered) for each in self._answers)
+        if self._models is not None and (ordered or now >= self._models_s + MODELS_INTERVAL_S):
             taken.append(self._models)
             self._models = None
             self._models_s = now

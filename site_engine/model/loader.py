@@ -94,15 +94,20 @@ def load(
             elif found is not None:
                 model = _with_weights(source, found, torch.device(device), getattr(torch, dtype))
             else:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    source, dtype=getattr(torch, dtype), use_safetensors=True
+                model = _whole(
+                    transformers.AutoModelForCausalLM,
+                    source,
+                    dtype=getattr(torch, dtype),
+                    use_safetensors=True,
                 ).to(device)
-    except (OSError, ValueError) as error:
-        raise ModelNotSupported(f"cannot load {source!r}: {error}") from error
+    except ModelNotSupported:
+        raise
+    except Exception as error:  # whatever the readers of tokenizers, settings and weights raise
+        raise ModelNotSupported(f"cannot load {source!r}: {type(error).__name__}: {error}") from error
     model = optimize_for_cpu(model)
     revision = _revision(source, model)
     with startup.part("logits compared with the model's own"):
-        name = Path(source).name
+        name = Path(source).name or Path(source).resolve().name
         return from_model(model, tokenizer, name=name, revision=revision, vocabulary=vocabulary, group=group)
 
 
@@ -111,14 +116,23 @@ def _with_weights(source: str, weights: Weights, device: torch.device, dtype: to
     config = transformers.AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         kind = type(transformers.AutoModelForCausalLM.from_config(config))
-    model = kind.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, device_map={"": device}
-    )
+    model = _whole(kind, None, config=config, state_dict=weights, dtype=dtype, device_map={"": device})
     weights.clear()
     if (Path(source) / transformers.utils.GENERATION_CONFIG_NAME).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of memory that transformers reserves for weights that it would read
+    return model
+
+
+def _whole(kind: Any, source: str | None, **settings: Any) -> Any:
+    """Load a model whose files have all of its tensors: transformers draws the others at random.
+
+    Raises ModelNotSupported.
+    """
+    model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
+    if absent := sorted(found["missing_keys"]):
+        raise ModelNotSupported(f"its files lack {len(absent)} tensors of the model, {absent[0]} the first")
     return model
 
 
@@ -161,7 +175,7 @@ def from_model(
         revision=revision,
         context_tokens=context_tokens_of(config),
         vocab_size=config.vocab_size,
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_ids=end_tokens(eos),
         vocabulary=vocabulary or vocabulary_of(tokenizer),
         layers=layers,
         dtype=parameter.dtype,
@@ -169,6 +183,14 @@ def from_model(
         sampling_defaults=sampling_defaults(model.generation_config),
         group=group,
     )
+
+
+def end_tokens(named: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer. Raises ModelNotSupported for what is no token."""
+    ids = () if named is None else tuple(named) if isinstance(named, list | tuple) else (named,)
+    if wrong := [each for each in ids if not isinstance(each, int)]:
+        raise ModelNotSupported(f"eos_token_id has {wrong[0]!r}, which is no id of a token")
+    return ids
 
 
 def sampling_defaults(config: transformers.GenerationConfig) -> dict[str, float]:

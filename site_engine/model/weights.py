@@ -117,16 +117,20 @@ def _copy_all(pieces: Sequence[_Piece], device: torch.device) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        named = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        return [folder / name for name in sorted(set(named))]
-    return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]  # whatever index is beside it, as transformers does
+    if not (folder / INDEX).is_file():
+        return []
+    named = json.loads((folder / INDEX).read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(named))]
 
 
 def header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the data of a file begins, and what it says of each tensor."""
+    """Return where the data of a file begins, and what it says of each tensor. Raises OSError, ValueError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is no safetensors file, or cut")
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
     return 8 + length, entries

@@ -20,6 +20,7 @@ from site_engine.remote.listing import (
     max_context_tokens,
     read_cards,
     select_models,
+    slot_context_tokens,
     to_models,
 )
 from site_engine.remote.ollama import describe, is_ollama
@@ -28,6 +29,8 @@ from site_engine.remote.server import Server, ServerLost
 
 log = logging.getLogger(__name__)
 
+MAX_KV_TOKENS = 2**32 - 1
+"""Messages take no more."""
 MODELS_PATH, METRICS_PATH, HEALTH_PATH = "/v1/models", "/metrics", "/health"
 
 
@@ -59,6 +62,8 @@ class _Metrics:
 async def discover(server: Server, config: SiteConfig) -> Discovery:
     """Discover the server. Raises ServerLost while it is away, ConfigError if waiting won't help."""
     health, _ = await server.get(HEALTH_PATH)
+    if health == 503:  # llama.cpp, which lists its models already, but without their contexts
+        raise ServerLost(f"{server.root}{HEALTH_PATH} answers {health}: it loads")
     cards = await list_models(server, config, healthy=health == 200)
     metrics = await find_metrics(server, cards, config)
     dialect = metrics.dialect
@@ -84,7 +89,7 @@ async def discover(server: Server, config: SiteConfig) -> Discovery:
     )
     found = await with_models(found, server, cards, config)
     if not profile.kv_capacity_tokens:
-        capacity = slots * found.profile.context_tokens
+        capacity = min(MAX_KV_TOKENS, slots * found.profile.context_tokens)
         found = replace(found, profile=replace(found.profile, kv_capacity_tokens=capacity))
     return found
 
@@ -113,6 +118,8 @@ async def with_models(found: Discovery, server: Server, cards: list[Card], confi
         raise ConfigError(f"none of the server's {len(cards)} models can be served")
     if dialect is OLLAMA:
         wanted = await describe(server, wanted)
+    if slot_tokens := slot_context_tokens(found.about):
+        wanted = [{**each, "context_tokens": slot_tokens} for each in wanted]
     models = to_models(wanted, dialect, found.about, config, {each.id: each for each in found.models})
     profile = replace(
         found.profile,

@@ -26,6 +26,8 @@ MAX_MODELS = 200
 MAX_ADAPTERS = 5_000
 MAX_NAME_CHARS = 200
 """Gateways take no longer names."""
+MAX_CONTEXT_TOKENS = 100_000_000
+"""Gateways take no longer contexts."""
 
 Card: TypeAlias = dict[str, Any]
 """A model as a server describes it."""
@@ -150,4 +152,12 @@ def context_tokens_of(card: Card) -> int | None:
         (meta or {}).get("n_ctx"),
         (meta or {}).get("n_ctx_train"),
     )
-    return next((each for each in known if isinstance(each, int) and each > 0), None)
+    found = (min(MAX_CONTEXT_TOKENS, each) for each in known if isinstance(each, int) and each > 0)
+    return next(found, None)
+
+
+def slot_context_tokens(about: Mapping[str, Any]) -> int:
+    """Return the context of llama.cpp's slots; its models tell that of their training. 0: it is not told."""
+    settings = about.get("default_generation_settings")
+    found = settings.get("n_ctx") if isinstance(settings, dict) else None
+    return found if isinstance(found, int) else 0

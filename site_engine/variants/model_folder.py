@@ -95,6 +95,9 @@ def check_config(folder: Path, model: Any) -> None:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
+    if (folder / WEIGHTS).is_file():
+        yield folder / WEIGHTS  # whatever index is beside it, as transformers does
+        return
     try:
         if (folder / INDEX).is_file():
             weights = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"].values()
@@ -102,11 +105,9 @@ def weight_files(folder: Path) -> Iterator[Path]:
             return
     except (KeyError, AttributeError, TypeError) as error:
         raise VariantRefused(f"{folder}: {INDEX} cannot be read: {error!r}") from error
-    if not (folder / WEIGHTS).is_file():
-        pickled = any(folder.glob(PICKLE))
-        reason = "pickles can run code and are not read" if pickled else "it is missing"
-        raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {reason}")
-    yield folder / WEIGHTS
+    pickled = any(folder.glob(PICKLE))
+    reason = "pickles can run code and are not read" if pickled else "it is missing"
+    raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {reason}")
 
 
 def names_by_tensor(model: Any) -> dict[int, list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from gateway.openai.sampling import MODEL_DEFAULTS
 from site_engine.config import DEFERRALS, SiteConfig
@@ -19,6 +20,7 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.loading import load_engine
 from site_engine.errors import ModelNotSupported
 from site_engine.model.loader import from_model, load
+from site_engine.model.weights import reader
 from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 from tests.support.model_families import random_model
 
@@ -42,6 +44,13 @@ def test_a_folder_is_served_as_it_was_saved(tmp_path: Path, shard: str) -> None:
     engine = engine_for(loaded)
     engine.submit(Request("a", [4, 5, 6], Sampling(max_tokens=8, temperature=0, ignore_eos=True)))
     assert drain(engine)["a"].token_ids == family("llama").generate([4, 5, 6], 8)
+
+
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(saved(tmp_path / "tiny"))
+    assert load(".").name == "tiny"
 
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
@@ -111,7 +120,16 @@ def test_a_site_trains_within_the_bounds_of_its_configuration(tmp_path: Path) ->
     assert {each.value for each in Deferral} == set(DEFERRALS)
 
 
-@pytest.mark.parametrize("values", [{"top_p": 3.0}, {"temperature": -1.0}, {"min_p": "a"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_p": 3.0},
+        {"temperature": -1.0},
+        {"min_p": "a"},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": [0, None]},
+    ],
+)
 def test_defaults_that_mean_nothing_are_refused_by_name(values: dict[str, object]) -> None:
     model = random_model(FAMILIES["llama"]())
     for name, value in values.items():
@@ -131,6 +149,35 @@ def test_the_revision_names_the_weights(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="cannot load"):
         load(str(tmp_path))
+
+
+def test_files_that_lack_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers gives such a model random weights in their place."""
+    folder = saved(tmp_path / "cut")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=r"lack 1 tensors .* model.layers.1.mlp.up_proj.weight"):
+        load(str(folder))
+    on_device = reader(folder, torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelNotSupported, match="lack 1 tensors"):
+        load(str(folder), weights=on_device)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"\x90\x08\x00\x00\x00\x00\x00\x00{"),
+        ("model.safetensors", b""),
+        ("tokenizer.json", b"{}"),
+        ("config.json", b'{"model_type": "llama", "num_hidden_layers": "two"}'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_reason_to_refuse(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = saved(tmp_path / "cut")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelNotSupported, match="cannot load"):
+        load(str(folder))
 
 
 def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:

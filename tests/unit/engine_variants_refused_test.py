@@ -318,3 +318,16 @@ def test_what_is_not_served_cannot_be_removed(tmp_path: Path) -> None:
     with pytest.raises(VariantRefused, match="a is not served here"):
         engine.remove_variant("a")
     assert not engine.variants
+
+
+def test_the_index_of_a_save_before_does_not_stand_for_a_single_file(tmp_path: Path) -> None:
+    model, plain = served()
+    plain.save_pretrained(tmp_path / "tuned", max_shard_size="20KB")
+    made = fine_tuned(tmp_path / "tuned", plain, lambda name: "lm_head" in name)
+    assert (tmp_path / "tuned" / "model.safetensors.index.json").is_file()
+    engine = engine_for(model)
+    engine.add_variant(made.variant)
+    request = greedy("a", [5, 6, 7, 8], 20)
+    request.chain = "tuned"
+    engine.submit(request)
+    assert drain(engine)["a"].token_ids == made.answer([5, 6, 7, 8], 20)

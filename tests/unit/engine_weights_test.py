@@ -71,3 +71,22 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     assert read is not None
     with pytest.raises(OSError, match="ends too early"):
         read()
+
+
+def test_of_a_single_file_and_the_index_of_a_save_before_the_file_counts(tmp_path: Path) -> None:
+    """save_pretrained leaves the index of the shards that it replaces, and transformers passes over it."""
+    folder = saved(saved(tmp_path / "again", shard="20KB"))
+    assert (folder / weights.INDEX).is_file() and not list(folder.glob("*-of-*"))
+    read = weights.reader(folder, torch.float32, CPU)
+    assert read is not None
+    plain, fast = load(str(folder)), load(str(folder), weights=read)
+    expected = plain.model.state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in fast.model.state_dict().items())
+
+
+def test_a_pointer_to_a_file_is_an_error(tmp_path: Path) -> None:
+    """git writes one where its large files were not fetched."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / weights.SINGLE).write_text(pointer)
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file, or cut"):
+        weights.reader(tmp_path, torch.float32, CPU)

@@ -86,6 +86,8 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
         ({"slots": 0}, "slots is 0; it must be at least 1"),
         ({"slots": 10**9}, "slots is 1000000000; it is at most 65,536"),
         ({"threads": 99_999}, "threads is 99999; it is at most 4,096"),
+        ({"kv_tokens": 2**32}, "kv_tokens is 4294967296; it is at most 4,294,967,295"),
+        ({"context_tokens": 10**9}, "context_tokens is 1000000000; it is at most 100,000,000"),
         ({"site": "a" * 201}, "site has at most 200 printable characters"),
         ({"site": "a\tb"}, "site has at most 200 printable characters"),
         ({"engine": "natve"}, "engine must be one of native, openai"),
@@ -343,3 +345,17 @@ def test_a_gpu_trains_what_its_slots_serve() -> None:
     assert announced_training(on_cpu, facts) == Trains(8, 64, 0.0)
     assert announced_training(on_gpu, facts) is None, "it has no slots"
     assert announced_training(on_gpu, facts._replace(slots_bytes=1)) == Trains(8, 16, 0.0)
+
+
+def test_folders_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files of secrets may, and as a plan reads them."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "site.toml"
+    file.write_text(
+        'site = "a"\ngateways = "gw:1"\n[[group]]\nname = "g"\nmodel = "~/base"\n'
+        '[[group.variant]]\nid = "v"\nadapter = "~/adapter"\n'
+    )
+    (variant,) = load(file, {}).variants
+    assert (load(file, {}).model, variant.adapter) == ("/home/me/base", "/home/me/adapter")
+    assert load(None, {}, site="a", gateways="gw:1", model="~/base").model == "/home/me/base"
+    assert load(None, {}, site="a", gateways="gw:1", model="acme/base").model == "acme/base"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from site_engine.config import SiteConfig
@@ -65,5 +66,22 @@ def test_a_base_does_not_sleep_while_a_variant_is_loaded() -> None:
         await asyncio.gather(*engine.tasks)
         assert answers[1:] == [""]
         assert {each.state for each in site.hello().models} == {ModelState.SLEEPING}
+
+    asyncio.run(main())
+
+
+def test_adapters_of_tenants_are_not_announced_after_an_engine_whose_loss_took_their_folders() -> None:
+    """A gateway has only those fetched anew that no site announces, asleep or awake."""
+
+    async def main() -> None:
+        engine: Any = LoadingEngine()
+        site = Site(HELLO, engine, FakeClock(), 1)
+        config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model="letters", training=True)
+        awake, asleep = (Variant(each, f"/tmp/gone/{each}", tenant="acme") for each in ("awake", "asleep"))
+        model = replace(HELLO.models[0], id="asleep", parent=BASE, state=ModelState.SLEEPING, tenant="acme")
+        wanted = {"awake": Wanted(awake), "asleep": Wanted(asleep, model)}
+        Group(config, engine, site, wanted).load_wanted()
+        assert [each.id for each in site.hello().models] == [BASE]
+        assert not engine.loading and not wanted
 
     asyncio.run(main())

@@ -198,3 +198,17 @@ def test_prompts_of_other_gateways_are_told_once_a_second_and_only_when_there_ar
     outbox.prefixes(hashes[:1])
     outbox.stream_lost()
     assert outbox.take(200.0) == []
+
+
+def test_the_models_leave_before_the_answer_to_the_order_that_changed_them() -> None:
+    """Else the next order, for the model that was added, is refused by the gateway."""
+    outbox = Outbox()
+    first, second, third = (m.Models(()) for _ in range(3))
+    outbox.models(first)
+    assert outbox.take(1.0) == [first]
+    outbox.models(second)
+    assert outbox.take(1.1) == []
+    outbox.models(third)
+    outbox.put(m.Ordered("a"))
+    assert outbox.take(1.2) == [third, m.Ordered("a")]
+    assert outbox.due_s() is None

@@ -22,6 +22,8 @@ def test_a_server_needs_no_model_and_an_engine_no_url() -> None:
     [
         ({"url": None}, "not set: url"),
         ({"url": "server:8000"}, "url must begin with http"),
+        ({"url": "http://server:port/v1"}, "url has no host, or a port that is no number"),
+        ({"url": "http:///v1"}, "url has no host"),
         ({"url": "http://me:secret@server"}, "url must not carry a password"),
         ({"engine": "vllm"}, "engine must be one of native, openai"),
         ({"engine": "native", "model": "m"}, "url is set, but engine is native"),

@@ -1,0 +1,67 @@
+"""What a site learns of a server before it serves its models."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from site_engine.config import SiteConfig
+from site_engine.federation.codec import encode_hello
+from site_engine.remote.discovery import HEALTH_PATH, METRICS_PATH, MODELS_PATH, Discovery, discover
+from site_engine.remote.server import Server, ServerLost
+from site_engine.remote_site import make_hello
+from tests.support import metric_pages
+
+CONFIG = SiteConfig(site="front", engine="openai", url="http://server", gateways=("gateway:1",))
+
+
+def discovered(pages: dict[str, httpx.Response], **settings: Any) -> Discovery:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return pages.get(request.url.path, httpx.Response(404))
+
+    async def look() -> Discovery:
+        server = Server(CONFIG.url, "", silence_s=9, connections=1, transport=httpx.MockTransport(answer))
+        try:
+            return await discover(server, replace(CONFIG, **settings))
+        finally:
+            await server.close()
+
+    return asyncio.run(look())
+
+
+def llama_cpp(meta: dict[str, Any] | None) -> httpx.Response:
+    return httpx.Response(200, json={"data": [{"id": "m", "owned_by": "llamacpp", "meta": meta}]})
+
+
+def test_a_server_that_lists_its_models_while_it_loads_is_waited_for() -> None:
+    """llama.cpp does, without their contexts, and its metrics are not there yet."""
+    loading = {each: httpx.Response(503) for each in (HEALTH_PATH, METRICS_PATH, "/props")}
+    with pytest.raises(ServerLost, match="/health answers 503"):
+        discovered({**loading, MODELS_PATH: llama_cpp(None)})
+    metrics = httpx.Response(200, text=metric_pages.LLAMA_CPP)
+    found = discovered(
+        {HEALTH_PATH: httpx.Response(200), METRICS_PATH: metrics, MODELS_PATH: llama_cpp({"n_ctx": 4096})}
+    )
+    assert found.models[0].context_tokens == 4096 and found.has_metrics
+
+
+def test_the_context_of_llama_cpp_is_that_of_its_slots_not_of_the_training() -> None:
+    trained = llama_cpp({"n_ctx_train": 131072})
+    pages = {HEALTH_PATH: httpx.Response(200), MODELS_PATH: trained}
+    for settings, context in (({"n_ctx": 4096}, 4096), ({"n_ctx": 0}, 131072), (None, 131072)):
+        props = httpx.Response(200, json={"default_generation_settings": settings})
+        found = discovered({**pages, "/props": props})
+        assert [each.context_tokens for each in found.models] == [context]
+        assert found.profile.max_prompt_tokens == context
+
+
+def test_what_no_gateway_takes_of_a_context_or_a_room_is_told_as_the_most_that_it_takes() -> None:
+    cards = {"data": [{"id": "m", "max_model_len": 10_485_760}, {"id": "n", "max_model_len": 2**40}]}
+    found = discovered({MODELS_PATH: httpx.Response(200, json=cards)}, slots=512)
+    told = encode_hello(make_hello(CONFIG, found))
+    assert told.kv_capacity_tokens == 2**32 - 1
+    assert [each.context_tokens for each in told.models] == [10_485_760, 100_000_000]
