@@ -188,7 +188,8 @@ def _asked_metadata(request: AnyRequest) -> dict[str, str] | None:
     if request.query_params.get("metadata") == "null":
         return None
     given = request.query_params.items()
-    return {name[9:-1]: value for name, value in given if name.startswith("metadata[") and name[-1] == "]"}
+    named = ((name.removeprefix("metadata["), value) for name, value in given if name.startswith("metadata["))
+    return {name.removesuffix("]"): value for name, value in named if name.endswith("]")}
 
 
 async def _asked_job(request: AnyRequest, backend: Backend, tuning: TuningService) -> Job:

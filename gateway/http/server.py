@@ -152,10 +152,9 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             if self._declined:
                 head, self._declined = self._declined, b""
-                self.parser = httptools.HttpRequestParser(
-                    self
-                )  # the other may take the connection for closed
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                # A new parser, set as uvicorn sets its own: the other may take the connection for closed.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 return head + data[offer.args[0] :]
         return b""
 

@@ -221,7 +221,7 @@ def test_where_memory_lacks_once_no_step_snapshot_or_validation_is_lost(
             raise torch.OutOfMemoryError("no memory")
         return real(*given)
 
-    def told() -> list[tuple[int, bool | None]]:
+    def steps_of_a_job() -> list[tuple[int, bool | None]]:
         nonlocal calls
         job = trainer(data, valid=valid, train_tokens=64)
         calls = 0
@@ -232,9 +232,9 @@ def test_where_memory_lacks_once_no_step_snapshot_or_validation_is_lost(
         ]
 
     monkeypatch.setattr(owner, name, lacking)
-    expected, count = told(), calls
+    expected, count = steps_of_a_job(), calls
     for fails_at in range(1, count + 1):
-        assert told() == expected, fails_at
+        assert steps_of_a_job() == expected, fails_at
 
 
 def test_a_written_adapter_is_served_as_it_was_trained(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_job_goes_on_with_the_base_that_it_began_with(url: str) -> None:
         run = await next_run(here)
         assert (run.site, run.order.revision) == (site, "rev-1")
         await site.close()
-        await told(here, job.id, "No site has room")
+        await newest_event_says(here, job.id, "No site has room")
         orders = [here.orders.get_nowait()[1] for _ in range(here.orders.qsize())]
         assert not any(each.HasField("train") for each in orders)
 
@@ -89,7 +89,7 @@ def revision_at(here: Replica, name: str) -> str:
     return next(site.identity.models["m"].revision for site in sites if site.name == name)
 
 
-async def told(here: Replica, job_id: str, text: str) -> None:
+async def newest_event_says(here: Replica, job_id: str, text: str) -> None:
     """Wait until the newest event says so."""
     async with asyncio.timeout(60):
         while True:
