@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from bench.support.adapter_demand import Asked, arrivals, zipf_queries
@@ -40,18 +41,20 @@ def count(
 ) -> dict[str, Any]:
     """Serve the queries, each when it is due, and return what it took."""
     placed: list[object] = []
+    resident: list[bool] = []
 
     def seconds(plan: SchedulePlan) -> float:
         prompts = plan.tokens - len(plan.decodes)
         return float(given.iteration_ms * 1e-3 + prompts * given.token_us * 1e-6)
 
+    adapters = AdapterSlots(slots, lambda variant, slot: placed.append(variant))
     engine = CountedEngine(
         {str(at): each.tokens for at, each in enumerate(asked)},
         seconds,
         kv_tokens=KV_TOKENS,
         slots=given.rows,
         token_budget=TOKEN_BUDGET,
-        adapters=AdapterSlots(slots, lambda variant, slot: placed.append(variant)),
+        adapters=adapters,
     )
     chains = {each.query.chain: Named(each.query.chain) for each in asked}
     requests: list[Any] = []
@@ -63,10 +66,12 @@ def count(
             sampling = Sampling(max_tokens=tokens, ignore_eos=True)
             request: Any = Request(str(len(requests)), query.prompt, sampling)
             request.variant = chains[query.chain]
+            resident.append(query.chain in adapters.resident)
             engine.submit(request)
             requests.append(request)
         engine.step()
-    first_s = sorted(each.first_token_s - at for each, at in zip(requests, due_s, strict=True))
+    waits_s = [each.first_token_s - at for each, at in zip(requests, due_s, strict=True)]
+    first_s, in_slots_s = sorted(waits_s), sorted(compress(waits_s, resident))
     return {
         "slots": slots,
         "seconds": round(engine.counts.seconds, 2),
@@ -74,6 +79,8 @@ def count(
         "placed": len(placed),
         "first_token_mean_s": round(sum(first_s) / len(first_s), 3),
         "first_token_p99_s": round(first_s[int(0.99 * (len(first_s) - 1))], 3),
+        "resident": round(len(in_slots_s) / len(first_s), 3),
+        "residents_p99_s": round(in_slots_s[int(0.99 * (len(in_slots_s) - 1))], 4) if in_slots_s else None,
     }
 
 

@@ -1,8 +1,9 @@
 """Places for adapters beside the model: each rank class has a fixed number, used like pages of a pool.
 
 Does not hold tensors. An adapter keeps its place while requests of it run, and after them until another needs
-it: the one that was used least recently makes room. All adapters also lie in host memory. Requests that wait
-for an adapter when it is placed start with it, before others get its place.
+it: the one that was used least recently makes room. All adapters also lie in host memory. Requests start with
+an adapter that has a place while others wait for one. When the first of these has waited for long, the adapter
+that fewest requests run with takes no more, except those that waited for it when it was placed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from site_engine.core.chain import ServedVariant
 from site_engine.core.request import Request
 
 RANK_CLASSES = (8, 16, 32, 64)
+PATIENCE_S = 1.0
+"""How long a request waits for a place before an adapter is kept from running on for ever."""
 
 
 class AdapterSlots:
@@ -57,16 +60,28 @@ class AdapterSlots:
         size = self._class(variant)
         return bool(self._free[size] or self._idle[size])
 
-    def may_overtake(self, first: Request, request: Request) -> bool:
-        """Return whether a request may start while `first` waits for a slot.
+    def may_overtake(self, first: Request, now: float) -> Callable[[Request], bool]:
+        """Return which requests may start while `first`, which does not fit, waits for a slot.
 
-        It has no adapter, or is of no lower lane and one of those for which its adapter was placed. Others
-        would keep the slots from `first`.
+        They have no adapter, or are of no lower lane and their adapter has a slot that is not to become free.
         """
-        variant = request.variant
-        if variant is None or not request.has_adapter:
-            return True
-        return request.lane <= first.lane and self._expected.get(variant, 0) > 0
+        closed = self._closed_for(first) if now - first.arrived_s > PATIENCE_S else None
+
+        def may(request: Request) -> bool:
+            variant = request.variant
+            if variant is None or not request.has_adapter:
+                return True
+            if request.lane > first.lane or variant not in self._slots:
+                return False
+            return variant is not closed or self._expected[variant] > 0
+
+        return may
+
+    def _closed_for(self, first: Request) -> ServedVariant:
+        """Return the adapter of the rank class that fewest requests run with; all its slots are held."""
+        assert first.variant is not None
+        size = self._class(first.variant)
+        return min((each for each in self._held if self._class(each) == size), key=self._held.__getitem__)
 
     def hold(self, request: Request, waiting: Iterable[Request], rows: int) -> None:
         """Take a slot for a request that starts and fits; its adapter is placed if it has none.

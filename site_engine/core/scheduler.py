@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -352,7 +351,7 @@ class Scheduler:
         yield first
         if self._adapters is not None and not self._adapters.fits(first):
             preempted = [each for each in self.preempted if not each.has_adapter]
-            second = _earlier(self.queue.first_of(partial(self._adapters.may_overtake, first)), preempted)
+            second = _earlier(self.queue.first_of(self._adapters.may_overtake(first, now)), preempted)
             if second is not None:
                 yield second
 

@@ -1,4 +1,4 @@
-"""A request that waits for an adapter's slot holds up only requests that would keep the slots from it.
+"""A request that waits for an adapter's slot holds up nobody at first, and then only one adapter's requests.
 
 Those that waited for an adapter when it was placed start with it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from site_engine.core.adapter_slots import AdapterSlots
+from site_engine.core.adapter_slots import PATIENCE_S, AdapterSlots
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
@@ -22,13 +22,14 @@ class Named(NamedTuple):
     eos_token_ids: tuple[int, ...] = ()
 
 
-ONE, OTHER, FINE_TUNED = Named("one"), Named("other"), Named("tuned", rank=0)
+ONE, OTHER, THIRD, FINE_TUNED = Named("one"), Named("other"), Named("third"), Named("tuned", rank=0)
+LONG_S = 2 * PATIENCE_S
 
 
-def scheduler(slots: int = 8) -> Scheduler:
-    """Return a scheduler with memory for all, and one slot for adapters."""
+def scheduler(slots: int = 8, adapters: int = 1) -> Scheduler:
+    """Return a scheduler with memory for all, and few slots for adapters."""
     pool = PagePool(1000, 4)
-    return Scheduler(pool, AdmissionQueue(), slots=slots, token_budget=64, adapters=AdapterSlots(1))
+    return Scheduler(pool, AdmissionQueue(), slots=slots, token_budget=64, adapters=AdapterSlots(adapters))
 
 
 def push(site: Scheduler, name: str, variant: Named | None = None, lane: Lane = Lane.CHAT) -> Request:
@@ -38,10 +39,10 @@ def push(site: Scheduler, name: str, variant: Named | None = None, lane: Lane = 
     return request
 
 
-def iterate(site: Scheduler, times: int = 1) -> set[str]:
-    """Return who runs after some iterations."""
+def iterate(site: Scheduler, times: int = 1, now: float = 0.0) -> set[str]:
+    """Return who runs after some iterations; all came at 0."""
     for _ in range(times):
-        plan = site.plan(0.0)
+        plan = site.plan(now)
         site.advance(plan)
         for chunk in plan.chunks:
             if chunk.samples:
@@ -62,15 +63,43 @@ def test_requests_without_an_adapter_start_beside_one_that_waits_for_a_slot() ->
     assert iterate(site) == {"waits", "base", "tuned", "batch"}
 
 
-def test_requests_of_an_adapter_that_has_the_slot_do_not_keep_it_from_one_before_them() -> None:
+def test_chats_of_an_adapter_that_has_the_slot_start_beside_one_that_waits_for_it() -> None:
+    site = scheduler()
+    push(site, "holder", ONE)
+    iterate(site)
+    push(site, "waits", OTHER)
+    push(site, "same", ONE)
+    push(site, "line", ONE, lane=Lane.BATCH)
+    assert iterate(site, 3) == {"holder", "same"}
+
+
+def test_requests_of_an_adapter_that_has_the_slot_do_not_keep_it_for_ever() -> None:
     site = scheduler()
     holder = push(site, "holder", ONE)
     iterate(site)
     push(site, "waits", OTHER)
-    push(site, "same", ONE, lane=Lane.BATCH)
-    assert iterate(site, 3) == {"holder"}
+    push(site, "same", ONE)
+    assert iterate(site, 3, LONG_S) == {"holder"}
     site.release(holder)
-    assert iterate(site) == {"waits"}
+    assert iterate(site, 1, LONG_S) == {"waits"}
+
+
+def test_only_the_adapter_that_fewest_run_with_takes_no_more_for_one_that_has_waited_for_long() -> None:
+    site = scheduler(adapters=2)
+    ones = [push(site, name, ONE) for name in ("1", "2")]
+    other = push(site, "other", OTHER)
+    assert iterate(site) == {"1", "2", "other"}
+    push(site, "waits", THIRD)
+    one_more = push(site, "one more", ONE)
+    push(site, "another", OTHER)
+    assert iterate(site, 3, LONG_S) == {"1", "2", "other", "one more"}
+    site.release(other)
+    assert iterate(site, 1, LONG_S) == {"1", "2", "waits", "one more"}
+    for each in ones:
+        site.release(each)
+    assert iterate(site, 3, LONG_S) == {"waits", "one more"}
+    site.release(one_more)
+    assert iterate(site, 1, LONG_S) == {"waits", "another"}
 
 
 def test_a_chat_that_waits_for_a_slot_of_chats_preempts_no_batch() -> None:
@@ -109,12 +138,12 @@ def test_requests_that_waited_for_an_adapter_when_it_was_placed_start_with_it() 
     ones = [push(site, "1", ONE)]
     waits = push(site, "waits", OTHER)
     ones += [push(site, "2", ONE), push(site, "3", ONE)]
-    assert iterate(site) == {"1", "2", "3"}
+    assert iterate(site, 1, LONG_S) == {"1", "2", "3"}
     push(site, "late", ONE)
-    assert iterate(site, 3) == {"1", "2", "3"}
+    assert iterate(site, 3, LONG_S) == {"1", "2", "3"}
     for each in ones:
         site.release(each)
-    assert iterate(site, 3) == {"waits"}
+    assert iterate(site, 3, LONG_S) == {"waits"}
     site.release(waits)
     assert iterate(site) == {"late"}
 
@@ -124,12 +153,12 @@ def test_no_more_start_with_an_adapter_than_there_are_rows_beside_the_first() ->
     ones = [push(site, "0", ONE)]
     push(site, "waits", OTHER)
     ones += [push(site, f"{number}", ONE) for number in (1, 2, 3)]
-    assert iterate(site) == {"0", "1"}
+    assert iterate(site, 1, LONG_S) == {"0", "1"}
     site.release(ones[0])
-    assert iterate(site, 2) == {"1", "2"}
+    assert iterate(site, 2, LONG_S) == {"1", "2"}
     site.release(ones[1])
     site.release(ones[2])
-    assert iterate(site, 2) == {"waits"}
+    assert iterate(site, 2, LONG_S) == {"waits"}
 
 
 def test_lines_of_batches_do_not_start_with_an_adapter_for_which_a_chat_waits() -> None:
@@ -150,6 +179,6 @@ def test_an_adapter_that_lost_its_slot_is_placed_for_those_that_wait_then() -> N
     assert iterate(site) == {"other"}
     push(site, "first", ONE)
     push(site, "same", OTHER)
-    assert iterate(site, 2) == {"other"}
+    assert iterate(site, 2, LONG_S) == {"other"}
     site.release(other)
-    assert iterate(site) == {"first"}
+    assert iterate(site, 1, LONG_S) == {"first"}
