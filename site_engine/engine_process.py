@@ -29,6 +29,7 @@ from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
+from site_engine.first_import import first_import
 from site_engine.native import facts_of, grammars_of
 from site_engine.optional_packages import UNUSED, hide
 from site_engine.switch_interval import switch_soon
@@ -174,6 +175,6 @@ def end(status: int) -> NoReturn:
 if __name__ == "__main__":
     hide(*UNUSED)
     began = StartUp(time.monotonic)
-    with began.part("torch"):
+    with began.part("torch"), first_import("torch"):
         import torch  # noqa: F401 - while the site gets as far as to say what is to be loaded
     end(main(int(sys.argv[1]), startup=began))

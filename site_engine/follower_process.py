@@ -17,6 +17,7 @@ from site_engine.engine.child import end_with_parent, see_one_device
 from site_engine.engine.loading import load_follower
 from site_engine.engine.ranks import Rank, follow
 from site_engine.errors import ConfigError
+from site_engine.optional_packages import UNUSED, hide
 from site_engine.telemetry import logs
 
 log = logging.getLogger("site_engine.follower_process")  # this module is run as __main__
@@ -42,4 +43,5 @@ def main(descriptor: int, store: int) -> int:
 
 
 if __name__ == "__main__":
+    hide(*UNUSED)
     os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

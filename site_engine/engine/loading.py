@@ -19,6 +19,7 @@ from site_engine.core.startup import StartUp
 from site_engine.engine.engine_interface import Engine
 from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
+from site_engine.first_import import first_import
 from site_engine.text.detokenize import TokenNames, Vocabulary
 from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
@@ -116,7 +117,7 @@ def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRu
 
 def _device(config: SiteConfig, startup: StartUp) -> tuple[str, str]:
     """Import torch and return the device and data type of a model. Raises ConfigError without the GPU."""
-    with startup.part("device"):
+    with startup.part("device"), first_import("torch"):
         import torch
 
         has_gpu = torch.cuda.is_available()
@@ -160,7 +161,7 @@ def _load_model(
             if group is None and (read := reader(Path(config.model), kind, where)) is not None:
                 weights = threads.submit(startup.timed("weights", read)).result
             launching = threads.submit(startup.timed("Triton", partial(launch_first, where, kind)))
-        with startup.part("transformers"):
+        with startup.part("transformers"), first_import("transformers"):
             from site_engine.model import loader
 
             take_logs_of_transformers()

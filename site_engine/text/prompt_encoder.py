@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from random import Random
 from typing import Any
 from uuid import uuid4
@@ -118,12 +119,10 @@ def iter_pieces(text: str, chars: int = PIECE_CHARS) -> Iterator[str]:
 def no_token_spans_a_cut(tokenizer: Any) -> bool:
     """Return whether merging tokens can't join the two sides of a cut, so that each is encoded by itself."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    alphabet = byte_alphabet()
-    texts = (
-        bytes(alphabet.get(char, 0xFF) for char in str(name)).decode("utf-8", "replace") for name in names
-    )
+    alphabet = defaultdict(lambda: 0xFF, {ord(char): byte for char, byte in byte_alphabet().items()})
+    texts = (str(name).translate(alphabet).encode("latin-1").decode("utf-8", "replace") for name in names)
     written = (str(name).replace("▁", " ") for name in names)
-    return not any(CUT.search(text) for pair in zip(texts, written, strict=True) for text in pair)
+    return not any(CUT.search(text) for text in chain(texts, written) if " " in text or "\n" in text)
 
 
 def max_token_chars(tokenizer: Any) -> int | None:
@@ -131,20 +130,25 @@ def max_token_chars(tokenizer: Any) -> int | None:
 
     Any other kind may drop characters, or have one token for a run of unknown ones.
     """
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    from tokenizers import Tokenizer, models
+
+    backend = tokenizer.backend_tokenizer
+    steps_alone = Tokenizer(models.BPE())  # to be described without its vocabulary, which takes half a second
+    steps_alone.pre_tokenizer, steps_alone.normalizer = backend.pre_tokenizer, backend.normalizer
+    described = json.loads(steps_alone.to_str())
     pre = described["pre_tokenizer"] or {}
     steps = pre.get("pretokenizers", [pre])
     normalizer = (described["normalizer"] or {}).get("type")
-    added, vocabulary = described["added_tokens"], tokenizer.get_vocab()
+    added, vocabulary = backend.get_added_tokens_decoder().values(), tokenizer.get_vocab()
     keeps_all = (
-        described["model"]["type"] == "BPE"
+        isinstance(backend.model, models.BPE)
         and all(each.get("type") in KEEPING and each.get("behavior") != "Removed" for each in steps)
         and any(each["type"] == "ByteLevel" for each in steps)
         and normalizer in {None, "NFC"}
         and vocabulary.keys() >= byte_alphabet().keys()
-        and not any(each["lstrip"] or each["rstrip"] for each in added)
+        and not any(each.lstrip or each.rstrip for each in added)
     )
     if not keeps_all:
         return None
-    longest = max(map(len, [*vocabulary, *(each["content"] for each in added)]))
+    longest = max(map(len, [*vocabulary, *(each.content for each in added)]))
     return longest * (NFC_CHARS if normalizer else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -11,6 +10,7 @@ from site_engine.text.detokenize import UNFINISHED, ByteVocabulary, DecodingVoca
 
 TRIALS = 32
 TRIAL_TOKENS = 24
+NO_BYTE = 0xFFFF  # a character beyond those of single bytes
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
@@ -30,18 +30,24 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 def byte_table(tokenizer: Any) -> ByteVocabulary | None:
     """Return the bytes of every token of a byte-level tokenizer; None for any other kind."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
-    if decoder.get("type") != "ByteLevel":
+    from tokenizers.decoders import ByteLevel
+
+    if not isinstance(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None), ByteLevel):
         return None
-    alphabet = byte_alphabet()
+    alphabet = dict.fromkeys(range(0x100), NO_BYTE) | {
+        ord(char): byte for char, byte in byte_alphabet().items()
+    }
+
+    def raw(name: str) -> bytes:
+        """Return the bytes that a name stands for: its own if it has other characters than stand-ins."""
+        try:
+            return name.translate(alphabet).encode("latin-1")
+        except UnicodeEncodeError:
+            return name.encode()
+
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     special = set(tokenizer.all_special_ids)
-    raws: list[bytes | None] = []
-    for token_id, name in enumerate(names):
-        plain = all(char in alphabet for char in name)
-        raw = bytes(alphabet[char] for char in name) if plain else name.encode()
-        raws.append(None if token_id in special else raw)
+    raws = [None if token_id in special else raw(name) for token_id, name in enumerate(names)]
     return ByteVocabulary(raws, names)
 
 

@@ -10,12 +10,12 @@ import pytest
 import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from site_engine.core.request import TokenLogprob
 from site_engine.federation.attempts import text_of_prompt
 from site_engine.text.detokenize import DecodingVocabulary, TextStream, Vocabulary
-from site_engine.text.vocabulary import byte_table, vocabulary_of
+from site_engine.text.vocabulary import byte_alphabet, byte_table, vocabulary_of
 from tests.support.engine_models import tokenizer
 
 TEXTS = st.text(alphabet=st.sampled_from("abc the 42,é日本👩‍🚀🦀Ω\n "), max_size=40)
@@ -184,3 +184,19 @@ def test_the_bytes_of_an_echoed_prompts_tokens_joined_equal_its_text(
     placed = text_of_prompt(tokens, text)
     assert b"".join(each.raw for each in placed) == text.encode()
     assert all(token.raw.endswith(each.raw) for token, each in zip(tokens, placed, strict=True))
+
+
+def test_names_with_characters_that_stand_for_no_byte_are_read_as_they_are() -> None:
+    """Added tokens have such names: also with characters that are bytes, but stand for none."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    names = [" ", "a b", "\xa0", "\xad", "\x85", "\u0100", "\u0143", "\u0144", "日本", "\uffff", "🦀"]
+    made.add_tokens(names)
+    table = byte_table(transformers.PreTrainedTokenizerFast(tokenizer_object=made))
+    assert table is not None
+    known = byte_alphabet()
+    for name in [*alphabet, *names]:
+        expected = bytes(known[char] for char in name) if known.keys() >= set(name) else name.encode()
+        (token_id,) = made.encode(name).ids if name in names else [alphabet.index(name)]
+        assert table.token(token_id).raw == expected, name

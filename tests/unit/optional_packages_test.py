@@ -32,6 +32,16 @@ try:
 except ModuleNotFoundError:
     print("missing")
 """
+FOLLOWER = """
+import runpy, socket, sys
+leader, follower = socket.socketpair()
+leader.close()
+sys.argv = ["follower", str(follower.fileno()), "0"]
+try:
+    runpy.run_module("site_engine.follower_process", run_name="__main__")
+except EOFError:
+    print([sys.modules.get(name, "not hidden") for name in ("scipy", "sklearn", "boto3")])
+"""
 
 
 def output_of(program: str, *arguments: str) -> tuple[str, str]:
@@ -51,3 +61,8 @@ def test_a_tokenizer_without_torch_says_what_it_says_with_it() -> None:
 
 def test_a_hidden_package_is_missing_unless_it_is_imported_already() -> None:
     assert output_of(ENGINE)[0].split() == ["None", "missing"]
+
+
+def test_a_follower_hides_what_its_leader_hides() -> None:
+    """All ranks wait for the one that loads last."""
+    assert output_of(FOLLOWER)[0] == "[None, None, None]\n"
