@@ -88,7 +88,7 @@ SHADOW_TENANT: Final = "(shadow)"
 
 class Query(msgspec.Struct, frozen=True):
     """One user request. `id` is unique and made by the gateway; `request_id` is shown to the client, which
-    may have chosen it.
+    may have chosen it. `together`: the queries of its request, which are answered at the same time.
 
     `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
     decided alone. `any_order`: of a line of a batch, which others of the tenant may overtake at a site;
@@ -113,6 +113,7 @@ class Query(msgspec.Struct, frozen=True):
     traceparent: str = ""
     asked_model: str = ""
     conversation: str = ""
+    together: int = 1
 
     @property
     def text(self) -> str:
@@ -127,9 +128,7 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens_guess(self) -> int:
-        """Guess the prompt's length before a site counts it: 4 characters a token, 4 tokens a message, and
-        what its images may take.
-        """
+        """Guess the prompt's length before a site counts it: 4 characters a token, 4 a message; images."""
         if isinstance(self.prompt, Chat):
             messages = sum([4 + m.chars // 4 for m in self.prompt.messages])
             if images := self.prompt.images:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import unquote
 
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope
@@ -28,6 +30,10 @@ FORM_OVERHEAD_BYTES: Final = 64 * 2**10
 """Maximum size of a form in excess of its file."""
 MAX_FILENAME_CHARS: Final = 255
 UPLOAD_WITHIN_S: Final = 1_800.0
+_QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*"')
+_EXTENDED_NAME: Final = re.compile(
+    r"; *filename\* *= *(?P<charset>utf-8|iso-8859-1)'[^']*'(?P<encoded>[^;\s]+)", re.IGNORECASE
+)
 MISSING: Final = "missing_required_parameter"
 
 BeginFile = Callable[[], Coroutine[Any, Any, FileWriter]]
@@ -104,7 +110,7 @@ class _FormReader:
         if self._is_file:
             if self._form.writer is not None:
                 raise BadRequest("A form uploads one file.", param="file")
-            self._form.filename = _safe_filename(segment.filename or "")
+            self._form.filename = _safe_filename(_filename(segment))
             self._form.writer = await self._begin()
 
     def _end_segment(self) -> None:
@@ -144,6 +150,15 @@ def _boundary(scope: Scope) -> str:
             code="invalid_content_type",
         )
     return str(boundary)
+
+
+def _filename(segment: MultipartSegment) -> str:
+    """Return the name of a file: `filename*` (RFC 5987) if it can be decoded, otherwise `filename`."""
+    unquoted = _QUOTED.sub("", segment.header("Content-Disposition", ""))
+    if found := _EXTENDED_NAME.search(unquoted):
+        with suppress(UnicodeDecodeError):
+            return unquote(found["encoded"], found["charset"], "strict")
+    return segment.filename or ""
 
 
 def _safe_filename(filename: str) -> str:

@@ -169,6 +169,7 @@ def build_queries(
             limits=limits,
             request_id=request_id,
             traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else "",
+            together=len(request.prompts),
             conversation=(session or request.conversation)[:MAX_CONVERSATION_CHARS],
         )
         for number, prompt in enumerate(request.prompts)

@@ -120,9 +120,10 @@ class QueryRun:
 
     async def reserve_prompt(self) -> None:
         """Reserve a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any
-        forecast.
+        forecast, or BadRequest if the queries of its request can never run together.
         """
         query = self.query
+        self.context.quotas.check_together(query.caller, query.together)
 
         def open_reservation() -> None:
             self.state.reservation = self.context.quotas.open(query.caller, query.prompt_tokens_guess)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.domain import Caller
-from gateway.errors import AboveQuota, BudgetSpent, Overloaded, TooMany
+from gateway.errors import AboveQuota, BadRequest, BudgetSpent, Overloaded, TooMany
 from gateway.prices import dollars
 from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope, Unit
 from gateway.quotas.meter import Meter, meter_of
@@ -138,6 +138,13 @@ class QuotaLedger:
             raise Overloaded("the database is away and the lease of this caller's quota has run out")
         self._take(reservation, {Unit.QUERIES: 1, Unit.TOKENS: prompt_tokens, Unit.NANO_USD: 0})
         return reservation
+
+    def check_together(self, caller: Caller, queries: int) -> None:
+        """Raise BadRequest if one request asks for more queries at once than may ever run at once."""
+        for each in self._binding(caller) if queries > 1 else ():
+            if each.id.kind is Kind.QUERIES and 0 < each.limit < queries:
+                quota = f"the quota of {each.id.kind.phrase(each.limit)} of {each.id}"
+                raise BadRequest(f"{queries} prompts in one request are more than {quota}", param="prompt")
 
     def reserve(self, reservation: Reservation, tokens: int, nano_usd: int = 0) -> None:
         """Reserve the expected length of the answer, at most an even share of a replica, and its cost with

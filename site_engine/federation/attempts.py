@@ -42,10 +42,12 @@ class Phase(Enum):
 class _Choice:
     request_id: str
     started: bool = False
+    ended: bool = False  # at the engine
     finished: bool = False
     parser: ToolParser | None = None
     forced: bool = False  # to call the one function that the client named
     reasoning_tokens: int = 0
+    completion_tokens: int = 0  # so far, by the engine
 
 
 @dataclass(slots=True)
@@ -187,6 +189,33 @@ class Attempts:
             attempt.admission = admission
             self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens, *admission))
 
+    def deliver(self, attempt_id: str, index: int, output: Output) -> list[str]:
+        """Pass on an output of a choice; return the requests to cancel.
+
+        A fault here ends this attempt alone: an exception would end the link to the engine, and all answers.
+        """
+        try:
+            self.output(attempt_id, index, output)
+        except Exception as exc:
+            log.exception("an output of attempt %s cannot be passed on", attempt_id)
+            return self._fail(attempt_id, f"the site cannot pass on this answer: {type(exc).__name__}")
+        return []
+
+    def _fail(self, attempt_id: str, error: str) -> list[str]:
+        """End an attempt that the engine goes on with; return the requests to cancel."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None:
+            return []
+        self._forget(attempt_id)
+        for index, choice in enumerate(attempt.choices):
+            if not choice.finished:
+                tokens = choice.completion_tokens
+                end = Output(
+                    choice.request_id, "", finish=Finish.FAILED, error=error, completion_tokens=tokens
+                )
+                self.outbox.delta(to_delta(attempt_id, index, end, "", attempt.count_offset), urgent=True)
+        return [choice.request_id for choice in attempt.choices if not choice.ended]
+
     def output(self, attempt_id: str, index: int, output: Output) -> None:
         """Pass on an output of a choice; drop it if the attempt is gone or the choice has finished."""
         attempt = self._attempts.get(attempt_id)
@@ -197,12 +226,13 @@ class Attempts:
             attempt.prompt_tokens = counted  # the Accepted had a guess: repeat it before the finish
             self.outbox.put(Accepted(attempt_id, counted, *attempt.admission))
         choice = attempt.choices[index]
+        choice.completion_tokens, choice.ended = output.completion_tokens, output.finish is not None
         begins = not choice.started and begins_answer(output)
         choice.started = choice.started or begins
         if begins and attempt.assign.prefix_hashes:
             self.computed.append(attempt.assign.prefix_hashes)
         if choice.parser is not None:
-            output = separated_or_failed(choice, choice.parser, output)
+            output = separate_calls(choice, choice.parser, output)
         self.outbox.delta(
             to_delta(attempt_id, index, output, attempt.echo if begins else "", attempt.count_offset),
             urgent=begins or output.finish is not None,
@@ -305,16 +335,6 @@ def set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
     for index, choice in enumerate(attempt.choices):
         choice.parser = prepared.tool_calling.parser(f"{assign.attempt_id}/{index}", delivered)
         choice.forced = tools is not None and tools.choice is ToolChoice.NAMED
-
-
-def separated_or_failed(choice: _Choice, parser: ToolParser, output: Output) -> Output:
-    """Separate calls from text. A fault of the parser ends this answer, not those of the other outputs."""
-    try:
-        return separate_calls(choice, parser, output)
-    except Exception as exc:
-        log.exception("the text of request %s cannot be parsed", choice.request_id)
-        error = f"the answer's calls of functions cannot be parsed: {type(exc).__name__}"
-        return output._replace(text="", finish=Finish.FAILED, error=error)
 
 
 def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:

@@ -343,7 +343,8 @@ class Site:
         touched = Counter[Attempts]()  # and how many of the requests of each have ended
         for output in outputs:
             if (route := self._routes.get(output.request_id)) is not None:
-                route.attempts.output(route.attempt_id, route.choice, output)
+                if broken := route.attempts.deliver(route.attempt_id, route.choice, output):
+                    self._engine.cancel(broken)
                 touched[route.attempts] += output.finish is not None
         for connection in list(self._connections.values()):
             if connection.attempts in touched:

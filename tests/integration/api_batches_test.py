@@ -92,6 +92,32 @@ async def left_over(here: Replica) -> int:
     return sum(counts)
 
 
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ("filename=\"plain.jsonl\"; filename*=UTF-8''%E2%82%AC%20rates.jsonl", "€ rates.jsonl"),
+        ("filename*=iso-8859-1'en'%A3.jsonl", "£.jsonl"),
+        ("filename*=utf-8''..%2Fup%2Fx.jsonl", "x.jsonl"),
+        ("filename=\"plain.jsonl\"; filename*=UTF-8''%FF", "plain.jsonl"),
+        ("filename=\"a; filename*=utf-8''b\"", "a; filename*=utf-8''b"),
+    ],
+)
+def test_a_file_may_be_named_in_any_script(play: Callable[..., None], disposition: str, name: str) -> None:
+    """RFC 5987: `filename*` goes before `filename`, which clients send beside it for old servers."""
+
+    async def scenario(here: Replica) -> None:
+        body = (
+            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+            + f'Content-Disposition: form-data; name="file"; {disposition}\r\n\r\n'.encode()
+            + b"{}\r\n--b--\r\n"
+        )
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        file = (await here.raw("POST", "/v1/files", content=body, headers=kind)).json()
+        assert file["filename"] == name
+
+    play(scenario)
+
+
 def test_a_file_keeps_the_time_that_was_asked_for(play: Callable[..., None]) -> None:
     async def scenario(here: Replica) -> None:
         fields = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}

@@ -14,8 +14,8 @@ from gateway.query.answer import answer
 from gateway.quotas.ledger import QuotaLedger, QuotaStatus
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
-from tests.support.answers import collect
-from tests.support.fakes.edge import Edge, error_of, fail, run
+from tests.support.answers import backend_of, collect
+from tests.support.fakes.edge import Edge, Script, error_of, fail, on_loopback, run
 from tests.support.fakes.federation import Scene, scene, until
 from wire import federation_pb2 as pb
 
@@ -97,6 +97,34 @@ def test_places_are_free_again_whatever_way_a_query_ends() -> None:
                 await asyncio.gather(*asking, return_exceptions=True)
                 await here.gateway.wait_settled()
                 assert used(here, Kind.QUERIES) == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("prompts", "status"), [(2, 200), (3, 400)])
+def test_more_prompts_than_may_run_at_once_are_a_mistake_of_the_request(prompts: int, status: int) -> None:
+    """A 429 would be tried again and again."""
+
+    async def main() -> None:
+        async with (
+            scene(quotas=quotas_of(concurrent_queries=2)) as here,
+            on_loopback(Script(), backend_of(here)) as (edge, _),
+        ):
+            site = await here.site("a")
+            body = {"model": "m", "prompt": ["hi"] * prompts}
+            asking = asyncio.create_task(edge.post("/v1/completions", body))
+            if status == 200:
+                for assign in [await site.assigned() for _ in range(prompts)]:
+                    await site.finish(assign, "x", 1)
+            response = await asking
+            assert response.status_code == status, response.text
+            if status == 400:
+                error = error_of(response, 400)
+                assert error["param"] == "prompt"
+                assert "3 prompts" in error["message"]
+                assert f"2 concurrent queries of tenant '{TENANT}'" in error["message"]
+            await here.gateway.wait_settled()
+            assert used(here, Kind.QUERIES) == 0
 
     asyncio.run(main())
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from site_engine import messages as m
-from site_engine.core.request import Finish, Sampling
-from site_engine.engine_client import LoadSeen
+from site_engine.core.request import Finish, Output, Sampling
+from site_engine.engine_client import LoadSeen, Prepared
 from site_engine.errors import Reason
 from site_engine.federation.connection import MAX_GRACE_S, Connection
 from site_engine.federation.report_pace import REPORT_EVERY_S
@@ -425,3 +425,16 @@ def test_a_refusal_names_few_of_many_models() -> None:
     scene.site.receive(connection, assign("a"))
     (refusal,) = [e for e in connection.attempts.outbox.take(float("inf")) if isinstance(e, m.Rejected)]
     assert refusal.message.endswith("v0009 and 4990 more, not letters")
+
+
+def test_a_fault_in_the_end_of_one_answer_lets_others_go_on() -> None:
+    scene = Scene()
+    scene.site = Site(HELLO, scene.engine, scene.clock, 2, on_finish=lambda *_: 1 // 0)
+    connection = scene.link()
+    for name in ("faulty", "other"):
+        scene.site.receive(connection, replace(assign(name), choices=2))
+        connection.attempts.prepared(name, Prepared((1,), ""))
+    end = Output("1/0/faulty", "x", (2,), completion_tokens=1, finish=Finish.STOP)
+    scene.site.outputs([end, Output("1/0/other", "y", (3,), completion_tokens=1)])
+    assert scene.engine.cancelled == ["1/1/faulty"]
+    assert ("faulty" in connection.attempts, "other" in connection.attempts) == (False, True)
