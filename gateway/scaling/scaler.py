@@ -56,16 +56,20 @@ class Scaler(Collector):
         self._sites, self._plan, self._groups, self._clock = sites, plan, groups, clock
         self._bounds = {name: pool.bounds() for name, pool in plan.pool.items()}
         self._stabilizers: dict[str, Stabilizer] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}  # by pool: its cloud has not answered yet
 
     async def run(self) -> None:
         """Reconcile every `every_s` until cancelled."""
-        while True:
-            await self.reconcile()
-            await asyncio.sleep(self._plan.every_s)
+        try:
+            while True:
+                await asyncio.gather(self.reconcile(), asyncio.sleep(self._plan.every_s))
+        finally:
+            for task in self._asking.values():
+                task.cancel()
 
     async def reconcile(self) -> None:
         """Compute and apply the size of every pool once. A cloud's refusal is logged and retried in the next
-        round.
+        round. A cloud that takes longer than `every_s` is left to its answer, and not asked again before.
 
         Forgets pools that have no site and no plan any more: a machine without a pool is a pool of its own
         name.
@@ -77,19 +81,29 @@ class Scaler(Collector):
             del self.desired[gone], self.machines[gone], self._stabilizers[gone]
         for name in needed.keys() | self._groups.keys():
             serving = sum(site.state in SERVING_STATES for site in pools.get(name, ()))
-            try:
-                await self._reconcile_pool(name, serving, needed.get(name, 0))
-            except GroupFailed as exc:
-                log.warning("pool %s keeps its size: %s", name, exc)
-            except Exception:
-                log.exception("pool %s keeps its size: its cloud answered in an unforeseen way", name)
+            stabilizer = self._stabilizers.setdefault(
+                name, Stabilizer(self._plan.up_after_s, self._plan.down_after_s)
+            )
+            # also while the cloud refuses: the window has no gap
+            stabilizer.observe(self._clock(), needed.get(name, 0))
+            if name not in self._asking:
+                work = self._reconcile_pool(name, serving, stabilizer)
+                self._asking[name] = asyncio.create_task(work, name=f"size of pool {name}")
+        if self._asking:
+            await asyncio.wait([*self._asking.values()], timeout=self._plan.every_s)
 
-    async def _reconcile_pool(self, name: str, serving: int, needed: int) -> None:
+    async def _reconcile_pool(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
+        try:
+            await self._resize(name, serving, stabilizer)
+        except GroupFailed as exc:
+            log.warning("pool %s keeps its size: %s", name, exc)
+        except Exception:
+            log.exception("pool %s keeps its size: its cloud answered in an unforeseen way", name)
+        finally:
+            del self._asking[name]
+
+    async def _resize(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
         group = self._groups.get(name)
-        stabilizer = self._stabilizers.setdefault(
-            name, Stabilizer(self._plan.up_after_s, self._plan.down_after_s)
-        )
-        stabilizer.observe(self._clock(), needed)  # also while the cloud refuses: the window has no gap
         now = await group.size() if group else serving
         self.machines[name] = serving
         self.desired[name] = size = stabilizer.size(now)

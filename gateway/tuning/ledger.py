@@ -5,7 +5,7 @@ at a site counts while it is the job's current one; a job comes to an end only o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
@@ -15,6 +15,7 @@ from sqlalchemy import (
     case,
     delete,
     exists,
+    false,
     func,
     insert,
     or_,
@@ -185,9 +186,9 @@ class Ledger:
 
     # ---- leases
 
-    async def lease(self, max_jobs: int) -> list[Job]:
-        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Jobs that rest
-        paused come last: they wait for nobody.
+    async def lease(self, max_jobs: int, served: Collection[str] | None = None) -> list[Job]:
+        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Queued jobs of
+        models that are not among those `served` come late, and jobs that rest paused last.
 
         Returns all jobs that this owner holds from now on.
         """
@@ -196,6 +197,8 @@ class Ledger:
         table, ends = tuning_jobs, tuning_jobs.c.leased_until
         is_ours = table.c.leased_by == self.owner
         rests = and_(table.c.status == JobStatus.PAUSED, table.c.run.is_(None))
+        queued = and_(table.c.status == JobStatus.QUEUED, table.c.run.is_(None))
+        siteless = false() if served is None else and_(queued, table.c.model.not_in(served))
         free = or_(
             table.c.leased_by.is_(None),
             ends < now,
@@ -205,7 +208,7 @@ class Ledger:
         claimable = (
             select(table.c.id)
             .where(table.c.status.in_(UNFINISHED), free)
-            .order_by(case((rests, 2), (is_ours, 0), else_=1), table.c.created_at, table.c.id)
+            .order_by(case((rests, 3), (siteless, 2), (is_ours, 0), else_=1), table.c.created_at, table.c.id)
             .limit(max_jobs)
         )
         async with self._engine.connect() as connection:

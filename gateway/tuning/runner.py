@@ -123,7 +123,9 @@ class Runner:
 
     async def _poll(self) -> None:
         context, now_s = self._context, self._context.clock()
-        leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs)}
+        linked = [site for site in context.sites() if site.name in context.links()]
+        served = {model for site in linked for model in site.identity.models}
+        leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs, served)}
         for job_id in [job_id for job_id in self._held if job_id not in leased]:
             self._let_go(self._held.pop(job_id))
         for job in leased.values():

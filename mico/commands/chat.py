@@ -126,7 +126,7 @@ def chat(
 def response_format(file: Path) -> dict[str, object]:
     try:
         schema = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandFailed(
             f"{file} holds no JSON", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error

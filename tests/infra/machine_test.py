@@ -182,6 +182,18 @@ def test_a_secret_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [inner]
 
 
+@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+def test_a_store_that_refuses_at_first_is_asked_until_it_answers(name: str, tmp_path: Path) -> None:
+    """A fresh identity's rights take minutes to hold; a unit that failed meanwhile takes Mico's with it."""
+    cloud = {"aws": aws, "gcp": gcp, "azure": azure}[name]()
+    store = list(cloud.answers)[-1]
+    cloud.answers[store] = [(403, ""), (503, ""), (200, "not JSON"), *cloud.answers[store]]
+    with served(cloud) as url:
+        secret = {"aws": ARN, "gcp": "projects/p/secrets/s", "azure": url + "/secrets/site"}[name]
+        machine(url, "secrets", str(tmp_path), name, secret)
+    assert (tmp_path / "secrets.env").read_text() == "MICO_SITE_TOKEN=abc\n"
+
+
 def events(kind: str, name: str) -> str:
     return json.dumps({"Events": [{"EventType": kind, "Resources": [name]}]})
 

@@ -30,7 +30,12 @@ CLOUD_ROOTS = [root for root in ROOTS if root != "roots/local"]
 MIRROR = "MICO_TERRAFORM_MIRROR"
 SHAPE = ["cloud", "endpoint", "group", "identity", "name", "network", "region", "role"]
 DIGEST = "@sha256:" + "0" * 64
-SECRETS = ("a-token-for-a-test", "long-enough-and-never-stored", "a-pepper-for-a-test", "a-key-in-pem")
+SECRETS = (
+    "a-token-for-a-test",
+    "long-enough-and-never-stored",
+    "a-pepper-for-a-test-of-32-characters",
+    "a-key-in-pem",
+)
 
 
 @pytest.fixture(scope="session")

@@ -167,10 +167,13 @@ def test_a_schema_file_becomes_a_format_and_a_broken_one_a_reason(tmp_path: Path
     good, broken = tmp_path / "good.json", tmp_path / "broken.json"
     good.write_text('{"type": "integer"}')
     broken.write_text("{")
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
     asked = {"name": "answer", "schema": {"type": "integer"}, "strict": True}
     assert response_format(good) == {"type": "json_schema", "json_schema": asked}
-    with pytest.raises(CommandFailed, match="holds no JSON"):
-        response_format(broken)
+    for file in (broken, deep):
+        with pytest.raises(CommandFailed, match="holds no JSON"):
+            response_format(file)
 
 
 def test_an_address_with_or_without_its_end_is_the_same() -> None:

@@ -162,6 +162,29 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
 
 
+def test_a_cloud_that_hangs_holds_up_nobody_else_and_is_asked_once(tmp_path: Path) -> None:
+    class Hanging(FakeGroup):
+        asked = 0
+
+        async def size(self) -> int:
+            self.asked += 1
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def scenario() -> None:
+        sites, now = [site("a", 10), site("b", 10, pending_tokens=30_000.0, pool="us")], [0.0]
+        hanging, other = Hanging(1), FakeGroup(1)
+        plan = "every_s = 0.01\n" + PLAN + PLAN.replace("pool.eu", "pool.us")
+        scaler = scaler_of(plan, sites, {"eu": hanging, "us": other}, now, tmp_path)
+        async with asyncio.timeout(60):
+            for now[0] in (0.0, 31.0):
+                await scaler.reconcile()
+        assert other.machines == 6
+        assert hanging.asked == 1
+
+    asyncio.run(scenario())
+
+
 def test_what_was_wanted_while_a_cloud_refused_counts_afterwards(tmp_path: Path) -> None:
     class Refusing(FakeGroup):
         refuses = False

@@ -26,11 +26,19 @@ variable "image" {
 variable "gateways" {
   description = "The gateways to dial, each host:port: output `gateways` of root core."
   type        = list(string)
+  validation {
+    condition     = length(var.gateways) > 0 && alltrue([for gateway in var.gateways : can(regex("^[A-Za-z0-9.-]+:[0-9]{1,5}$", gateway))])
+    error_message = "gateways: at least one, each host:port without a scheme."
+  }
 }
 
 variable "model" {
   description = "The model to serve: a Hub id, or a folder of the image."
   type        = string
+  validation {
+    condition     = can(regex("^[^[:space:]]+$", var.model))
+    error_message = "model: a Hub id or a folder, without spaces."
+  }
 }
 
 variable "settings" {
@@ -44,6 +52,10 @@ variable "token" {
   type        = string
   ephemeral   = true
   sensitive   = true
+  validation {
+    condition     = can(regex("^[!-+\\x2d-~]{16,}$", var.token))
+    error_message = "token: one of the site_tokens of root core: 16 or more characters without a comma or a space."
+  }
 }
 
 variable "secrets" {
@@ -52,6 +64,10 @@ variable "secrets" {
   default     = {}
   ephemeral   = true
   sensitive   = true
+  validation {
+    condition     = alltrue([for name, value in var.secrets : can(regex("^[A-Z][A-Z0-9_]*$", name)) && !strcontains(value, "\n")])
+    error_message = "secrets: names in capitals, digits and _, and values of one line, or they would not become environment."
+  }
 }
 
 variable "token_version" {

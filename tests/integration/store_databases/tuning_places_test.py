@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from gateway.quotas.limits import Kind, LimitId, Scope
-from gateway.tuning.values import TuningLimits
+from gateway.store.database import open_engine
+from gateway.tuning.ledger import Ledger
+from gateway.tuning.values import Job, TuningLimits
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, next_run, stopped
@@ -44,6 +47,36 @@ def test_paused_jobs_keep_no_place_of_those_that_train(url: str) -> None:
         assert (await next_run(here)).order.job_id == job.id
 
     play(url, scenario)
+
+
+def test_jobs_of_a_model_that_no_site_has_keep_no_place_of_those_that_can_train(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        first = await create(here)
+        await (await next_run(here)).succeed()
+        await reached(here, first.id, "succeeded")
+        for name in ("ftjob-gone-1", "ftjob-gone-2"):
+            await create_for(url, "gone", name, like=first.id)
+            await newest_event_says(here, name, "No site has room")
+        last = await create(here)
+        await (await next_run(here)).succeed()
+        await reached(here, last.id, "succeeded")
+        assert (await here.sdk().fine_tuning.jobs.retrieve("ftjob-gone-1")).status == "queued"
+
+    play(url, scenario)
+
+
+async def create_for(url: str, model: str, name: str, like: str) -> None:
+    """Create a job of a model that no site serves, which once was served, with another job's file and key."""
+    engine = open_engine(url)
+    try:
+        ledger = Ledger(engine, "another", time.time, LIMITS)
+        job = await ledger.get("tenant-1", like)
+        assert job is not None
+        await ledger.create(
+            Job(name, job.tenant, job.key_id, model, job.training_file_id, time.time(), job.plan)
+        )
+    finally:
+        await engine.dispose()
 
 
 def test_a_job_that_is_over_when_the_month_is_spent_is_not_paused(url: str) -> None:

@@ -1,6 +1,7 @@
 // The page: receives a snapshot a second and draws it, unless the page is paused or hidden.
 import { ActDialog } from "./act_dialog.js";
 import { request } from "./api.js";
+import { append, asColumns, ownColumns } from "./columns.js";
 import { drawModels } from "./models.js";
 import { Plot, spark } from "./plot.js";
 import { explain } from "./query.js";
@@ -8,7 +9,7 @@ import { clock, dollars, el, number, percent, plural, rate, seconds, setClass, s
 import { SiteTable } from "./site_table.js";
 import { drawTraining } from "./training.js";
 
-const MAX_SAMPLES = 900, LATE_S = 3.5, REFRESH_MS = 30000;
+const LATE_S = 3.5, REFRESH_MS = 30000;
 const $ = (id) => document.getElementById(id);
 
 const TILES = [
@@ -21,6 +22,8 @@ const TILES = [
   { title: "Token headroom", name: "headroom", text: (t) => percent(t.headroom), level: (t) => (t.headroom == null ? "" : over(1 - t.headroom, 0.8, 0.95)) },
 ];
 
+const TOTALS = TILES.map(({ name }) => name);
+
 const page = { minutes: 15, updatedMs: 0, paused: false };
 const dialog = new ActDialog();
 const table = new SiteTable($("site-table"), $("filter"), (site, verb) => dialog.open(site, verb));
@@ -29,38 +32,6 @@ const plots = [new Plot($("served"), "areas", "Output tokens served per second b
 function over(value, warn, bad) {
   if (value == null) return "";
   return value >= bad ? "bad" : value >= warn ? "warn" : "";
-}
-
-// ---- figures
-
-function trim(columns) {
-  const excess = columns.at.length - MAX_SAMPLES;
-  columns.at.splice(0, excess);
-  for (const { name } of TILES) columns[name].splice(0, excess);
-  for (const group of [columns.clouds, columns.load]) {
-    for (const name of Object.keys(group)) {
-      group[name].splice(0, excess);
-      if (group[name].every((value) => value == null)) delete group[name];
-    }
-  }
-}
-
-// Append a snapshot, or the samples missed while the feed was interrupted.
-function append(columns, later) {
-  const before = columns.at.length;
-  columns.at.push(...later.at);
-  for (const { name } of TILES) columns[name].push(...later[name]);
-  for (const group of ["clouds", "load"]) {
-    for (const name of Object.keys(later[group])) columns[group][name] ??= Array(before).fill(null);
-    for (const name of Object.keys(columns[group])) columns[group][name].push(...(later[group][name] ?? Array(later.at.length).fill(null)));
-  }
-  if (columns.at.length > MAX_SAMPLES) trim(columns);
-}
-
-function asColumns({ at, totals, clouds, sites }) {
-  const each = (entries) => Object.fromEntries(entries.map(([name, value]) => [name, [value]]));
-  const loads = sites.filter((site) => site.load != null).map((site) => [site.name, site.load]);
-  return { at: [at], ...each(Object.entries(totals)), clouds: each(Object.entries(clouds)), load: each(loads) };
 }
 
 // ---- drawing
@@ -205,13 +176,13 @@ function listen() {
   const feed = (page.feed = new EventSource("/admin/stream"));
   feed.addEventListener("history", (event) => {
     const { resumed, columns } = JSON.parse(event.data);
-    if (resumed && page.columns) append(page.columns, columns);
-    else page.columns = columns;
+    if (resumed && page.columns) append(page.columns, columns, TOTALS);
+    else page.columns = ownColumns(columns);
   });
   feed.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     page.updatedMs = performance.now();
-    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, asColumns(snapshot));
+    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, asColumns(snapshot), TOTALS);
     const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();

@@ -34,3 +34,11 @@ run "a_setting_of_two_lines" {
   }
   expect_failures = [var.container]
 }
+
+run "a_setting_whose_name_no_environment_takes" {
+  command = plan
+  variables {
+    container = { image = "example.com/engine@sha256:0000000000000000000000000000000000000000000000000000000000000000", args = ["site"], settings = { "MICO SITE" = "1" } }
+  }
+  expect_failures = [var.container]
+}

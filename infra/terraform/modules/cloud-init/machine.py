@@ -16,6 +16,8 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64decode
+from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -123,8 +125,11 @@ SECRET = {"aws": aws_secret, "gcp": gcp_secret, "azure": azure_secret}
 NOTICE = {"aws": aws_notice, "gcp": gcp_notice, "azure": azure_notice}
 
 
-def write_secrets(folder: str, cloud: str, names: list[str]) -> None:
-    """One environment file, and a file for every name not in capitals; only their owner reads them."""
+def write_secrets(folder: str, cloud: str, names: list[str]) -> bool:
+    """One environment file, and a file for every name not in capitals; only their owner reads them.
+
+    True when all are written.
+    """
     values: dict[str, str] = {}
     for name in names:
         values.update(json.loads(SECRET[cloud](name)))
@@ -135,21 +140,26 @@ def write_secrets(folder: str, cloud: str, names: list[str]) -> None:
         path = Path(folder, Path(name).name)
         path.touch(mode=0o600)
         path.write_text(text)
+    return True
 
 
-def wait_for_notice(cloud: str) -> None:
-    """Return when the notice comes; a metadata service that fails for a moment is asked again."""
+def retry(what: str, attempt: Callable[[], bool]) -> None:
+    """Return once attempt returns True; a service that refuses or fails is asked again.
+
+    The rights of a fresh identity take minutes to hold. Were the unit to fail meanwhile, systemd would give
+    up the units that require it for good, though it starts the failed one itself again.
+    """
     while True:
         try:
-            if NOTICE[cloud]():
+            if attempt():
                 return
-        except (OSError, ValueError, KeyError) as error:
-            sys.stderr.write(f"metadata service: {error}\n")
+        except (OSError, HTTPException, ValueError, KeyError, IndexError) as error:
+            sys.stderr.write(f"{what}: {error}\n")
         time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "secrets":
-        write_secrets(sys.argv[2], sys.argv[3], sys.argv[4:])
+        retry("secrets", lambda: write_secrets(sys.argv[2], sys.argv[3], sys.argv[4:]))
     else:
-        wait_for_notice(sys.argv[2])
+        retry("metadata service", NOTICE[sys.argv[2]])

@@ -31,6 +31,10 @@ variable "container" {
     error_message = "container.settings: one line each."
   }
   validation {
+    condition     = alltrue([for name in keys(var.container.settings) : can(regex("^[A-Za-z_][A-Za-z0-9_]*$", name))])
+    error_message = "container.settings: names of letters, digits and _, or the container does not start."
+  }
+  validation {
     condition     = alltrue([for word in concat(var.container.args, var.container.prepare) : can(regex("^[A-Za-z0-9_./:=@-]+$", word))])
     error_message = "container.args, container.prepare: letters, digits and _./:=@- only; everything else is a setting."
   }

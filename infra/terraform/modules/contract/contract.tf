@@ -28,6 +28,14 @@ variable "pool" {
     error_message = "pool: 0 <= min <= max, and max is at least 1."
   }
   validation {
+    condition     = alltrue([for number in [var.pool.min, var.pool.max, var.pool.disk_gb] : floor(number) == number])
+    error_message = "pool: min, max and disk_gb are whole numbers."
+  }
+  validation {
+    condition     = var.pool.disk_gb >= 30
+    error_message = "pool.disk_gb: at least 30, or the machine's image does not fit."
+  }
+  validation {
     condition     = length(var.pool.machine_types) > 0
     error_message = "pool.machine_types: name at least one."
   }

@@ -68,3 +68,19 @@ run "an_engine_that_lets_somebody_in" {
   variables { ingress_cidrs = ["192.0.2.0/24"] }
   expect_failures = [var.ingress_cidrs]
 }
+
+run "half_a_machine" {
+  command = plan
+  variables {
+    pool = { name = "aws-eu", role = "engine", region = "eu-central-1", machine_types = ["g6.xlarge"], min = 0.5, max = 4 }
+  }
+  expect_failures = [var.pool]
+}
+
+run "a_disk_smaller_than_its_image" {
+  command = plan
+  variables {
+    pool = { name = "aws-eu", role = "engine", region = "eu-central-1", machine_types = ["g6.xlarge"], min = 1, max = 4, disk_gb = 8 }
+  }
+  expect_failures = [var.pool]
+}

@@ -148,7 +148,7 @@ run "gateway" {
     condition = alltrue([
       google_compute_firewall.ports[0].name == "gw-g", google_compute_firewall.ports[0].direction == "INGRESS",
       google_compute_firewall.ports[0].network == output.pool.network.id,
-      google_compute_firewall.ports[0].source_ranges == toset(["192.0.2.0/24", "35.191.0.0/16", "130.211.0.0/22"]),
+      google_compute_firewall.ports[0].source_ranges == toset(["192.0.2.0/24", "35.191.0.0/16", "130.211.0.0/22", "209.85.152.0/22", "209.85.204.0/22"]),
       google_compute_firewall.ports[0].target_service_accounts == toset([google_service_account.this.email]),
       one(google_compute_firewall.ports[0].allow).protocol == "tcp", one(google_compute_firewall.ports[0].allow).ports == tolist(["443", "8443"]),
     ])

@@ -149,6 +149,7 @@ resource "aws_db_instance" "standby" {
   identifier                      = "${var.name}-standby"
   replicate_source_db             = aws_db_instance.primary.arn
   instance_class                  = var.instance_class
+  max_allocated_storage           = aws_db_instance.primary.max_allocated_storage # or it is full when its server has grown
   storage_encrypted               = true
   kms_key_id                      = aws_kms_key.standby.arn
   db_subnet_group_name            = aws_db_subnet_group.standby.name

@@ -31,8 +31,9 @@ run "servers" {
     condition = alltrue([
       aws_db_instance.standby.replicate_source_db == aws_db_instance.primary.arn, aws_db_instance.standby.storage_encrypted,
       aws_db_instance.standby.kms_key_id == aws_kms_key.standby.arn, aws_db_instance.standby.backup_retention_period == 7,
+      aws_db_instance.standby.max_allocated_storage == aws_db_instance.primary.max_allocated_storage,
     ])
-    error_message = "the replica is encrypted with a key of its own region, and backed up once it is promoted"
+    error_message = "the replica is encrypted with a key of its own region, grows as its server does, and is backed up once it is promoted"
   }
   assert {
     condition = alltrue([for rules in [aws_vpc_security_group_ingress_rule.primary, aws_vpc_security_group_ingress_rule.standby] : alltrue([

@@ -78,3 +78,33 @@ run "a_short_password" {
   variables { database_password = "short" }
   expect_failures = [var.database_password]
 }
+
+run "a_password_that_rds_refuses" {
+  command = plan
+  variables { database_password = "long-enough/and-never-stored" }
+  expect_failures = [var.database_password]
+}
+
+run "no_token_for_any_site" {
+  command = plan
+  variables { site_tokens = [] }
+  expect_failures = [var.site_tokens]
+}
+
+run "two_tokens_in_one" {
+  command = plan
+  variables { site_tokens = ["a-token-for-a-test,a-token-for-b-test"] }
+  expect_failures = [var.site_tokens]
+}
+
+run "an_empty_pepper" {
+  command = plan
+  variables { key_pepper = "" }
+  expect_failures = [var.key_pepper]
+}
+
+run "a_zone_with_a_dot_at_its_end" {
+  command = plan
+  variables { zone_name = "mico.example.com." }
+  expect_failures = [var.zone_name]
+}

@@ -1,6 +1,10 @@
 variable "zone_name" {
   description = "DNS zone to make, such as mico.example.com; the API is api. below it."
   type        = string
+  validation {
+    condition     = can(regex("^([a-z0-9]([a-z0-9-]*[a-z0-9])?\\.)+[a-z][a-z0-9-]*[a-z0-9]$", var.zone_name))
+    error_message = "zone_name: a DNS name in lower case, without a scheme and without a dot at its end."
+  }
 }
 
 variable "images" {
@@ -45,6 +49,10 @@ variable "site_tokens" {
   type        = list(string)
   ephemeral   = true
   sensitive   = true
+  validation {
+    condition     = length(var.site_tokens) > 0 && alltrue([for token in var.site_tokens : can(regex("^[!-+\\x2d-~]{16,}$", token))])
+    error_message = "site_tokens: at least one, each of 16 or more characters without a comma or a space; openssl rand -hex 32 makes one."
+  }
 }
 
 variable "key_pepper" {
@@ -52,6 +60,10 @@ variable "key_pepper" {
   type        = string
   ephemeral   = true
   sensitive   = true
+  validation {
+    condition     = length(var.key_pepper) >= 32
+    error_message = "key_pepper: at least 32 characters, as the gateways ask for; openssl rand -hex 32 makes one."
+  }
 }
 
 variable "certificate" {
@@ -69,6 +81,10 @@ variable "database_password" {
   validation {
     condition     = length(var.database_password) >= 24
     error_message = "database_password: at least 24 characters."
+  }
+  validation {
+    condition     = can(regex("^[!#-.0-?A-~]{0,128}$", var.database_password))
+    error_message = "database_password: RDS takes at most 128 characters of ASCII, and no space, quotation mark, slash or @."
   }
 }
 
