@@ -2,8 +2,8 @@
 
 Does not hold tensors. An adapter keeps its place while requests of it run, and after them until another needs
 it: the one that was used least recently makes room. All adapters also lie in host memory. Requests start with
-an adapter that has a place while others wait for one. When the first of these has waited for long, the adapter
-that fewest requests run with takes no more, except those that waited for it when it was placed.
+an adapter that has a place while others wait for one. When the first of these has waited for long, no more
+start with the adapter that fewest requests run with, but for those that waited for it when it was placed.
 """
 
 from __future__ import annotations
