@@ -128,7 +128,7 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens_guess(self) -> int:
-        """Guess the prompt's length before a site counts it: 4 characters a token, 4 a message; images."""
+        """Guess the prompt's tokens: one for 4 characters, 4 for a message, and what its images may take."""
         if isinstance(self.prompt, Chat):
             messages = sum([4 + m.chars // 4 for m in self.prompt.messages])
             if images := self.prompt.images:
