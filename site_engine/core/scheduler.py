@@ -350,8 +350,8 @@ class Scheduler:
             return
         yield first
         if self._adapters is not None and not self._adapters.fits(first):
-            preempted = [each for each in self.preempted if not each.has_adapter]
-            second = _earlier(self.queue.first_of(self._adapters.may_overtake(first, now)), preempted)
+            may_overtake = self._adapters.may_overtake(first, now)
+            second = _earlier(self.queue.first_of(may_overtake), filter(may_overtake, self.preempted))
             if second is not None:
                 yield second
 
