@@ -33,39 +33,3 @@ run "site" {
     error_message = "user data can be read by many"
   }
 }
-
-run "gateways_that_nobody_can_dial" {
-  command = plan
-  variables { gateways = ["https://a.gateway.mico.example.com:8443"] }
-  expect_failures = [var.gateways]
-}
-
-run "no_gateway" {
-  command = plan
-  variables { gateways = [] }
-  expect_failures = [var.gateways]
-}
-
-run "an_empty_token" {
-  command = plan
-  variables { token = "" }
-  expect_failures = [var.token]
-}
-
-run "a_secret_that_would_not_become_environment" {
-  command = plan
-  variables { secrets = { hf_token = "a-token-for-a-hub" } }
-  expect_failures = [var.secrets]
-}
-
-run "a_secret_of_two_lines" {
-  command = plan
-  variables { secrets = { HF_TOKEN = "a-token\nMICO_SITE_GATEWAYS=elsewhere:1" } }
-  expect_failures = [var.secrets]
-}
-
-run "no_model" {
-  command = plan
-  variables { model = "" }
-  expect_failures = [var.model]
-}
