@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -70,6 +71,14 @@ class Scaler(Collector):
     async def reconcile(self) -> None:
         """Compute and apply the size of every pool once. A cloud's refusal is logged and retried in the next
         round. A cloud that takes longer than `every_s` is left to its answer, and not asked again before.
+        """
+        for name, work in self.due().items():
+            self._asking[name] = asyncio.create_task(work, name=f"size of pool {name}")
+        if self._asking:
+            await asyncio.wait([*self._asking.values()], timeout=self._plan.every_s)
+
+    def due(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Observe what every pool needs; return the work of applying it, of pools whose cloud has answered.
 
         Forgets pools that have no site and no plan any more: a machine without a pool is a pool of its own
         name.
@@ -79,6 +88,7 @@ class Scaler(Collector):
         needed = desired_machines(busy, self._bounds, self._plan.budget_usd_per_hour)
         for gone in self.desired.keys() - needed.keys():
             del self.desired[gone], self.machines[gone], self._stabilizers[gone]
+        work = {}
         for name in needed.keys() | self._groups.keys():
             serving = sum(site.state in SERVING_STATES for site in pools.get(name, ()))
             stabilizer = self._stabilizers.setdefault(
@@ -87,10 +97,8 @@ class Scaler(Collector):
             # also while the cloud refuses: the window has no gap
             stabilizer.observe(self._clock(), needed.get(name, 0))
             if name not in self._asking:
-                work = self._reconcile_pool(name, serving, stabilizer)
-                self._asking[name] = asyncio.create_task(work, name=f"size of pool {name}")
-        if self._asking:
-            await asyncio.wait([*self._asking.values()], timeout=self._plan.every_s)
+                work[name] = self._reconcile_pool(name, serving, stabilizer)
+        return work
 
     async def _reconcile_pool(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
         try:
@@ -100,7 +108,7 @@ class Scaler(Collector):
         except Exception:
             log.exception("pool %s keeps its size: its cloud answered in an unforeseen way", name)
         finally:
-            del self._asking[name]
+            self._asking.pop(name, None)
 
     async def _resize(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
         group = self._groups.get(name)

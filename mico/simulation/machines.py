@@ -70,7 +70,8 @@ class Machines:
     def _reconcile(self) -> None:
         for pool in self.pools.values():
             pool.stop_drained()
-        _finish(self._scaler.reconcile())
+        for work in self._scaler.due().values():
+            _finish(work)
         self._clock.after(self._scaling.plan.every_s, self._reconcile)
 
 
