@@ -21,7 +21,7 @@ from site_engine.model.kv_cache import LayerShape
 from site_engine.variants import prefix_tuning
 from site_engine.variants.changes import LowRank
 from site_engine.variants.prefix_tuning import virtual_keys_values
-from site_engine.variants.tensor_files import TensorFile, read_json, refuse_not_finite
+from site_engine.variants.tensor_files import TensorFile, read_json
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_RANK = 64
@@ -93,9 +93,7 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
         if len(file.names) > most:
             count = f"{len(file.names):,} tensors, and an adapter of this base at most {most}"
             raise VariantRefused(f"{folder}: {WEIGHTS} has {count}")
-        tensors = {name: file.read(name, like) for name in file.names}
-    for name, tensor in tensors.items():
-        refuse_not_finite(name, tensor)
+        tensors = file.read_all(like)
     if settings["peft_type"] == "PREFIX_TUNING":
         return Adapter(virtual=virtual_keys_values(folder, tensors, settings, layers))
     modules = dict(model.named_modules())
