@@ -414,6 +414,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     asked = arguments()
     switch_soon()  # as the process of an engine does
+    if asked.device.startswith("cuda"):
+        torch.set_num_threads(1)  # likewise
     sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)
     device = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
     with tempfile.TemporaryDirectory() as temporary:
