@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 MOST_PROMPT, MOST_RESPONSE = 16_000, 16_000
 SYSTEM_TOKENS = 32  # every source has a system prompt of its own
@@ -91,9 +92,9 @@ class Cost(NamedTuple):
         iterations as they have tokens for the rows, and as memory allows: for their own tokens, and for those
         that a group shares, which are there at least as long as its longest answer runs, or as all of them
         take the rows. Products and reading of weights take least together where every iteration has as many
-        tokens.
+        tokens, but each with prompts takes longer by itself.
         """
-        body = head = squares = read = held = 0.0
+        prompts = decodes = head = squares = read = held = 0.0
         seen: set[int] = set()
         together_of: dict[
             int, tuple[int, int, int]
@@ -101,7 +102,8 @@ class Cost(NamedTuple):
         for group, shared, prompt, tokens, _ in lines:
             hit = shared if group in seen else 0
             seen.add(group)
-            body += prompt - hit + tokens - 1  # the last token is not computed
+            prompts += prompt - hit
+            decodes += tokens - 1  # the last token is not computed
             head += tokens
             squares += (prompt * prompt - hit * hit) / 2
             read += (tokens - 1) * (prompt + tokens / 2)
@@ -114,11 +116,28 @@ class Cost(NamedTuple):
         steps = max(together, longest) if sites == 1 else together
         weights = self.weight_bytes_per_s
         shared_s = steps * self.iteration_s + read * self.kv_token_bytes / self.kv_bytes_per_s
-        shared_s += math.hypot(2 * self.body * steps / weights, 2 * self.body * body / self.flop_per_s)
+        shared_s += self._least_products_s(steps, prompts, decodes)
         shared_s += math.hypot(2 * self.head * steps / weights, 2 * self.head * head / self.flop_per_s)
         shared_s += 2 * self.attention_flop * squares / self.flop_per_s
         alone_s = longest * (self.iteration_s + 2 * (self.body + self.head) / weights)
         return max(shared_s / sites, alone_s)
+
+    def _least_products_s(self, steps: float, prompts: float, decodes: float) -> float:
+        """Return the least seconds of all products but the head's, with what iterations with prompts add.
+
+        So many iterations have prompts, the same number of their tokens each, that the sum is least. Those
+        have answers' tokens, too, as long as others have more.
+        """
+
+        def products_s(iterations: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+            read_s = 2 * self.body * iterations / self.weight_bytes_per_s
+            return np.hypot(read_s, 2 * self.body * tokens / self.flop_per_s)
+
+        with_prompts = np.linspace(0.0, 1.0, 2001)[1:-1] * steps
+        in_these = np.maximum(prompts, (prompts + decodes) * with_prompts / steps)
+        beside = prompts + decodes - in_these
+        took_s = products_s(with_prompts, in_these) + products_s(steps - with_prompts, beside)
+        return float((took_s + self.prompts_s * with_prompts).min())
 
 
 H200 = Cost()
