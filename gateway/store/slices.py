@@ -40,6 +40,8 @@ from gateway.store.tables import quota_slices, quotas, replicas
 
 LEASE_S: Final = 15.0
 """A replica that has not renewed for this long is gone; its slices are free after one more WINDOW_S."""
+GONE_KEPT_S: Final = 86_400.0
+"""For so long a replica that was gone and comes back learns that its slices were freed."""
 ROUND_TIMEOUT_S: Final = 5.0
 LIMITS_PER_TRANSACTION: Final = 200
 LIMITS_PER_PAGE: Final = 1_000
@@ -89,6 +91,7 @@ _RENEWED = (
     .values(expires_at=bindparam("until"))
 )
 _RENEWED_AS_WRITTEN = _RENEWED.where(replicas.c.expires_at == bindparam("written"))
+_RENEWED_AS_GONE = _RENEWED.where(replicas.c.expires_at < 0.0)
 
 T = TypeVar("T")
 
@@ -134,7 +137,9 @@ class SliceTable:
         self._heard = heard
         self._mark: tuple[int, int] | None = None
         self._renewed_until = 0.0
+        self._back_since = float("-inf")  # after a time without the database, or with another one
         self._tables_changed = False
+        self._freed = False
         dialect = engine.dialect.name
         self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
 
@@ -193,7 +198,7 @@ class SliceTable:
 
         async def first(connection: AsyncConnection) -> tuple[_RoundState, list[LimitId], list[GrantedSlice]]:
             state = await self._read_state(connection)
-            if self._tables_changed:  # nothing is granted by slices of another time
+            if self._tables_changed or self._freed:  # nothing is granted by slices of another time
                 return state, [], []
             wanted = sorted(own.union(state.short))
             chunk = wanted[:LIMITS_PER_TRANSACTION]
@@ -211,14 +216,15 @@ class SliceTable:
             grants += await self._transaction(work)
         self._mark = state.mark
         changed, self._tables_changed = self._tables_changed, False
-        return LeaseRound(tuple(state.alive), grants, state.limits, changed)
+        freed, self._freed = self._freed, False
+        return LeaseRound(tuple(state.alive), grants, state.limits, changed, freed)
 
     async def _read_state(self, connection: AsyncConnection) -> _RoundState:
         now = await self._renew(connection)
         found = [*await connection.execute(_REPLICAS)]
         if any(row.expires_at > now + 2 * self._lease_s for row in found):
             await self._shorten_leases(connection, now)
-        if any(row.expires_at + WINDOW_S < now for row in found):
+        if any(_is_gone(row.expires_at, now) for row in found) and now >= self._back_since + self._lease_s:
             await self._remove_gone_replicas(connection, now)
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
         short = [id_of(row) for row in await connection.execute(_SHORT)] if found[0].any_short else []
@@ -230,17 +236,24 @@ class SliceTable:
         """Renew the lease and return the database's time.
 
         Writes first: on SQLite the write takes the lock. A lease that is not as it was written last was
-        restored from a backup, and the slices with it (or the last write came to nothing).
+        restored from a backup, and the slices with it (or the last write came to nothing); one that is
+        missing is not in the backup.
         """
         now = await self._database_time(connection)
         until, written = now + self._lease_s, self._renewed_until
         values = {"own": self._name, "boot": self._boot_id, "until": until}
         self._renewed_until = until
+        if now > written > 0.0:
+            self._back_since = now
         if (await connection.execute(_RENEWED_AS_WRITTEN, values | {"written": written})).rowcount:
+            return now
+        if (await connection.execute(_RENEWED_AS_GONE, values)).rowcount:
+            self._freed = True
             return now
         if (await connection.execute(_RENEWED, values)).rowcount:
             self._tables_changed = True
             return now
+        self._tables_changed = written > 0.0 and not take
         row = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
         into = upsert(self._engine.dialect.name, replicas, ("boot_id", "expires_at") if take else ())
         if (await connection.execute(into.returning(replicas.c.name), row)).first() is None:
@@ -296,9 +309,16 @@ class SliceTable:
         await connection.execute(update(replicas).where(too_late).values(expires_at=now + self._lease_s))
 
     async def _remove_gone_replicas(self, connection: AsyncConnection, now: float) -> None:
-        """Remove replicas gone for longer than WINDOW_S; of their slices keep only the month's use."""
-        await connection.execute(delete(replicas).where(replicas.c.expires_at + WINDOW_S < now))
-        orphaned = quota_slices.c.replica.not_in(select(replicas.c.name)), quota_slices.c.replica != GONE
+        """Free the slices of replicas gone for longer than WINDOW_S; keep only the month's use, as GONE.
+
+        A negative `expires_at` says since when a replica counts as gone.
+        """
+        until = replicas.c.expires_at
+        await connection.execute(delete(replicas).where(until < 0.0, -until + GONE_KEPT_S < now))
+        gone = update(replicas).where(until >= 0.0, until + WINDOW_S < now)
+        await connection.execute(gone.values(expires_at=-now))
+        held = select(replicas.c.name).where(until >= 0.0)
+        orphaned = quota_slices.c.replica.not_in(held), quota_slices.c.replica != GONE
         rows = await connection.execute(delete(quota_slices).where(*orphaned).returning(quota_slices))
         for row in [*rows]:
             if row.kind in [kind for kind in Kind if kind.is_monthly]:
@@ -367,6 +387,11 @@ def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
     return insert.on_conflict_do_update(
         index_elements=key, set_={name: insert.excluded[name] for name in names}
     )
+
+
+def _is_gone(until: float, now: float) -> bool:
+    """Return whether a replica is to be removed whose lease ends, or that counts as gone since, `until`."""
+    return (until + WINDOW_S if until >= 0.0 else -until + GONE_KEPT_S) < now
 
 
 def _slice(row: Row[Any], period: int, alive: Sequence[str]) -> Slice:
