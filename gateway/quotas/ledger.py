@@ -399,6 +399,8 @@ def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> 
     """
     kind = leased.id.kind
     quota = f"the quota of {kind.phrase(leased.limit)} of {leased.id}"
+    if need > leased.limit == 0:
+        return AboveQuota(f"{quota} allows nothing")
     if need > leased.limit:
         alone = dollars(need) if kind is Kind.BUDGET else f"{need:,}"
         return AboveQuota(f"this query alone needs {alone}, more than {quota}: make it smaller")
