@@ -54,6 +54,12 @@ def known(columns: Any) -> ColumnElement[bool]:
     return and_(columns.scope.in_([*Scope]), columns.kind.in_([*Kind]))
 
 
+def is_known(row: Any) -> bool:
+    """Return whether this program knows the kind of a limit, as `known` does."""
+    return row.scope in _SCOPES and row.kind in _KINDS
+
+
+_SCOPES, _KINDS = frozenset(map(str, Scope)), frozenset(map(str, Kind))
 _ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 _LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
 
@@ -62,13 +68,13 @@ _MARK = select(func.count(), func.coalesce(func.sum(quotas.c.stamp), 0)).select_
 _LIMITS = (
     select(quotas)
     .where(
-        known(quotas.c),
         tuple_(*_LIMIT_ID)
-        > tuple_(bindparam("after_scope"), bindparam("after_subject"), bindparam("after_kind")),
+        > tuple_(bindparam("after_scope"), bindparam("after_subject"), bindparam("after_kind"))
     )
     .order_by(*_LIMIT_ID)
     .limit(LIMITS_PER_PAGE)
 )
+"""A page of all limits, also of those of which this program does not know the kind: by the index alone."""
 _IS_SHORT = known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount
 _SHORT = select(*_ID).where(*_IS_SHORT).distinct()
 _REPLICAS = select(
@@ -78,13 +84,17 @@ _REPLICAS = select(
     select(quota_slices.c.kind).where(*_IS_SHORT).exists().label("any_short"),
 )
 """The replicas, this one among them, and beside each what tells whether anything else is to be read."""
-_LOCKED = (
-    select(quotas)
-    .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
-    .order_by(*_LIMIT_ID)
-    .with_for_update()
-)
-_SLICES = select(quota_slices).where(tuple_(*_ID).in_(bindparam("ids", expanding=True)))
+
+
+def _among_ids(columns: Any) -> tuple[ColumnElement[bool], ...]:
+    """Match the limits `ids`, whose `subjects` have the database use its index: by tuples alone it scans."""
+    subjects = columns.subject.in_(bindparam("subjects", expanding=True))
+    ids = tuple_(columns.scope, columns.subject, columns.kind).in_(bindparam("ids", expanding=True))
+    return columns.scope.in_([*Scope]), subjects, ids
+
+
+_LOCKED = select(quotas).where(*_among_ids(quotas.c)).order_by(*_LIMIT_ID).with_for_update()
+_SLICES = select(quota_slices).where(*_among_ids(quota_slices.c))
 _RENEWED = (
     update(replicas)
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
@@ -209,8 +219,7 @@ class SliceTable:
             chunk = wanted[start : start + LIMITS_PER_TRANSACTION]
 
             async def work(connection: AsyncConnection, chunk: list[LimitId] = chunk) -> list[GrantedSlice]:
-                if connection.dialect.name == "sqlite":
-                    await self._renew(connection)
+                await self._renew(connection)
                 return await self._settle(connection, chunk, claim_of, state)
 
             grants += await self._transaction(work)
@@ -269,9 +278,10 @@ class SliceTable:
     ) -> list[GrantedSlice]:
         if not ids:
             return []
-        limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, {"ids": ids})}
+        among = {"ids": ids, "subjects": [*{each.subject for each in ids}]}
+        limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, among)}
         rows: dict[LimitId, list[Row[Any]]] = defaultdict(list)
-        for row in await connection.execute(_SLICES, {"ids": ids}):
+        for row in await connection.execute(_SLICES, among):
             rows[id_of(row)].append(row)
         grants = []
         for limit_id, limit in limits.items():
@@ -366,7 +376,7 @@ async def _limits(connection: AsyncConnection) -> dict[LimitId, int]:
     found: dict[LimitId, int] = {}
     after = {"after_scope": "", "after_subject": "", "after_kind": ""}
     while rows := (await connection.execute(_LIMITS, after)).all():
-        found.update({id_of(row): row.amount for row in rows})
+        found.update({id_of(row): row.amount for row in rows if is_known(row)})
         last = rows[-1]
         after = {"after_scope": last.scope, "after_subject": last.subject, "after_kind": last.kind}
     return found
