@@ -160,8 +160,7 @@ async def serve(config: GatewayConfig) -> int:
 async def _core(
     config: GatewayConfig, store: Store, credentials: ListenerCredentials, traces: Traces | None
 ) -> AsyncIterator[Core]:
-    directory = Directory()
-    clock = asyncio.get_running_loop().time
+    directory, clock = Directory(), asyncio.get_running_loop().time
     federation = Federation(
         _federation_settings(config),
         directory,
@@ -172,7 +171,9 @@ async def _core(
     forecasts = _start_forecasts(config, directory)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
-    publisher = SnapshotPublisher(directory, config.name, clock=clock, history_store=store.snapshots)
+    publisher = SnapshotPublisher(
+        directory, config.name, clock=clock, unix_time=store.clock, history_store=store.snapshots
+    )
     leases = await _start_leases_and_routes(config, store)
     observers = [metrics.observe, publisher.observe, *([] if traces is None else [traces.observe])]
     query_context = QueryContext(
@@ -291,11 +292,11 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     """Run the parts behind the operator's API: publisher, orders and the replicas' exchange."""
     query_context, publisher = core.query_context, core.publisher
-    order_service = OrderService(
-        store.orders, query_context.directory, query_context.federation.links, publisher
-    )
+    directory, links, clock = query_context.directory, query_context.federation.links, store.clock
+    order_service = OrderService(store.orders, directory, links, publisher, unix_time=clock)
+    show = publisher.events.add
     exchange = SummaryExchange(
-        store.snapshots, publisher.replica, lambda: publisher.own_summary, publisher.events.add
+        store.snapshots, publisher.replica, lambda: publisher.own_summary, show, unix_time=clock
     )
     publisher.replica_summaries = lambda: exchange.summaries
     publisher.certificate_until = store.certificates.expires_at
@@ -307,7 +308,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     exchanging = asyncio.create_task(exchange.run())
     try:
         yield AdminContext(
-            directory=query_context.directory,
+            directory=directory,
             publisher=publisher,
             order_service=order_service,
             reads=store.read,
@@ -316,7 +317,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
             ended_sessions=store.ended_sessions,
             store=store,
             routes=store.routes,
-            models=SiteModels(query_context.directory, query_context.federation.links, store.orders),
+            models=SiteModels(directory, links, store.orders, clock),
         )
     finally:
         publisher.close()

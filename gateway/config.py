@@ -20,6 +20,7 @@ LAST_PORT = 65_535
 WORKER_PORTS = 2
 """Of gRPC, of mTLS and of the metrics: a worker's ports are this much above those of the worker before it."""
 MOST_WORKERS = 64
+MOST_NAME_CHARS = 200
 METRICS_ABOVE = 1_000
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -90,6 +91,8 @@ class GatewayConfig:
             raise ConfigError("tls_cert and tls_key belong together")
 
     def _check_words(self) -> None:
+        if not (0 < len(self.name) <= MOST_NAME_CHARS and self.name.isprintable()):
+            raise ConfigError(f"name is {self.name!r}; it has 1 to {MOST_NAME_CHARS} printable characters")
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; there are: {', '.join(POLICIES)}")
         if self.quotas_when_away not in tuple(WhenAway):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class SiteModels:
     directory: Directory
     links: Mapping[str, Link]
     table: OrderTable
+    unix_time: Callable[[], float] = time.time
 
     def site(self, name: str) -> Site:
         """Raises NotFound."""
@@ -80,14 +81,14 @@ class SiteModels:
         action = f"{order.kind} model {order.model}"
         after = order.adapter or order.folder or AFTER[order.kind]
         async with translated_errors():
-            await self.table.record(site, operator, action=action, after=after, now=time.time())
+            await self.table.record(site, operator, action=action, after=after, now=self.unix_time())
         within_s = ADD_WITHIN_S if order.kind in ("add", "wake") else REMOVE_WITHIN_S
         try:
             await link.orders.carry_out(order, within_s)
         except MicoError as exc:
             async with translated_errors():
                 await self.table.record(
-                    site, operator, action=f"{action}: refused", after=str(exc), now=time.time()
+                    site, operator, action=f"{action}: refused", after=str(exc), now=self.unix_time()
                 )
             raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -87,7 +86,7 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         who = (await access.acting_operator(request)).who
         new = await body_of(request, NewKey)
         _check_names(new)
-        expires_at = None if new.days is None else time.time() + checked_days(new.days) * DAY_S
+        expires_at = None if new.days is None else store.clock() + checked_days(new.days) * DAY_S
         async with translated_errors():
             key, secret = await store.keys.create_key(
                 new.name,
@@ -176,7 +175,7 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         except ValueError as exc:
             raise BadRequest(str(exc), param="by") from exc
         try:
-            since = time.time() - checked_days(float(days)) * DAY_S
+            since = store.clock() - checked_days(float(days)) * DAY_S
         except ValueError as exc:
             raise BadRequest("days is a number", param="days") from exc
         async with translated_errors():

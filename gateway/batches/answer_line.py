@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
+from gateway.batches.kept_answers import KeptAnswers, answer_rest
 from gateway.batches.pace import FIRST_PRIORITY
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
@@ -19,7 +20,6 @@ from gateway.openai.error_body import translate
 from gateway.openai.fields import Fields, Problems
 from gateway.openai.frames import one_line
 from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, UnaryFormat
-from gateway.openai.merge import answer_all
 from gateway.openai.pooling_format import EMBEDDINGS
 from gateway.openai.request import GenerationRequest, build_queries, check_model
 from gateway.openai.response_schema import ResponseHead
@@ -86,8 +86,12 @@ async def answer_line(
     any_order: bool,
     prefill_heavy: bool,
     goes_first: bool,
+    kept: KeptAnswers,
 ) -> bytes:
-    """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
+    """Return the body of the answer. Raises the errors that the endpoint would translate for a client.
+
+    `kept`: what an earlier run of the line has answered; this one adds to it.
+    """
     request = read_request(endpoint, body, context, caller.tenant)
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
@@ -101,12 +105,14 @@ async def answer_line(
         )
         for query in queries
     ]
-    async with aclosing(answer_all(context.answer, queries)) as pieces:
+    several = len(queries) > 1
+    answered = answer_rest(context.answer, queries, kept) if several else context.answer(queries[0])
+    async with aclosing(answered) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())
     head = ResponseHead(endpoint.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint)
-    answered = endpoint.body(request, head, answer)
-    return answered if isinstance(answered, bytes) else b"".join(answered)
+    rendered = endpoint.body(request, head, answer)
+    return rendered if isinstance(rendered, bytes) else b"".join(rendered)
 
 
 def response_line(custom_id: str, query_id: str, body: bytes, status: int = 200) -> bytes:

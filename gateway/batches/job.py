@@ -28,6 +28,7 @@ from gateway.batches.capacity import (
 )
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
+from gateway.batches.kept_answers import KeptAnswers
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.order import prefill_heavy
 from gateway.batches.pace import Progress, is_late, work_of
@@ -94,6 +95,7 @@ class Job:
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
+        self._kept: dict[int, KeptAnswers] = {}  # by line, until it has an outcome
         self._paused_until_s = 0.0
         self._began_s = self._busy_s = context.clock()
         self._ended_work = self._running_work = self._left_work = 0.0
@@ -281,6 +283,7 @@ class Job:
             result = task.result()
             if isinstance(result, Outcome):
                 outcomes.append(result)
+                self._kept.pop(result.number, None)
             else:
                 retried.append(result.line)
                 self._schedule(result)
@@ -369,6 +372,7 @@ class Job:
             any_order=(any_order := batch.order is Order.BLEND),
             prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
             goes_first=self.is_late,
+            kept=self._kept.setdefault(line.number, {}),
         )
 
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:

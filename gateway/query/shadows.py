@@ -77,7 +77,7 @@ class Shadows:
             else self._site(query, shadow.model, outcome)
         )
         if site is None:
-            self._observe(Copied(context.wall_clock(), query.asked_model, shadow.model, "skipped"))
+            self._observe(Copied(context.clock(), query.asked_model, shadow.model, "skipped"))
             return
         now_s = context.clock()
         copy = replace(
@@ -128,7 +128,7 @@ class Shadows:
     def _take_note(self, copy: Outcome) -> None:
         _, user = self._running.pop(copy.query_id)
         copied = Copied(
-            self._context.wall_clock(),
+            self._context.clock(),
             copy.asked_model,
             copy.model,
             "answered" if copy.status is Status.ANSWERED else "failed",

@@ -97,9 +97,11 @@ class Leases:
             self._round_wanted.set()
         if done.limits is not None:
             await self._replace(done.limits)
-        if done.restored:
+        if done.freed:
+            self.quotas.forget_slices()
+        elif done.restored:
             self.quotas.write_anew()
-        if done.restored or done.limits is not None:
+        if done.freed or done.restored or done.limits is not None:
             await self._renew_once()  # settle what is new
 
     async def _replace(self, limits: Mapping[LimitId, int]) -> None:

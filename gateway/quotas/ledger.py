@@ -381,11 +381,14 @@ class QuotaLedger:
                 self._activate(leased)
 
     def forget_slices(self) -> None:
-        """Drop every slice: another process has this replica's name, and what was leased by it is its own
-        now.
+        """Drop every slice, and of a month what the database counts: both are another's now, that of a
+        process with this replica's name or of the replicas that are gone.
         """
+        now = self._clock()
         for leased in self._limits.values():
-            leased.ceiling, leased.written = 0, -1
+            if leased.id.kind.is_monthly:
+                leased.meter.give_back(max(0, leased.written_used), leased.settled_at, now)
+            leased.ceiling, leased.written, leased.written_used = 0, -1, 0
             self._activate(leased)
 
 
@@ -396,6 +399,8 @@ def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> 
     """
     kind = leased.id.kind
     quota = f"the quota of {kind.phrase(leased.limit)} of {leased.id}"
+    if need > leased.limit == 0:
+        return AboveQuota(f"{quota} allows nothing")
     if need > leased.limit:
         alone = dollars(need) if kind is Kind.BUDGET else f"{need:,}"
         return AboveQuota(f"this query alone needs {alone}, more than {quota}: make it smaller")

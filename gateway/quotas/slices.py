@@ -26,13 +26,15 @@ class PreviousSlice(NamedTuple):
 class LeaseRound(NamedTuple):
     """The result of one round. `limits` is None if the limits are the same as in the round before.
 
-    `restored`: the tables are not as this replica left them, as after a backup was restored.
+    `restored`: the tables are not as this replica left them, as after a backup was restored. `freed`: it
+    was away for so long that its slices were freed, and its use of the month is with that of replicas gone.
     """
 
     replicas: tuple[str, ...]  # that live, this one among them
     grants: list[GrantedSlice]
     limits: dict[LimitId, int] | None = None
     restored: bool = False
+    freed: bool = False
 
 
 class SlicesUnavailable(Exception):

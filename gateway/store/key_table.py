@@ -95,9 +95,10 @@ async def rotate(
         old = await _get(connection, key_id)
         if old is None or not old.valid(now):
             return None
-        lasts_s = None if old.expires_at is None else old.expires_at - old.created_at
+        first_id = old.first_id or old.id
+        lasts_s = await _lifetime_s(connection, first_id)
         until = None if lasts_s is None else now + lasts_s
-        new = NewKey(old.name, old.tenant, old.models, old.admin, until, old.regions, old.first_id or old.id)
+        new = NewKey(old.name, old.tenant, old.models, old.admin, until, old.regions, first_id)
         info, secret = await _insert(connection, pepper, new, now, number)
         ends = min(now + overlap_s, old.expires_at or inf)
         change = update(keys).where(keys.c.id == key_id)
@@ -105,6 +106,18 @@ async def rotate(
         after = f"{info.id}; {key_id} ends in {ends - now:.0f} s"
         await add_entry(connection, act, now, action=f"rotate key {key_id}", before=key_id, after=after)
     return info, secret
+
+
+async def _lifetime_s(connection: AsyncConnection, first_id: str) -> float | None:
+    """Return how long the keys that replace one another last, None for ever: that of the newest, since those
+    before it end with their overlap.
+    """
+    lasts = select(keys.c.expires_at - keys.c.created_at)
+    newest = lasts.where(func.coalesce(keys.c.first_id, keys.c.id) == first_id).order_by(
+        keys.c.created_at.desc(), keys.c.first_id.is_(None)
+    )
+    found: float | None = await connection.scalar(newest.limit(1))
+    return found
 
 
 async def _require_room(connection: AsyncConnection) -> None:

@@ -15,8 +15,9 @@ from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.limits import Kind, LimitId, Scope
+from gateway.quotas.meter import month_of
 from gateway.store.audit import Act, add_entry
-from gateway.store.database import insert_new, lock_table
+from gateway.store.database import database_time, insert_new, lock_table
 from gateway.store.errors import StoreError
 from gateway.store.key_changes import next_number
 from gateway.store.slices import id_of, known
@@ -37,7 +38,7 @@ class Tenant:
 
 
 class Quota(NamedTuple):
-    """A quota. `in_use` is the sum over all replicas, as each stored it last."""
+    """A quota. `in_use` is the sum over all replicas, as each stored it last in this month."""
 
     id: LimitId
     amount: int
@@ -78,7 +79,7 @@ class QuotaTable:
 
     async def quotas(self) -> list[Quota]:
         async with self._engine.connect() as connection:
-            return await _quotas(connection)
+            return await self._quotas(connection)
 
     async def set_quotas(
         self, scope: Scope, subject: str, amounts: Mapping[Kind, int | None], act: Act
@@ -91,7 +92,7 @@ class QuotaTable:
             await lock_table(connection, quotas)  # two operators may set them at once
             now = self._clock()
             subject = await _known(connection, scope, subject)
-            before = _text(await _of(connection, scope, subject))
+            before = _text(await self._of(connection, scope, subject))
             kinds = [kind.value for kind in amounts]
             await connection.execute(delete(quotas).where(*_on(quotas.c, scope, subject, kinds)))
             rows = [
@@ -103,27 +104,31 @@ class QuotaTable:
                 await connection.execute(insert(quotas), rows)
             lifted = [kind.value for kind, amount in amounts.items() if amount is None]
             await connection.execute(delete(quota_slices).where(*_on(quota_slices.c, scope, subject, lifted)))
-            found = await _of(connection, scope, subject)
+            found = await self._of(connection, scope, subject)
             action = f"set quotas of {scope.value} {subject}"
             await add_entry(connection, act, now, action=action, before=before, after=_text(found))
         return found
 
+    async def _of(self, connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
+        return await self._quotas(
+            connection, lambda columns: (columns.scope == scope, columns.subject == subject)
+        )
 
-async def _quotas(
-    connection: AsyncConnection, only: Callable[[Any], tuple[ColumnElement[bool], ...]] = lambda _: ()
-) -> list[Quota]:
-    """Return the quotas of the subjects that the condition on a table's columns leaves, with their use."""
-    used: dict[LimitId, int] = {}
-    slices = select(quota_slices).where(known(quota_slices.c), *only(quota_slices.c))
-    for row in await connection.execute(slices):
-        used[id_of(row)] = used.get(id_of(row), 0) + row.used
-    listed = select(quotas).where(known(quotas.c), *only(quotas.c))
-    found = await connection.execute(listed.order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
-    return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
-
-
-async def _of(connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
-    return await _quotas(connection, lambda columns: (columns.scope == scope, columns.subject == subject))
+    async def _quotas(
+        self,
+        connection: AsyncConnection,
+        only: Callable[[Any], tuple[ColumnElement[bool], ...]] = lambda _: (),
+    ) -> list[Quota]:
+        """Return the quotas of the subjects that the condition on a table's columns leaves, with use."""
+        month = month_of(await database_time(connection, self._clock))
+        counts = quota_slices.c.period.in_([0, month])  # 0: of a kind without a calendar
+        used: dict[LimitId, int] = {}
+        slices = select(quota_slices).where(known(quota_slices.c), counts, *only(quota_slices.c))
+        for row in await connection.execute(slices):
+            used[id_of(row)] = used.get(id_of(row), 0) + row.used
+        listed = select(quotas).where(known(quotas.c), *only(quotas.c))
+        found = await connection.execute(listed.order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
+        return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
 
 
 async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:

@@ -40,6 +40,8 @@ from gateway.store.tables import quota_slices, quotas, replicas
 
 LEASE_S: Final = 15.0
 """A replica that has not renewed for this long is gone; its slices are free after one more WINDOW_S."""
+GONE_KEPT_S: Final = 86_400.0
+"""For so long a replica that was gone and comes back learns that its slices were freed."""
 ROUND_TIMEOUT_S: Final = 5.0
 LIMITS_PER_TRANSACTION: Final = 200
 LIMITS_PER_PAGE: Final = 1_000
@@ -52,6 +54,12 @@ def known(columns: Any) -> ColumnElement[bool]:
     return and_(columns.scope.in_([*Scope]), columns.kind.in_([*Kind]))
 
 
+def is_known(row: Any) -> bool:
+    """Return whether this program knows the kind of a limit, as `known` does."""
+    return row.scope in _SCOPES and row.kind in _KINDS
+
+
+_SCOPES, _KINDS = frozenset(map(str, Scope)), frozenset(map(str, Kind))
 _ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 _LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
 
@@ -60,13 +68,13 @@ _MARK = select(func.count(), func.coalesce(func.sum(quotas.c.stamp), 0)).select_
 _LIMITS = (
     select(quotas)
     .where(
-        known(quotas.c),
         tuple_(*_LIMIT_ID)
-        > tuple_(bindparam("after_scope"), bindparam("after_subject"), bindparam("after_kind")),
+        > tuple_(bindparam("after_scope"), bindparam("after_subject"), bindparam("after_kind"))
     )
     .order_by(*_LIMIT_ID)
     .limit(LIMITS_PER_PAGE)
 )
+"""A page of all limits, also of those of which this program does not know the kind: by the index alone."""
 _IS_SHORT = known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount
 _SHORT = select(*_ID).where(*_IS_SHORT).distinct()
 _REPLICAS = select(
@@ -76,19 +84,24 @@ _REPLICAS = select(
     select(quota_slices.c.kind).where(*_IS_SHORT).exists().label("any_short"),
 )
 """The replicas, this one among them, and beside each what tells whether anything else is to be read."""
-_LOCKED = (
-    select(quotas)
-    .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
-    .order_by(*_LIMIT_ID)
-    .with_for_update()
-)
-_SLICES = select(quota_slices).where(tuple_(*_ID).in_(bindparam("ids", expanding=True)))
+
+
+def _among_ids(columns: Any) -> tuple[ColumnElement[bool], ...]:
+    """Match the limits `ids`, whose `subjects` have the database use its index: by tuples alone it scans."""
+    subjects = columns.subject.in_(bindparam("subjects", expanding=True))
+    ids = tuple_(columns.scope, columns.subject, columns.kind).in_(bindparam("ids", expanding=True))
+    return columns.scope.in_([*Scope]), subjects, ids
+
+
+_LOCKED = select(quotas).where(*_among_ids(quotas.c)).order_by(*_LIMIT_ID).with_for_update()
+_SLICES = select(quota_slices).where(*_among_ids(quota_slices.c))
 _RENEWED = (
     update(replicas)
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
     .values(expires_at=bindparam("until"))
 )
 _RENEWED_AS_WRITTEN = _RENEWED.where(replicas.c.expires_at == bindparam("written"))
+_RENEWED_AS_GONE = _RENEWED.where(replicas.c.expires_at < 0.0)
 
 T = TypeVar("T")
 
@@ -134,7 +147,9 @@ class SliceTable:
         self._heard = heard
         self._mark: tuple[int, int] | None = None
         self._renewed_until = 0.0
+        self._back_since = float("-inf")  # after a time without the database, or with another one
         self._tables_changed = False
+        self._freed = False
         dialect = engine.dialect.name
         self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
 
@@ -193,7 +208,7 @@ class SliceTable:
 
         async def first(connection: AsyncConnection) -> tuple[_RoundState, list[LimitId], list[GrantedSlice]]:
             state = await self._read_state(connection)
-            if self._tables_changed:  # nothing is granted by slices of another time
+            if self._tables_changed or self._freed:  # nothing is granted by slices of another time
                 return state, [], []
             wanted = sorted(own.union(state.short))
             chunk = wanted[:LIMITS_PER_TRANSACTION]
@@ -204,21 +219,21 @@ class SliceTable:
             chunk = wanted[start : start + LIMITS_PER_TRANSACTION]
 
             async def work(connection: AsyncConnection, chunk: list[LimitId] = chunk) -> list[GrantedSlice]:
-                if connection.dialect.name == "sqlite":
-                    await self._renew(connection)
+                await self._renew(connection)
                 return await self._settle(connection, chunk, claim_of, state)
 
             grants += await self._transaction(work)
         self._mark = state.mark
         changed, self._tables_changed = self._tables_changed, False
-        return LeaseRound(tuple(state.alive), grants, state.limits, changed)
+        freed, self._freed = self._freed, False
+        return LeaseRound(tuple(state.alive), grants, state.limits, changed, freed)
 
     async def _read_state(self, connection: AsyncConnection) -> _RoundState:
         now = await self._renew(connection)
         found = [*await connection.execute(_REPLICAS)]
         if any(row.expires_at > now + 2 * self._lease_s for row in found):
             await self._shorten_leases(connection, now)
-        if any(row.expires_at + WINDOW_S < now for row in found):
+        if any(_is_gone(row.expires_at, now) for row in found) and now >= self._back_since + self._lease_s:
             await self._remove_gone_replicas(connection, now)
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
         short = [id_of(row) for row in await connection.execute(_SHORT)] if found[0].any_short else []
@@ -230,17 +245,24 @@ class SliceTable:
         """Renew the lease and return the database's time.
 
         Writes first: on SQLite the write takes the lock. A lease that is not as it was written last was
-        restored from a backup, and the slices with it (or the last write came to nothing).
+        restored from a backup, and the slices with it (or the last write came to nothing); one that is
+        missing is not in the backup.
         """
         now = await self._database_time(connection)
         until, written = now + self._lease_s, self._renewed_until
         values = {"own": self._name, "boot": self._boot_id, "until": until}
         self._renewed_until = until
+        if now > written > 0.0:
+            self._back_since = now
         if (await connection.execute(_RENEWED_AS_WRITTEN, values | {"written": written})).rowcount:
+            return now
+        if (await connection.execute(_RENEWED_AS_GONE, values)).rowcount:
+            self._freed = True
             return now
         if (await connection.execute(_RENEWED, values)).rowcount:
             self._tables_changed = True
             return now
+        self._tables_changed = written > 0.0 and not take
         row = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
         into = upsert(self._engine.dialect.name, replicas, ("boot_id", "expires_at") if take else ())
         if (await connection.execute(into.returning(replicas.c.name), row)).first() is None:
@@ -256,9 +278,10 @@ class SliceTable:
     ) -> list[GrantedSlice]:
         if not ids:
             return []
-        limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, {"ids": ids})}
+        among = {"ids": ids, "subjects": [*{each.subject for each in ids}]}
+        limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, among)}
         rows: dict[LimitId, list[Row[Any]]] = defaultdict(list)
-        for row in await connection.execute(_SLICES, {"ids": ids}):
+        for row in await connection.execute(_SLICES, among):
             rows[id_of(row)].append(row)
         grants = []
         for limit_id, limit in limits.items():
@@ -296,9 +319,16 @@ class SliceTable:
         await connection.execute(update(replicas).where(too_late).values(expires_at=now + self._lease_s))
 
     async def _remove_gone_replicas(self, connection: AsyncConnection, now: float) -> None:
-        """Remove replicas gone for longer than WINDOW_S; of their slices keep only the month's use."""
-        await connection.execute(delete(replicas).where(replicas.c.expires_at + WINDOW_S < now))
-        orphaned = quota_slices.c.replica.not_in(select(replicas.c.name)), quota_slices.c.replica != GONE
+        """Free the slices of replicas gone for longer than WINDOW_S; keep only the month's use, as GONE.
+
+        A negative `expires_at` says since when a replica counts as gone.
+        """
+        until = replicas.c.expires_at
+        await connection.execute(delete(replicas).where(until < 0.0, -until + GONE_KEPT_S < now))
+        gone = update(replicas).where(until >= 0.0, until + WINDOW_S < now)
+        await connection.execute(gone.values(expires_at=-now))
+        held = select(replicas.c.name).where(until >= 0.0)
+        orphaned = quota_slices.c.replica.not_in(held), quota_slices.c.replica != GONE
         rows = await connection.execute(delete(quota_slices).where(*orphaned).returning(quota_slices))
         for row in [*rows]:
             if row.kind in [kind for kind in Kind if kind.is_monthly]:
@@ -346,7 +376,7 @@ async def _limits(connection: AsyncConnection) -> dict[LimitId, int]:
     found: dict[LimitId, int] = {}
     after = {"after_scope": "", "after_subject": "", "after_kind": ""}
     while rows := (await connection.execute(_LIMITS, after)).all():
-        found.update({id_of(row): row.amount for row in rows})
+        found.update({id_of(row): row.amount for row in rows if is_known(row)})
         last = rows[-1]
         after = {"after_scope": last.scope, "after_subject": last.subject, "after_kind": last.kind}
     return found
@@ -367,6 +397,11 @@ def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
     return insert.on_conflict_do_update(
         index_elements=key, set_={name: insert.excluded[name] for name in names}
     )
+
+
+def _is_gone(until: float, now: float) -> bool:
+    """Return whether a replica is to be removed whose lease ends, or that counts as gone since, `until`."""
+    return (until + WINDOW_S if until >= 0.0 else -until + GONE_KEPT_S) < now
 
 
 def _slice(row: Row[Any], period: int, alive: Sequence[str]) -> Slice:

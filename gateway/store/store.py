@@ -65,10 +65,10 @@ async def open_store(
     `serving=False` is for commands beside a running gateway: no background work and no recording. The tables
     must exist (`migrations.upgrade(url)`). Raises StoreError.
     """
-    engine = open_engine(url)
-    certificates, routes, clock = CertificateRegistry(engine), RouteTable(engine), DatabaseClock()
+    engine, clock = open_engine(url), DatabaseClock()
+    certificates, routes = CertificateRegistry(engine), RouteTable(engine, clock=clock)
     with _usable(folder):
-        keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
+        keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder), clock=clock)
     recorder = Recorder(_journal(folder, journal), DatabaseWriter(engine))
     retention = Retention(engine, periods, clock=clock)
     try:
@@ -86,9 +86,9 @@ async def open_store(
             orders=OrderTable(engine),
             snapshots=SnapshotTable(engine),
             certificates=certificates,
-            quotas=QuotaTable(engine),
+            quotas=QuotaTable(engine, clock=clock),
             slices=SliceTable(engine, name, heard=clock.read),
-            ended_sessions=EndedSessions(engine),
+            ended_sessions=EndedSessions(engine, unix_time=clock),
             routes=routes,
             hours=SiteHours(engine),
         )

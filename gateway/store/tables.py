@@ -172,7 +172,9 @@ replicas = Table(
     Column(
         "boot_id", String, nullable=False
     ),  # distinguishes a restarted process from another of the same name
-    Column("expires_at", Double, nullable=False),  # on the database's clock: its leases end then
+    Column(
+        "expires_at", Double, nullable=False
+    ),  # on the database's clock: its leases end then; negative: it counts as gone since
 )
 
 quota_slices = Table(

@@ -132,20 +132,20 @@ class SnapshotPublisher:
         self._notify()
 
     def observe(self, outcome: Outcome) -> None:
-        now = self.unix_time()
-        self.recent.observe(outcome, now)
-        self.route_figures.observe(outcome, now)
+        now_s = self._clock()  # never set back: what is of the last minute stays of the last minute
+        self.recent.observe(outcome, now_s)
+        self.route_figures.observe(outcome, now_s)
 
     def summary(self) -> Summary:
         """Summarize the recent queries of this replica alone."""
-        now, recent = self.unix_time(), self.recent
+        now_s, now, recent = self._clock(), self.unix_time(), self.recent
         return Summary(
-            failed_per_min=recent.failed_per_min(now),
-            ended_per_min=recent.ended_per_min(now),
-            waits=recent.waits(now),
+            failed_per_min=recent.failed_per_min(now_s),
+            ended_per_min=recent.ended_per_min(now_s),
+            waits=recent.waits(now_s),
             routes=recent.routes(),
             quality=recent.quality(),
-            model_routes=self.route_figures.view(now),
+            model_routes=self.route_figures.view(now_s),
             moves=[event for event in self._moves if event.at > now - SHARED_MOVES_S],
         )
 
@@ -159,7 +159,7 @@ class SnapshotPublisher:
         """Build and publish one snapshot. Synchronous, so that it shows a single moment."""
         now_s, now = self._clock(), self.unix_time()
         sites = self._directory.sites
-        self.recent.forget(now)
+        self.recent.forget(now_s)
         self._record_events(sites, now_s, now)
         of_others, self.own_summary = self.replica_summaries(), self.summary()
         merged = merge_summaries([self.own_summary, *of_others.values()])

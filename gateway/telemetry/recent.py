@@ -23,7 +23,7 @@ MAX_QUERIES = 2_000
 class EndedQuery(NamedTuple):
     """The figures of one query that ended.
 
-    `at` is unix time; `forecast` is (source, p50, p90, actual tokens).
+    `at` is monotonic; `forecast` is (source, p50, p90, actual tokens).
     """
 
     at: float
@@ -35,7 +35,7 @@ class EndedQuery(NamedTuple):
 
 @dataclass(slots=True)
 class Second:
-    """Counts of the queries that ended within one second of unix time."""
+    """Counts of the queries that ended within one second of monotonic time."""
 
     at: int
     ended: int = 0
@@ -146,7 +146,7 @@ class Recent:
         self._moves: Counter[Move] = Counter()
 
     def observe(self, outcome: Outcome, at: float) -> None:
-        """Add a query that ended at `at` (unix time)."""
+        """Add a query that ended at `at`, in monotonic seconds."""
         if len(self._ended) == MAX_QUERIES:
             self._drop()
         self._keep(ended_query(outcome, at))

@@ -367,16 +367,22 @@ def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFedera
     page.until(f"{text}.includes({cloud}) && {text}.includes('$0.0')", "what the cloud cost")
 
 
-def test_a_quota_is_on_the_page(page: Browser, federation: LocalFederation) -> None:
-    flags = ("quotas", "set", "--tenant", "default", "--reason", "a trial")
-    mico(federation.folder.path, *flags, "--tokens-per-month", "123000000", "--usd-per-month", "12.34")
+def test_quotas_are_on_the_page_the_fullest_first(page: Browser, federation: LocalFederation) -> None:
+    """Where nothing may be used, nothing is left."""
+    folder, why = federation.folder.path, ("--reason", "a trial")
+    flags = ("quotas", "set", "--tenant", "default", *why)
+    mico(folder, *flags, "--tokens-per-month", "123000000", "--usd-per-month", "12.34")
+    mico(folder, "tenants", "set", "shut", *why)
+    mico(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "0")
     try:
         page.open(federation.base_url.removesuffix("/v1") + "/admin")
         page.until("document.querySelector('#quotas').innerText.includes('of 123.0 M')", "the quota")
         assert "of $12.34" in page.text("#quotas")
         assert "tenant default" in page.text("#quotas")
+        assert "tenant shut" in page.text("#quotas tbody tr")
     finally:
-        mico(federation.folder.path, *flags, "--tokens-per-month", "none", "--usd-per-month", "none")
+        mico(folder, *flags, "--tokens-per-month", "none", "--usd-per-month", "none")
+        mico(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "none")
 
 
 def test_signing_out_ends_the_feed(page: Browser) -> None:

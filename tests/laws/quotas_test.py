@@ -305,6 +305,15 @@ def test_a_query_larger_than_the_quota_is_told_so() -> None:
     assert isinstance(full.value.refusal, AboveQuota)
 
 
+@pytest.mark.parametrize("kind", [each for each in Kind if each is not Kind.BUDGET])
+def test_a_quota_of_nothing_is_named_and_asks_for_no_smaller_query(kind: Kind) -> None:
+    quotas = alone({limit_of(kind): 0}, Wall())
+    with pytest.raises(SliceFull) as full:
+        quotas.open(CALLER, 5)
+    assert isinstance(full.value.refusal, AboveQuota)
+    assert full.value.refusal.message == f"the quota of {kind.phrase(0)} of tenant 'shop' allows nothing"
+
+
 def test_a_forecast_longer_than_the_quota_reserves_what_there_can_be() -> None:
     quotas = alone({limit_of(Kind.TOKENS): 100}, Wall())
     reservation = quotas.open(CALLER, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import SiteState, Status
+from gateway.federation.directory import Directory
 from gateway.site_events import EventLog
-from gateway.telemetry.recent import MAX_QUERIES, ForecastQuality, Move, Recent, Route, is_failure
+from gateway.telemetry.publisher import SnapshotPublisher
+from gateway.telemetry.recent import MAX_QUERIES, WINDOW_S, ForecastQuality, Move, Recent, Route, is_failure
 from predictor.forecast import Forecast
 from tests.support import ended_queries
 from tests.support.ended_queries import attempt
@@ -93,6 +96,25 @@ def test_a_minute_counts_whatever_its_number_and_what_is_older_not() -> None:
     assert recent.ended_per_min(130.0) == MAX_QUERIES + 2
     assert recent.failed_per_min(130.0) == recent.waits(130.0)["a"].errors_per_min == 1.0
     assert recent.ended_per_min(170.0) == recent.failed_per_min(170.0) == 0.0
+
+
+def test_a_clock_that_is_set_back_makes_no_minute_longer() -> None:
+    async def main() -> None:
+        passed_s, unix_time = [1_000.0], [2_000_000.0]
+        publisher = SnapshotPublisher(
+            Directory(), "g1", clock=lambda: passed_s[0], unix_time=lambda: unix_time[0] + passed_s[0]
+        )
+        publisher.observe(replace(ANSWERED, asked_model="chat"))
+        unix_time[0] -= 3_600.0
+        assert publisher.tick().routes
+        passed_s[0] += 90.0
+        publisher.tick()
+        assert publisher.summary().ended_per_min == 0.0
+        passed_s[0] += WINDOW_S
+        latest = publisher.tick()
+        assert not latest.routes and not latest.model_routes
+
+    asyncio.run(main())
 
 
 LOOKS = st.lists(

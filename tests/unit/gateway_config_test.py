@@ -28,6 +28,8 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"http_port": 65_000}, "metrics_port is 66000"),
         ({"http_port": True}, "must be int"),
         ({"http_port": 8080.7}, "must be int"),
+        ({"name": ""}, "name is ''; it has 1 to 200 printable characters"),
+        ({"name": "a\nb"}, "printable"),
         ({"name": 3}, "name in the command line is 3; it must be str"),
         ({"host": ["a"]}, "must be str"),
         ({"peers": {"a": 1}}, "must be tuple"),

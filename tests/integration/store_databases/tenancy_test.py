@@ -227,6 +227,27 @@ def test_a_rotated_key_lives_as_long_as_the_first_did_and_a_dead_one_is_not_rota
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("lasts_s", [None, 1_000_000.0])
+def test_a_key_that_is_rotated_again_gives_the_new_one_its_own_length_of_life(
+    url: str, tmp_path: Path, lasts_s: float | None
+) -> None:
+    """As when the answer to the first rotation was lost: by then the key ends with its overlap."""
+
+    async def main() -> None:
+        async with open_store(url, tmp_path, serving=False) as store:
+            expires_at = None if lasts_s is None else time.time() + lasts_s
+            old, _ = await store.keys.create_key("app", expires_at=expires_at)
+            for _ in range(2):
+                rotated = await store.keys.rotate_key(old.id, 60.0)
+                assert rotated is not None
+                if lasts_s is None:
+                    assert rotated[0].expires_at is None
+                else:
+                    assert rotated[0].expires_at == pytest.approx(time.time() + lasts_s, abs=60)
+
+    asyncio.run(main())
+
+
 def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
     def mico(*arguments: str, status: int = 0) -> Any:
         command = ["--folder", str(tmp_path), *arguments, "--database", url, "--json"]

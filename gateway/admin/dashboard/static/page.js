@@ -143,9 +143,12 @@ function drawSpending({ today, month }) {
   fill("spending", month.filter((each) => each.name).map(({ name, usd, idle_usd, cheapest_usd, dearest_usd }) => [name, dollars(spent.get(name) ?? 0), dollars(usd + idle_usd), dollars(idle_usd), dollars(cheapest_usd), dollars(dearest_usd)]), "Nothing was spent this month.");
 }
 
-function quotaCells({ scope, subject, kind, amount, in_use }) {
+const usedShare = ({ amount, in_use }) => (amount ? in_use / amount : 1);
+
+function quotaCells(quota) {
+  const { scope, subject, kind, amount, in_use } = quota;
   const text = kind === "usd_per_month" ? dollars : number;
-  return [`${scope} ${subject}`, kind.replaceAll("_", " "), `${text(in_use)} of ${text(amount)}`, percent(amount ? in_use / amount : 1)];
+  return [`${scope} ${subject}`, kind.replaceAll("_", " "), `${text(in_use)} of ${text(amount)}`, percent(usedShare(quota))];
 }
 
 function batchCells({ id, tenant, status, request_counts: { completed, failed, total }, mico }) {
@@ -162,7 +165,7 @@ async function drawRecords() {
     await drawModels($("models-section"), page.snapshot.sites);
     drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
-    quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
+    quotas.sort((a, b) => usedShare(b) - usedShare(a));
     fill("quotas", quotas.slice(0, 8).map(quotaCells), "No tenant or key has a quota.");
   } catch {
     // The feed shows whether the gateway responds.
