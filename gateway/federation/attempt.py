@@ -87,7 +87,7 @@ class LiveAttempt:
         prices: Prices = FREE,
         resumed_tokens: int = 0,
         resumable: bool = True,
-        tried: frozenset[str] = frozenset(),
+        excluded: frozenset[str] = frozenset(),
     ) -> None:
         self.decision = decision
         self.demand = demand
@@ -99,7 +99,7 @@ class LiveAttempt:
         self.resumed_tokens = resumed_tokens  # of the answer, which sites before gave
         self.wire_bytes = 0  # of the deltas so far
         self.resumable = resumable
-        self.tried = tried  # sites that failed the query before
+        self.excluded = excluded  # sites that failed the query before, or can't go on with it
         self.started = False
         self.accepted: Accepted | None = None
         self.expired = False

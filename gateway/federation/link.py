@@ -139,7 +139,7 @@ class Link:
         *,
         resume: Resume | None = None,
         moves: int = 0,
-        tried: frozenset[str] = frozenset(),
+        excluded: frozenset[str] = frozenset(),
         prefix_hashes: bytes = b"",
     ) -> LiveAttempt:
         attempt = LiveAttempt(
@@ -154,7 +154,7 @@ class Link:
             prices=self._directory.prices_of(self.name) or FREE,
             resumed_tokens=resume.tokens if resume else 0,
             resumable=query.sampling.resumable and self._names_tokens(query.model),
-            tried=tried,
+            excluded=excluded,
         )
         if self.closing is not None:
             attempt.fail(AttemptFailure(self.name, FailureCause.LOST, self.closing))
@@ -314,7 +314,7 @@ class Link:
         demand, fleet = attempt.demand, self._directory.fleet
         if attempt.started:
             demand = replace(demand, needs=demand.needs | {"resume"})
-        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.tried))
+        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.excluded))
         return any(
             not attempt.started or same_weights(self.identity, fleet.sites[place].identity, demand.model)
             for place in np.flatnonzero(takers)

@@ -248,7 +248,7 @@ class QueryRun:
             forecast,
             resume=planned.resume,
             moves=planned.moves,
-            tried=planned.tried,
+            excluded=planned.tried.union(self._excluded(planned)),
             prefix_hashes=self.state.prefix.announced if self.state.prefix else b"",
         )
         if self.state.reservation.bound and not isinstance(self.query.prompt, Pooling):
@@ -302,18 +302,23 @@ class QueryRun:
 
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
         """Decide by the first way of resuming that some site supports."""
-        context = self.context
-        excluded: dict[str, str] = {}
-        if limit_tokens := self.state.too_short_context_tokens:
-            excluded |= too_short_sites(self.query.model, limit_tokens, context.directory.sites)
-        if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
-            excluded |= sites_of_other_weights(self.query.model, begun_by, context.directory.sites)
+        excluded = self._excluded(planned)
         for needs in (None,) if planned.resume is None else resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
-            placed = context.place(demand, planned, excluded)
+            placed = self.context.place(demand, planned, excluded)
             if placed.site is not None:
                 break
         return demand, placed
+
+    def _excluded(self, planned: Try) -> dict[str, str]:
+        """Return the sites that can't take the query although they serve its model, and why."""
+        model, directory = self.query.model, self.context.directory
+        excluded: dict[str, str] = {}
+        if limit_tokens := self.state.too_short_context_tokens:
+            excluded |= too_short_sites(model, limit_tokens, directory.sites)
+        if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
+            excluded |= sites_of_other_weights(model, begun_by, directory.sites)
+        return excluded
 
     def _is_down_elsewhere(self, planned: Try) -> bool:
         """Return whether a site that has not been tried serves the model, but is down."""
