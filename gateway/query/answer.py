@@ -33,6 +33,8 @@ T = TypeVar("T")
 REJOIN_WITHIN_S = 10.0
 """The longest pause of a site between two dials."""
 REJOIN_POLL_S = 0.1
+AWAY = (SiteState.DOWN, SiteState.STALE)
+"""Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
 LEASE_WITHIN_S = 2.0
 """Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
 
@@ -206,7 +208,7 @@ class QueryRun:
         if self._targets.are_left and not self.state.opened:
             return
         until_s = context.clock() + REJOIN_WITHIN_S
-        while context.clock() < until_s and self._is_down_elsewhere(planned):
+        while context.clock() < until_s and self._may_come_back(planned):
             if self._place(planned)[1].site is not None:
                 return
             await self._in_time(asyncio.sleep(REJOIN_POLL_S))
@@ -320,11 +322,11 @@ class QueryRun:
             excluded |= sites_of_other_weights(model, begun_by, directory.sites)
         return excluded
 
-    def _is_down_elsewhere(self, planned: Try) -> bool:
-        """Return whether a site that has not been tried serves the model, but is down."""
+    def _may_come_back(self, planned: Try) -> bool:
+        """Return whether a site that has not been tried serves the model, but is down or has not reported."""
         model = self.query.model
         others = [each for each in self.context.directory.sites if each.name not in planned.tried]
-        return any(each.state is SiteState.DOWN and model in each.identity.models for each in others)
+        return any(each.state in AWAY and model in each.identity.models for each in others)
 
     def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
         """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,28 @@ from gateway.errors import (
     UpstreamLost,
 )
 from tests.support.answers import assigned_site, collect, run, start_answer, text_of
-from tests.support.fakes.federation import Scene, until
+from tests.support.fakes.federation import Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
+
+
+class Turns:
+    """Counts the decisions of a gateway."""
+
+    taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+
+class SilentAtFirst(ScriptedSite):
+    """A site that joins, and reports when its test says so."""
+
+    async def report(self, **figures: Any) -> None:
+        pass
+
+    async def first_report(self) -> None:
+        await super().report()
 
 
 def test_a_full_site_is_passed_over_unnoticed() -> None:
@@ -155,6 +176,33 @@ def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> 
         assert len(here.outcomes) == 1
 
     run(scenario)
+
+
+def test_a_site_that_came_back_is_waited_for_until_its_first_report() -> None:
+    """It is there a round trip before that; looked at in between, it counted as one that can't take over."""
+    turns = Turns()
+
+    async def scenario(here: Scene) -> None:
+        dying, other = await here.site("a"), await here.site("b")
+        await other.close()
+        await until(lambda: "b" not in here.gateway.federation.links, "the other one is lost")
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        await until(lambda: not here.gateway.federation.links, "both are lost")
+        again = SilentAtFirst("b", here.address)
+        here.sites.append(again)
+        await again.join()
+        before = turns.taken
+        await until(lambda: turns.taken >= before + 2 or task.done(), "two looks at the site")
+        await again.first_report()
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario, turns=turns)
 
 
 def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
