@@ -26,6 +26,7 @@ from gateway.quotas.limits import Unit
 from gateway.routing.decide import Placement, most_nano_usd
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
+from gateway.routing.filters import is_stale
 from gateway.routing.policies import JOINT_POLICIES
 from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, prefix_of
 
@@ -323,10 +324,16 @@ class QueryRun:
         return excluded
 
     def _may_come_back(self, planned: Try) -> bool:
-        """Return whether a site that has not been tried serves the model, but is down or has not reported."""
-        model = self.query.model
+        """Return whether a site that has not been tried serves the model, but is down or has not reported
+        lately.
+        """
+        model, now_s = self.query.model, self.context.clock()
         others = [each for each in self.context.directory.sites if each.name not in planned.tried]
-        return any(each.state in AWAY and model in each.identity.models for each in others)
+        return any(
+            model in each.identity.models
+            and (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
+            for each in others
+        )
 
     def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
         """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""

@@ -205,6 +205,30 @@ def test_a_site_that_came_back_is_waited_for_until_its_first_report() -> None:
     run(scenario, turns=turns)
 
 
+def test_a_site_whose_reports_wait_unread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a stall of the gateway the end of one link may be read before the reports of the others."""
+    turns = Turns()
+
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        other = await here.site("b")
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        with monkeypatch.context() as stalled:
+            stalled.setattr("gateway.routing.filters.STALE_AFTER_S", 0.0)
+            before = turns.taken
+            await dying.close()
+            await until(lambda: turns.taken >= before + 2 or task.done(), "two looks at the site")
+        await other.report()
+        await other.finish(await other.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario, turns=turns)
+
+
 def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
