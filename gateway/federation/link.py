@@ -142,6 +142,8 @@ class Link:
         excluded: frozenset[str] = frozenset(),
         prefix_hashes: bytes = b"",
     ) -> LiveAttempt:
+        if resume is not None and not (resume.has_output or self._names_tokens(query.model)):
+            resume = None  # without a tokenizer it can't go on from tokens alone, and begins anew
         attempt = LiveAttempt(
             decision=decision,
             demand=demand,
@@ -164,16 +166,15 @@ class Link:
             attempt.fail(AttemptFailure(self.name, FailureCause.FULL, message))
             return attempt
         deadline_s = max(0.001, query.deadline_s - self._clock())
-        assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
+        assign = codec.assign(query, attempt.id, forecast, resume, deadline_s)
         assign.assign.prefix_hashes = prefix_hashes
         if not self._live:
             self.silent_since_s = self._clock()
-        attempt_id = decision.attempt_id
-        self._live[attempt_id] = attempt
-        self._unreported.add(attempt_id, demand)
-        self._progress.assigned(attempt_id, self._awake.now_s)
+        self._live[attempt.id] = attempt
+        self._unreported.add(attempt.id, demand)
+        self._progress.assigned(attempt.id, self._awake.now_s)
         self._directory.set_credit(self.name, self._unreported.credit)
-        self.outbox.put(assign, attempt_id)
+        self.outbox.put(assign, attempt.id)
         return attempt
 
     def pending(self) -> list[LiveAttempt]:

@@ -167,6 +167,8 @@ class QueryState:
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
+        if not attempt.resumed_tokens:  # it begins the answer anew
+            self._token_ids, self._tokens = [], 0
         if self.expired:
             attempt.expire()
         if self._queue_s is None:
