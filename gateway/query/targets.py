@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.domain import Caller, Model, Query
 from gateway.errors import BadRequest, ContextTooLong, Forbidden, MicoError, NoSite
 from gateway.prompt import least_chars
-from gateway.query.admission import RETRY_AFTER_S
+from gateway.query.admission import RETRY_AFTER_S, exists_for
 from gateway.query.context import QueryContext
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
@@ -120,7 +120,8 @@ def model_of_batch(name: str, batch_id: str, caller: Caller | None, context: Que
     if route is None or caller is None:
         return name
     served = context.directory.served
-    able = [each for each in route.targets if each.model in served and caller.may_use(each.model)]
+    usable = [each for each in route.targets if each.model in served and caller.may_use(each.model)]
+    able = [each for each in usable if exists_for(caller, served[each.model])]
     return next((each.model for each in in_order(able, draw(_draw_key(batch_id)))), name)
 
 
