@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
-from gateway.domain import AnswerEvent, Query, SiteState
+from gateway.domain import AnswerEvent, Query
 from gateway.errors import DeadlinePassed, MicoError, ShuttingDown, TooMany
 from gateway.failure import FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
@@ -19,14 +19,13 @@ from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
-from gateway.query.refusals import refusal_of, sites_of_other_weights, too_short_sites
+from gateway.query.refusals import longer_is_away, may_come_back, refusal_of, unable_sites
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import Unit
 from gateway.routing.decide import Placement, most_nano_usd
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
-from gateway.routing.filters import is_stale
 from gateway.routing.policies import JOINT_POLICIES
 from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, prefix_of
 
@@ -34,8 +33,6 @@ T = TypeVar("T")
 REJOIN_WITHIN_S = 10.0
 """The longest pause of a site between two dials."""
 REJOIN_POLL_S = 0.1
-AWAY = (SiteState.DOWN, SiteState.STALE)
-"""Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
 LEASE_WITHIN_S = 2.0
 """Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
 
@@ -209,21 +206,20 @@ class QueryRun:
         if self._targets.are_left and not self.state.opened:
             return
         until_s = context.clock() + REJOIN_WITHIN_S
-        while context.clock() < until_s and self._may_come_back(planned):
+        while (now_s := context.clock()) < until_s and may_come_back(
+            self.query.model, planned.tried, context.directory.sites, now_s
+        ):
             if self._place(planned)[1].site is not None:
                 return
             await self._in_time(asyncio.sleep(REJOIN_POLL_S))
 
     def decide(self, planned: Try) -> Assignment:
         """Choose the site of a try. Raises the error for the client if no site can take it."""
-        context, query, state = self.context, self.query, self.state
+        context, query = self.context, self.query
         began_s = context.clock() - query.received_s
         demand, placed = self._place(planned)
         if placed.site is None:
-            failure = state.current.failure if state.current else None
-            is_refusable = context.fleet_complete and not state.opened
-            refusal = refusal_of(query, demand, context.directory.sites) if is_refusable else None
-            raise refusal or final_error(failure, planned.resume, placed.reason)
+            raise self._no_site_error(planned, demand, placed.reason)
         decision = Decision(
             query_id=query.id,
             attempt_id=context.new_id(),
@@ -313,27 +309,23 @@ class QueryRun:
                 break
         return demand, placed
 
+    def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
+        """Return the error for a query that no site can take now."""
+        state, sites, complete = self.state, self.context.directory.sites, self.context.fleet_complete
+        failure = state.current.failure if state.current else None
+        if state.opened:
+            return final_error(failure, planned.resume, reason)
+        limit_tokens = state.too_short_context_tokens
+        if limit_tokens and (not complete or longer_is_away(self.query.model, limit_tokens, sites)):
+            failure = None  # too long for those that are there
+        refusal = refusal_of(self.query, demand, sites) if complete else None
+        return refusal or final_error(failure, planned.resume, reason)
+
     def _excluded(self, planned: Try) -> dict[str, str]:
         """Return the sites that can't take the query although they serve its model, and why."""
-        model, directory = self.query.model, self.context.directory
-        excluded: dict[str, str] = {}
-        if limit_tokens := self.state.too_short_context_tokens:
-            excluded |= too_short_sites(model, limit_tokens, directory.sites)
-        if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
-            excluded |= sites_of_other_weights(model, begun_by, directory.sites)
-        return excluded
-
-    def _may_come_back(self, planned: Try) -> bool:
-        """Return whether a site that has not been tried serves the model, but is down or has not reported
-        lately.
-        """
-        model, now_s = self.query.model, self.context.clock()
-        others = [each for each in self.context.directory.sites if each.name not in planned.tried]
-        return any(
-            model in each.identity.models
-            and (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
-            for each in others
-        )
+        state, sites = self.state, self.context.directory.sites
+        begun_by = state.opened_by if planned.resume is not None else None
+        return unable_sites(self.query.model, state.too_short_context_tokens, begun_by, sites)
 
     def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
         """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""

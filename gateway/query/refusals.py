@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from gateway.domain import Query, Site, SiteIdentity
+from gateway.domain import Query, Site, SiteIdentity, SiteState
 from gateway.errors import BadRequest, Forbidden, MicoError
 from gateway.routing.demand import Demand
 from gateway.routing.failover import same_weights
-from gateway.routing.filters import beyond_limits
+from gateway.routing.filters import beyond_limits, is_stale
+
+AWAY = (SiteState.DOWN, SiteState.STALE)
+"""Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
 
 
 def refusal_of(query: Query, demand: Demand, sites: Sequence[Site]) -> MicoError | None:
     """Return the error for a query that no site may ever take, of all sites that serve its model."""
     return _region_error(query, sites) or _limits_error(demand, sites)
+
+
+def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
+    """Return whether a site that was not tried serves the model, but is down or has not reported lately."""
+    return any(
+        model_id in each.identity.models
+        and each.name not in tried
+        and (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
+        for each in sites
+    )
+
+
+def longer_is_away(model_id: str, limit_tokens: int, sites: Sequence[Site]) -> bool:
+    """Return whether a site with a context of more than `limit_tokens` takes no work now, but may later."""
+    away = [site.identity.models.get(model_id) for site in sites if site.state is not SiteState.READY]
+    return any(model is not None and model.context_tokens > limit_tokens for model in away)
+
+
+def unable_sites(
+    model_id: str, limit_tokens: int, begun_by: SiteIdentity | None, sites: Sequence[Site]
+) -> dict[str, str]:
+    """Return the sites that can't take a query although they serve its model, and why: it did not fit a
+    context of `limit_tokens`, 0 where none was too short, or `begun_by` has begun its answer.
+    """
+    excluded = too_short_sites(model_id, limit_tokens, sites) if limit_tokens else {}
+    return excluded | (sites_of_other_weights(model_id, begun_by, sites) if begun_by is not None else {})
 
 
 def too_short_sites(model_id: str, limit_tokens: int, sites: Sequence[Site]) -> dict[str, str]:

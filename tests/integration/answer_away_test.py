@@ -1,0 +1,85 @@
+"""A query whose only able site is away can be sent again later: it is no mistake of the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Any
+
+import pytest
+
+from gateway.routing.model_routes import ModelRoute, Target
+from tests.support.answers import backend_of
+from tests.support.fakes.edge import Edge, Script, chat_body, error_of, on_loopback
+from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
+from wire import federation_pb2 as pb
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+ROUTES = {"name": ModelRoute("name", (Target("m"),))}
+
+
+def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with (
+            asyncio.timeout(60),
+            scene(routes=lambda: ROUTES) as here,
+            on_loopback(Script(), backend_of(here)) as (edge, _),
+        ):
+            await scenario(here, edge)
+            await here.gateway.wait_settled()
+            await until(here.nothing_is_left, "all counters at zero")
+
+    asyncio.run(main())
+
+
+async def gone(here: Scene, site: ScriptedSite) -> None:
+    await site.close()
+    await until(lambda: site.name not in here.gateway.federation.links, f"{site.name} to be gone")
+
+
+@pytest.mark.parametrize("model", ["m", "name"])
+@pytest.mark.parametrize("asked", [{"tools": TOOLS}, {"logprobs": True}])
+def test_an_ability_whose_only_site_is_away_is_asked_for_again(model: str, asked: dict[str, Any]) -> None:
+    """A restart of that site made a 400 of each such request, and failed such lines of batches for good."""
+
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able = await here.site("able", features=("chat", "tools", "logprobs"))
+        await here.site("plain", features=("chat",))
+        await gone(here, able)
+        refused = await edge.chat(model=model, **asked)
+        assert "able: down" in error_of(refused, 503)["message"]
+        assert refused.headers["retry-after"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("model", ["m", "name"])
+def test_an_ability_of_a_site_that_has_not_joined_yet_is_asked_for_again(model: str) -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        await here.site("plain", features=("chat",))
+        here.gateway.fleet_complete_s = inf
+        error_of(await edge.chat(model=model, tools=TOOLS), 503)
+        here.gateway.fleet_complete_s = -inf
+        error_of(await edge.chat(model=model, tools=TOOLS), 400)
+
+    play(scenario)
+
+
+def test_a_prompt_too_long_for_the_sites_that_are_there_is_sent_again_to_one_that_is_away() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        long, short = await here.site("long", context_tokens=4096), await here.site("short")
+        await gone(here, long)
+        for back, status in ((False, 503), (True, 400)):
+            if back:
+                long.context_tokens = 1024
+                await long.join()
+                await until(lambda: here.gateway.directory.models["m"].context_tokens == 1024, "its models")
+                await gone(here, long)
+            asked = asyncio.create_task(edge.post("/v1/chat/completions", chat_body(model="m")))
+            assign = await short.assigned()
+            too_long = pb.Rejected(attempt_id=assign.attempt_id, reason=pb.Rejected.CONTEXT_LENGTH)
+            await short.send(rejected=too_long)
+            error_of(await asked, status)
+
+    play(scenario)
