@@ -55,6 +55,18 @@ def test_an_ability_whose_only_site_is_away_is_asked_for_again(model: str, asked
 
 
 @pytest.mark.parametrize("model", ["m", "name"])
+def test_a_count_whose_only_site_is_away_is_asked_for_again(model: str) -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able = await here.site("able", features=("chat", "count"))
+        await here.site("plain", features=("chat",))
+        await gone(here, able)
+        refused = await edge.post("/v1/messages/count_tokens", chat_body(model=model))
+        assert refused.status_code == 529, refused.text  # Anthropic's word for 503
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("model", ["m", "name"])
 def test_an_ability_of_a_site_that_has_not_joined_yet_is_asked_for_again(model: str) -> None:
     async def scenario(here: Scene, edge: Edge) -> None:
         await here.site("plain", features=("chat",))
