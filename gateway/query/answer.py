@@ -13,13 +13,13 @@ from typing import NamedTuple, TypeVar
 from gateway.decision import Decision
 from gateway.domain import AnswerEvent, Query
 from gateway.errors import DeadlinePassed, MicoError, ShuttingDown, TooMany
-from gateway.failure import FailureCause
+from gateway.failure import INABILITIES, FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
-from gateway.query.refusals import longer_is_away, may_come_back, refusal_of, unable_sites
+from gateway.query.refusals import able_is_away, may_come_back, refusal_of, unable_sites
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import Unit
@@ -312,12 +312,15 @@ class QueryRun:
     def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
         """Return the error for a query that no site can take now."""
         state, sites, complete = self.state, self.context.directory.sites, self.context.fleet_complete
-        failure = state.current.failure if state.current else None
+        failure, limit_tokens = state.failure, state.too_short_context_tokens
         if state.opened:
             return final_error(failure, planned.resume, reason)
-        limit_tokens = state.too_short_context_tokens
-        if limit_tokens and (not complete or longer_is_away(self.query.model, limit_tokens, sites)):
-            failure = None  # too long for those that are there
+        if (
+            failure is not None
+            and failure.cause in INABILITIES
+            and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites))
+        ):
+            reason, failure = f"{reason}; {failure.site}: {failure.message}", None
         refusal = refusal_of(self.query, demand, sites) if complete else None
         return refusal or final_error(failure, planned.resume, reason)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from gateway.domain import Query, Site, SiteIdentity, SiteState
 from gateway.errors import BadRequest, Forbidden, MicoError
+from gateway.failure import AttemptFailure, FailureCause
 from gateway.routing.demand import Demand
 from gateway.routing.failover import same_weights
 from gateway.routing.filters import beyond_limits, is_stale
@@ -29,10 +30,14 @@ def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], 
     )
 
 
-def longer_is_away(model_id: str, limit_tokens: int, sites: Sequence[Site]) -> bool:
-    """Return whether a site with a context of more than `limit_tokens` takes no work now, but may later."""
-    away = [site.identity.models.get(model_id) for site in sites if site.state is not SiteState.READY]
-    return any(model is not None and model.context_tokens > limit_tokens for model in away)
+def able_is_away(model_id: str, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site]) -> bool:
+    """Return whether another site, which takes no work now but may later, might do what one was not able to:
+    for a prompt too long for `limit_tokens` one with a longer context.
+    """
+    longer_than = limit_tokens if failure.cause is FailureCause.CONTEXT_LENGTH else -1
+    out = [site for site in sites if site.state is not SiteState.READY and site.name != failure.site]
+    models = [site.identity.models.get(model_id) for site in out]
+    return any(model is not None and model.context_tokens > longer_than for model in models)
 
 
 def unable_sites(

@@ -95,3 +95,52 @@ def test_a_prompt_too_long_for_the_sites_that_are_there_is_sent_again_to_one_tha
             error_of(await asked, status)
 
     play(scenario)
+
+
+def test_what_one_site_does_not_support_is_sent_again_to_one_that_is_away() -> None:
+    """Servers differ in fields that no feature names, such as logit_bias."""
+
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able, other = await here.site("able"), await here.site("other")
+        await gone(here, able)
+        asked = asyncio.create_task(edge.chat(model="m"))
+        await reject(other, pb.Rejected.UNSUPPORTED)
+        assert "other: other said no" in error_of(await asked, 503)["message"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("reason", [pb.Rejected.UNSUPPORTED, pb.Rejected.CONTEXT_LENGTH])
+@pytest.mark.parametrize(("first", "status"), [(pb.Rejected.FULL, 503), (pb.Rejected.INTERNAL, 502)])
+def test_the_fault_of_a_site_that_could_have_answered_is_no_mistake_of_the_client(
+    first: pb.Rejected.Reason, status: int, reason: pb.Rejected.Reason
+) -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able = await here.site("able", context_tokens=4096)
+        asked = asyncio.create_task(edge.chat(model="m"))
+        await until(lambda: not able.inbox.empty(), "the assignment")
+        other = await here.site("other")
+        await reject(able, first)
+        await reject(other, reason)
+        assert "able said no" in error_of(await asked, status)["message"]
+
+    play(scenario)
+
+
+def test_a_prompt_too_long_for_every_site_is_a_mistake_of_the_client_though_one_was_full() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        full = await here.site("full")
+        asked = asyncio.create_task(edge.chat(model="m"))
+        await until(lambda: not full.inbox.empty(), "the assignment")
+        other = await here.site("other")
+        await reject(full, pb.Rejected.FULL)
+        await reject(other, pb.Rejected.CONTEXT_LENGTH)
+        assert error_of(await asked, 400)["code"] == "context_length_exceeded"
+
+    play(scenario)
+
+
+async def reject(site: ScriptedSite, reason: pb.Rejected.Reason) -> None:
+    attempt_id = (await site.next()).assign.attempt_id
+    message = f"{site.name} said no"
+    await site.send(rejected=pb.Rejected(attempt_id=attempt_id, reason=reason, message=message))
