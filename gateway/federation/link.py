@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -193,18 +193,13 @@ class Link:
                 AttemptFailure(self.name, FailureCause.CANCELLED, "the site did not say that it ended"),
             )
 
-    def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
-        """Fail the attempts that another site can continue, so that they are decided anew; return their
-        number.
+    def move_away(self, reason: str) -> None:
+        """Fail the attempts that another site can continue now, so that they are decided anew.
 
         The other attempts may finish here.
         """
-        moving = [
-            each for each in self._live.values() if each.movable and each.demand.model in served_elsewhere
-        ]
-        for attempt in moving:
+        for attempt in [each for each in self._live.values() if self._can_move(each)]:
             self._give_up(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
-        return len(moving)
 
     def ping(self) -> str | None:
         """Send a ping, unless one waits to be sent; return why the link must end if none is answered."""
@@ -314,7 +309,7 @@ class Link:
             return False
         demand, fleet = attempt.demand, self._directory.fleet
         if attempt.started:
-            demand = replace(demand, needs=demand.needs | {"resume"})
+            demand = replace(demand, needs=demand.needs | attempt.needs_to_resume)
         takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.excluded))
         return any(
             not attempt.started or same_weights(self.identity, fleet.sites[place].identity, demand.model)
