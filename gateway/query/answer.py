@@ -311,14 +311,15 @@ class QueryRun:
 
     def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
         """Return the error for a query that no site can take now."""
-        state, sites, complete = self.state, self.context.directory.sites, self.context.fleet_complete
+        context, state = self.context, self.state
+        sites, complete, now_s = context.directory.sites, context.fleet_complete, context.clock()
         failure, limit_tokens = state.failure, state.too_short_context_tokens
         if state.opened:
             return final_error(failure, planned.resume, reason)
         if (
             failure is not None
             and failure.cause in INABILITIES
-            and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites))
+            and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites, now_s))
         ):
             reason, failure = f"{reason}; {failure.site}: {failure.message}", None
         refusal = refusal_of(self.query, demand, sites) if complete else None

@@ -13,6 +13,8 @@ from gateway.routing.filters import beyond_limits, is_stale
 
 AWAY = (SiteState.DOWN, SiteState.STALE)
 """Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
+MAX_AWAY_S = 600.0
+"""A site that was not heard of for longer is not waited for: it may be gone for good, and stays listed."""
 
 
 def refusal_of(query: Query, demand: Demand, sites: Sequence[Site]) -> MicoError | None:
@@ -23,21 +25,30 @@ def refusal_of(query: Query, demand: Demand, sites: Sequence[Site]) -> MicoError
 def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
     """Return whether a site that was not tried serves the model, but is down or has not reported lately."""
     return any(
-        model_id in each.identity.models
-        and each.name not in tried
-        and (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
-        for each in sites
+        (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
+        for each in _heard_of(model_id, sites, now_s)
+        if each.name not in tried
     )
 
 
-def able_is_away(model_id: str, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site]) -> bool:
+def able_is_away(
+    model_id: str, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site], now_s: float
+) -> bool:
     """Return whether another site, which takes no work now but may later, might do what one was not able to:
     for a prompt too long for `limit_tokens` one with a longer context.
     """
     longer_than = limit_tokens if failure.cause is FailureCause.CONTEXT_LENGTH else -1
-    out = [site for site in sites if site.state is not SiteState.READY and site.name != failure.site]
-    models = [site.identity.models.get(model_id) for site in out]
-    return any(model is not None and model.context_tokens > longer_than for model in models)
+    return any(
+        site.identity.models[model_id].context_tokens > longer_than
+        for site in _heard_of(model_id, sites, now_s)
+        if site.state is not SiteState.READY and site.name != failure.site
+    )
+
+
+def _heard_of(model_id: str, sites: Sequence[Site], now_s: float) -> list[Site]:
+    """Return the sites that serve a model, or did so within MAX_AWAY_S."""
+    since_s = now_s - MAX_AWAY_S
+    return [site for site in sites if model_id in site.identity.models and site.load.received_s >= since_s]
 
 
 def unable_sites(

@@ -110,6 +110,20 @@ def test_what_one_site_does_not_support_is_sent_again_to_one_that_is_away() -> N
     play(scenario)
 
 
+def test_a_site_that_is_gone_for_long_makes_no_prompt_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays listed. Clients that shorten their prompts at a 400 would send them again and again."""
+
+    async def scenario(here: Scene, edge: Edge) -> None:
+        long, short = await here.site("long", context_tokens=4096), await here.site("short")
+        await gone(here, long)
+        monkeypatch.setattr("gateway.query.refusals.MAX_AWAY_S", 0.0)
+        asked = asyncio.create_task(edge.chat(model="m"))
+        await reject(short, pb.Rejected.CONTEXT_LENGTH)
+        assert error_of(await asked, 400)["code"] == "context_length_exceeded"
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("reason", [pb.Rejected.UNSUPPORTED, pb.Rejected.CONTEXT_LENGTH])
 @pytest.mark.parametrize(("first", "status"), [(pb.Rejected.FULL, 503), (pb.Rejected.INTERNAL, 502)])
 def test_the_fault_of_a_site_that_could_have_answered_is_no_mistake_of_the_client(
