@@ -322,7 +322,7 @@ class QueryRun:
             and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites, now_s))
         ):
             reason, failure = f"{reason}; {failure.site}: {failure.message}", None
-        refusal = refusal_of(self.query, demand, sites) if complete else None
+        refusal = refusal_of(self.query, demand, sites, now_s) if complete else None
         return refusal or final_error(failure, planned.resume, reason)
 
     def _excluded(self, planned: Try) -> dict[str, str]:

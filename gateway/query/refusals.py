@@ -17,9 +17,11 @@ MAX_AWAY_S = 600.0
 """A site that was not heard of for longer is not waited for: it may be gone for good, and stays listed."""
 
 
-def refusal_of(query: Query, demand: Demand, sites: Sequence[Site]) -> MicoError | None:
+def refusal_of(query: Query, demand: Demand, sites: Sequence[Site], now_s: float) -> MicoError | None:
     """Return the error for a query that no site may ever take, of all sites that serve its model."""
-    return _region_error(query, sites) or _limits_error(demand, sites)
+    return (
+        _region_error(query, sites) or _limits_error(demand, sites) or _inability_error(query, sites, now_s)
+    )
 
 
 def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
@@ -84,6 +86,19 @@ def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
         return None
     where = ", ".join(sorted(regions))
     return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
+
+
+def _inability_error(query: Query, sites: Sequence[Site], now_s: float) -> BadRequest | None:
+    """Return the error for what no site can do that serves the model, those left out that are long gone."""
+    models = [site.identity.models[query.model] for site in _heard_of(query.model, sites, now_s)]
+    if not models or any(query.needs <= model.features for model in models):
+        return None
+    lacking = query.needs - frozenset().union(*(model.features for model in models))
+    return BadRequest(
+        f"No site that serves {query.model} has all of: {', '.join(sorted(lacking or query.needs))}."
+        " /v1/models lists what models can do.",
+        param="model",
+    )
 
 
 def _limits_error(demand: Demand, sites: Sequence[Site]) -> BadRequest | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
+from gateway.query.refusals import MAX_AWAY_S
 from gateway.routing.model_routes import ModelRoute, Target
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, chat_body, error_of, on_loopback
@@ -110,13 +112,31 @@ def test_what_one_site_does_not_support_is_sent_again_to_one_that_is_away() -> N
     play(scenario)
 
 
-def test_a_site_that_is_gone_for_long_makes_no_prompt_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def gone_for_long(here: Scene, site: ScriptedSite) -> None:
+    await gone(here, site)
+    listed = here.gateway.directory._sites[site.name]
+    heard_s = here.gateway.clock() - 2 * MAX_AWAY_S
+    here.gateway.directory._put(replace(listed, load=replace(listed.load, received_s=heard_s)))
+
+
+@pytest.mark.parametrize("model", ["m", "name"])
+@pytest.mark.parametrize("asked", [{"tools": TOOLS}, {"logprobs": True}])
+def test_a_site_that_is_gone_for_long_lends_no_ability(model: str, asked: dict[str, Any]) -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able = await here.site("able", features=("chat", "tools", "logprobs"))
+        await here.site("plain", features=("chat",))
+        await gone_for_long(here, able)
+        error_of(await edge.chat(model=model, **asked), 400)
+
+    play(scenario)
+
+
+def test_a_site_that_is_gone_for_long_makes_no_prompt_fit() -> None:
     """It stays listed. Clients that shorten their prompts at a 400 would send them again and again."""
 
     async def scenario(here: Scene, edge: Edge) -> None:
         long, short = await here.site("long", context_tokens=4096), await here.site("short")
-        await gone(here, long)
-        monkeypatch.setattr("gateway.query.refusals.MAX_AWAY_S", 0.0)
+        await gone_for_long(here, long)
         asked = asyncio.create_task(edge.chat(model="m"))
         await reject(short, pb.Rejected.CONTEXT_LENGTH)
         assert error_of(await asked, 400)["code"] == "context_length_exceeded"
