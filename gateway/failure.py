@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 class FailureCause(StrEnum):
     """Why an attempt failed. The first two are mistakes of the client: CONTEXT_LENGTH only if no site has a
-    longer context, INVALID at every site.
+    longer context, INVALID at every site. UNSUPPORTED is one if no site can do it.
     """
 
     CONTEXT_LENGTH = "context_length"
@@ -20,6 +20,10 @@ class FailureCause(StrEnum):
     LOST = "lost"
     RELEASED = "released"
     CANCELLED = "cancelled"
+
+
+INABILITIES = frozenset((FailureCause.CONTEXT_LENGTH, FailureCause.UNSUPPORTED))
+"""Causes for which the query can never be answered at that site, but maybe at another."""
 
 
 class AttemptFailure(NamedTuple):

@@ -35,11 +35,22 @@ class Answer(dict[str, Any]):
     """A JSON object of an answer. Raises CommandFailed for a key that it lacks."""
 
     def __missing__(self, key: str) -> Any:
-        raise CommandFailed(
-            "the gateway's answer is not understood",
-            cause=f"it has no {key!r}: another version of Mico, or another program",
-            tip="mico doctor shows its version; --base-url or MICO_BASE_URL names another",
-        )
+        raise not_understood(f"it has no {key!r}")
+
+    def objects(self, key: str) -> list[Answer]:
+        """Return a list of objects. Raises CommandFailed if the value is anything else."""
+        found = self[key]
+        if not isinstance(found, list) or not all(isinstance(each, Answer) for each in found):
+            raise not_understood(f"its {key!r} is no list of objects")
+        return found
+
+
+def not_understood(cause: str) -> CommandFailed:
+    return CommandFailed(
+        "the gateway's answer is not understood",
+        cause=f"{cause}: another version of Mico, or another program",
+        tip="mico doctor shows its version; --base-url or MICO_BASE_URL names another",
+    )
 
 
 class Client:
@@ -82,7 +93,7 @@ class Client:
     def root(self) -> str:
         return self.base_url.removesuffix("/v1")
 
-    def get(self, path: str, timeout_s: float = READ_TIMEOUT_S) -> dict[str, Any]:
+    def get(self, path: str, timeout_s: float = READ_TIMEOUT_S) -> Answer:
         """Return the JSON answer to a GET of `path`, which starts with /v1/ or /admin/.
 
         Raises CommandFailed for an error status, and GatewayUnavailable after `timeout_s` without data.
@@ -93,13 +104,13 @@ class Client:
             "GET", path, timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         )
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any]) -> Answer:
         return self._request("POST", path, body)
 
-    def delete(self, path: str) -> dict[str, Any]:
+    def delete(self, path: str) -> Answer:
         return self._request("DELETE", path)
 
-    def upload(self, path: Path, purpose: str) -> dict[str, Any]:
+    def upload(self, path: Path, purpose: str) -> Answer:
         """Upload a file while reading it, so that a large file is never in memory as a whole."""
         with path.open("rb") as file:
             return self._request(
@@ -128,9 +139,7 @@ class Client:
             if not is_special:
                 partial.unlink(missing_ok=True)
 
-    def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any
-    ) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any) -> Answer:
         import httpx
 
         try:
@@ -145,7 +154,7 @@ class Client:
             answer = response.json(object_hook=Answer)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict):
+        if not isinstance(answer, Answer):
             raise CommandFailed(
                 f"{self.root} is no gateway of Mico",
                 cause=f"its answer to {path} begins with {response.text[:60]!r}",
@@ -169,7 +178,7 @@ class Client:
                         return
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise CommandFailed("the answer broke off", cause=chunk["error"]["message"])
+                        raise CommandFailed("the answer broke off", cause=error_message(data))
                     yield StreamEvent(chunk, headers)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
@@ -208,12 +217,17 @@ def parse_base_url(base_url: str) -> httpx.URL:
     return url
 
 
+def error_message(text: str) -> str:
+    """Return the message of an error in OpenAI's shape, the beginning of any other."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return " ".join(text[:200].split())
+
+
 def error_from_response(status: int, text: str) -> CommandFailed:
     """Convert an error response, in OpenAI's shape or any other, into a CommandFailed."""
-    try:
-        cause = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        cause = " ".join(text[:200].split())
+    cause = error_message(text)
     if status == 401:
         tip = "mico keys create NAME makes a key; --api-key or MICO_API_KEY passes it"
         return CommandFailed(

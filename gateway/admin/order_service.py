@@ -11,12 +11,10 @@ from contextlib import suppress
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.admin.preview import Preview, preview
-from gateway.domain import SiteState
 from gateway.errors import BadRequest, Overloaded
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.operator_orders import SERVICE, Action, AuditEntry, Order, Verb, order_of, standings, subject_of
-from gateway.routing.failover import same_weights
 from gateway.site_events import Event
 from gateway.store.database import reason
 from gateway.store.orders import OrderTable
@@ -132,21 +130,7 @@ class OrderService:
             due = order.subject == SERVICE and order.move_at is not None and order.move_at <= now
             link = self._links.get(order.site)
             if due and link is not None and order.is_active(now):
-                link.move_away(self._served_elsewhere(order.site), f"{order.site} was paused by an operator")
-
-    def _served_elsewhere(self, site: str) -> set[str]:
-        candidates = [
-            other
-            for other in self._directory.sites
-            if other.name != site and other.state is SiteState.READY and other.weight > 0
-        ]
-        own = next((each.identity for each in self._directory.sites if each.name == site), None)
-        return {
-            model
-            for other in candidates
-            for model in other.identity.models
-            if model not in other.pinned_off and (own is None or same_weights(own, other.identity, model))
-        }
+                link.move_away(f"{order.site} was paused by an operator")
 
     async def _expire_orders(self, now: float) -> None:
         with suppress(TimeoutError):

@@ -59,7 +59,7 @@ async def open_batches(
 
     context = BatchContext(
         answer=partial(answer, query_context),
-        models=NamedModels(query_context),
+        models=NamedModels(query_context, also_away=True),
         known_models=lambda: directory.models if query_context.fleet_complete else (),
         model_of=partial(_model_of, query_context, caller),
         sites=lambda: directory.sites,

@@ -87,7 +87,7 @@ class LiveAttempt:
         prices: Prices = FREE,
         resumed_tokens: int = 0,
         resumable: bool = True,
-        tried: frozenset[str] = frozenset(),
+        excluded: frozenset[str] = frozenset(),
     ) -> None:
         self.decision = decision
         self.demand = demand
@@ -99,8 +99,9 @@ class LiveAttempt:
         self.resumed_tokens = resumed_tokens  # of the answer, which sites before gave
         self.wire_bytes = 0  # of the deltas so far
         self.resumable = resumable
-        self.tried = tried  # sites that failed the query before
+        self.excluded = excluded  # sites that failed the query before, or can't go on with it
         self.started = False
+        self._has_reasoned = False
         self.accepted: Accepted | None = None
         self.expired = False
         self.truncated = False
@@ -122,6 +123,11 @@ class LiveAttempt:
     def movable(self) -> bool:
         """Return whether another site can take the attempt over without the client noticing."""
         return self.resumable or not self.started
+
+    @property
+    def needs_to_resume(self) -> frozenset[str]:
+        """Return the features of a model that can go on after the tokens so far."""
+        return frozenset(("resume", "reasoning") if self._has_reasoned else ("resume",))
 
     @property
     def completion_tokens(self) -> int:
@@ -176,6 +182,8 @@ class LiveAttempt:
         may_wait = self.started and delta.finish is None
         if not self.truncated:
             self.started = self._has_output = True
+            if delta.reasoning:
+                self._has_reasoned = True
             choice.add(delta)
         if delta.finish is not None:
             choice.finished, choice.cached_tokens = True, delta.cached_tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -139,9 +139,11 @@ class Link:
         *,
         resume: Resume | None = None,
         moves: int = 0,
-        tried: frozenset[str] = frozenset(),
+        excluded: frozenset[str] = frozenset(),
         prefix_hashes: bytes = b"",
     ) -> LiveAttempt:
+        if resume is not None and not (resume.has_output or self._names_tokens(query.model)):
+            resume = None  # without a tokenizer it can't go on from tokens alone, and begins anew
         attempt = LiveAttempt(
             decision=decision,
             demand=demand,
@@ -154,7 +156,7 @@ class Link:
             prices=self._directory.prices_of(self.name) or FREE,
             resumed_tokens=resume.tokens if resume else 0,
             resumable=query.sampling.resumable and self._names_tokens(query.model),
-            tried=tried,
+            excluded=excluded,
         )
         if self.closing is not None:
             attempt.fail(AttemptFailure(self.name, FailureCause.LOST, self.closing))
@@ -164,16 +166,15 @@ class Link:
             attempt.fail(AttemptFailure(self.name, FailureCause.FULL, message))
             return attempt
         deadline_s = max(0.001, query.deadline_s - self._clock())
-        assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
+        assign = codec.assign(query, attempt.id, forecast, resume, deadline_s)
         assign.assign.prefix_hashes = prefix_hashes
         if not self._live:
             self.silent_since_s = self._clock()
-        attempt_id = decision.attempt_id
-        self._live[attempt_id] = attempt
-        self._unreported.add(attempt_id, demand)
-        self._progress.assigned(attempt_id, self._awake.now_s)
+        self._live[attempt.id] = attempt
+        self._unreported.add(attempt.id, demand)
+        self._progress.assigned(attempt.id, self._awake.now_s)
         self._directory.set_credit(self.name, self._unreported.credit)
-        self.outbox.put(assign, attempt_id)
+        self.outbox.put(assign, attempt.id)
         return attempt
 
     def pending(self) -> list[LiveAttempt]:
@@ -192,18 +193,13 @@ class Link:
                 AttemptFailure(self.name, FailureCause.CANCELLED, "the site did not say that it ended"),
             )
 
-    def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
-        """Fail the attempts that another site can continue, so that they are decided anew; return their
-        number.
+    def move_away(self, reason: str) -> None:
+        """Fail the attempts that another site can continue now, so that they are decided anew.
 
         The other attempts may finish here.
         """
-        moving = [
-            each for each in self._live.values() if each.movable and each.demand.model in served_elsewhere
-        ]
-        for attempt in moving:
+        for attempt in [each for each in self._live.values() if self._can_move(each)]:
             self._give_up(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
-        return len(moving)
 
     def ping(self) -> str | None:
         """Send a ping, unless one waits to be sent; return why the link must end if none is answered."""
@@ -313,8 +309,8 @@ class Link:
             return False
         demand, fleet = attempt.demand, self._directory.fleet
         if attempt.started:
-            demand = replace(demand, needs=demand.needs | {"resume"})
-        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.tried))
+            demand = replace(demand, needs=demand.needs | attempt.needs_to_resume)
+        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.excluded))
         return any(
             not attempt.started or same_weights(self.identity, fleet.sites[place].identity, demand.model)
             for place in np.flatnonzero(takers)

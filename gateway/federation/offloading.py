@@ -121,7 +121,7 @@ class Offloading:
         """Return the attempts that wait at the donors and are in no open round."""
         asked = self._asked()
         return [
-            Pending(attempt.id, donor, attempt.demand, attempt.moves)
+            Pending(attempt.id, donor, attempt.demand, attempt.moves, attempt.excluded)
             for donor in sorted(donors)
             for attempt in self._links[donor].pending()
             if attempt.id not in asked

@@ -93,7 +93,7 @@ class UnaryEndpoint:
         exchange.caller = caller = await authenticate(scope, self.backend)
         try:
             request = await self.backend.read_json(scope, receive, caller, self._read_request)
-            check_model(request, self.backend.models(), caller.tenant)
+            check_model(request, self.backend.known_models(), caller.tenant)
         except ClientGone:
             return
         queries = build_queries(

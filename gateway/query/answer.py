@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
-from gateway.domain import AnswerEvent, Query, SiteState
+from gateway.domain import AnswerEvent, Query
 from gateway.errors import DeadlinePassed, MicoError, ShuttingDown, TooMany
-from gateway.failure import FailureCause
+from gateway.failure import INABILITIES, FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
-from gateway.query.refusals import refusal_of, sites_of_other_weights, too_short_sites
+from gateway.query.refusals import able_is_away, may_come_back, refusal_of, unable_sites
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import Unit
@@ -206,21 +206,20 @@ class QueryRun:
         if self._targets.are_left and not self.state.opened:
             return
         until_s = context.clock() + REJOIN_WITHIN_S
-        while context.clock() < until_s and self._is_down_elsewhere(planned):
+        while (now_s := context.clock()) < until_s and may_come_back(
+            self.query.model, planned.tried, context.directory.sites, now_s
+        ):
             if self._place(planned)[1].site is not None:
                 return
             await self._in_time(asyncio.sleep(REJOIN_POLL_S))
 
     def decide(self, planned: Try) -> Assignment:
         """Choose the site of a try. Raises the error for the client if no site can take it."""
-        context, query, state = self.context, self.query, self.state
+        context, query = self.context, self.query
         began_s = context.clock() - query.received_s
         demand, placed = self._place(planned)
         if placed.site is None:
-            failure = state.current.failure if state.current else None
-            is_refusable = context.fleet_complete and not state.opened
-            refusal = refusal_of(query, demand, context.directory.sites) if is_refusable else None
-            raise refusal or final_error(failure, planned.resume, placed.reason)
+            raise self._no_site_error(planned, demand, placed.reason)
         decision = Decision(
             query_id=query.id,
             attempt_id=context.new_id(),
@@ -248,7 +247,7 @@ class QueryRun:
             forecast,
             resume=planned.resume,
             moves=planned.moves,
-            tried=planned.tried,
+            excluded=planned.tried.union(self._excluded(planned)),
             prefix_hashes=self.state.prefix.announced if self.state.prefix else b"",
         )
         if self.state.reservation.bound and not isinstance(self.query.prompt, Pooling):
@@ -302,24 +301,35 @@ class QueryRun:
 
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
         """Decide by the first way of resuming that some site supports."""
-        context = self.context
-        excluded: dict[str, str] = {}
-        if limit_tokens := self.state.too_short_context_tokens:
-            excluded |= too_short_sites(self.query.model, limit_tokens, context.directory.sites)
-        if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
-            excluded |= sites_of_other_weights(self.query.model, begun_by, context.directory.sites)
+        excluded = self._excluded(planned)
         for needs in (None,) if planned.resume is None else resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
-            placed = context.place(demand, planned, excluded)
+            placed = self.context.place(demand, planned, excluded)
             if placed.site is not None:
                 break
         return demand, placed
 
-    def _is_down_elsewhere(self, planned: Try) -> bool:
-        """Return whether a site that has not been tried serves the model, but is down."""
-        model = self.query.model
-        others = [each for each in self.context.directory.sites if each.name not in planned.tried]
-        return any(each.state is SiteState.DOWN and model in each.identity.models for each in others)
+    def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
+        """Return the error for a query that no site can take now."""
+        context, state = self.context, self.state
+        sites, complete, now_s = context.directory.sites, context.fleet_complete, context.clock()
+        failure, limit_tokens = state.failure, state.too_short_context_tokens
+        if state.opened:
+            return final_error(failure, planned.resume, reason)
+        if (
+            failure is not None
+            and failure.cause in INABILITIES
+            and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites, now_s))
+        ):
+            reason, failure = f"{reason}; {failure.site}: {failure.message}", None
+        refusal = refusal_of(self.query, demand, sites, now_s) if complete else None
+        return refusal or final_error(failure, planned.resume, reason)
+
+    def _excluded(self, planned: Try) -> dict[str, str]:
+        """Return the sites that can't take the query although they serve its model, and why."""
+        state, sites = self.state, self.context.directory.sites
+        begun_by = state.opened_by if planned.resume is not None else None
+        return unable_sites(self.query.model, state.too_short_context_tokens, begun_by, sites)
 
     def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
         """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""

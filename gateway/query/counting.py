@@ -20,6 +20,7 @@ from gateway.query.context import QueryContext
 from gateway.query.targets import targets_of
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, tries
+from gateway.routing.model_routes import ModelRoute
 
 MAX_COUNTS = 64
 COUNT = frozenset({"count"})
@@ -41,8 +42,7 @@ class TokenCounter:
         For a route, those of its first target that can count now: which one will answer is not known.
         """
         if route := self._context.routes().get(query.model):
-            first, *_ = targets_of(query, route, self._context.directory.served, 0.0, needs=COUNT)
-            query = replace(query, model=first.model)
+            query = replace(query, model=self._target(query, route))
         self._admit(query)
         tenant = query.caller.tenant
         self._counting.append(tenant)
@@ -53,6 +53,14 @@ class TokenCounter:
             raise DeadlinePassed(f"no site counted the prompt within {WITHIN_S:.0f} s") from exc
         finally:
             self._counting.remove(tenant)
+
+    def _target(self, query: Query, route: ModelRoute) -> str:
+        """Return the model of a route's first target that can count now, of the first that could before."""
+        context = self._context
+        complete, served = context.fleet_complete, context.directory.served
+        able = targets_of(query, route, context.directory.models, 0.0, needs=COUNT, fleet_complete=complete)
+        now = [each.model for each in able if each.model in served and served[each.model].features >= COUNT]
+        return now[0] if now else able[0].model
 
     def _admit(self, query: Query) -> None:
         context = self._context

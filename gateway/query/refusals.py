@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from gateway.domain import Query, Site, SiteIdentity
+from gateway.domain import Query, Site, SiteIdentity, SiteState
 from gateway.errors import BadRequest, Forbidden, MicoError
+from gateway.failure import AttemptFailure, FailureCause
 from gateway.routing.demand import Demand
 from gateway.routing.failover import same_weights
-from gateway.routing.filters import beyond_limits
+from gateway.routing.filters import beyond_limits, is_stale
+
+AWAY = (SiteState.DOWN, SiteState.STALE)
+"""Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
+MAX_AWAY_S = 600.0
+"""A site that was not heard of for longer is not waited for: it may be gone for good, and stays listed."""
 
 
-def refusal_of(query: Query, demand: Demand, sites: Sequence[Site]) -> MicoError | None:
+def refusal_of(query: Query, demand: Demand, sites: Sequence[Site], now_s: float) -> MicoError | None:
     """Return the error for a query that no site may ever take, of all sites that serve its model."""
-    return _region_error(query, sites) or _limits_error(demand, sites)
+    return (
+        _region_error(query, sites) or _limits_error(demand, sites) or _inability_error(query, sites, now_s)
+    )
+
+
+def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
+    """Return whether a site that was not tried serves the model, but is down or has not reported lately."""
+    return any(
+        (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
+        for each in _heard_of(model_id, sites, now_s)
+        if each.name not in tried
+    )
+
+
+def able_is_away(
+    model_id: str, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site], now_s: float
+) -> bool:
+    """Return whether another site, which takes no work now but may later, might do what one was not able to:
+    for a prompt too long for `limit_tokens` one with a longer context.
+    """
+    longer_than = limit_tokens if failure.cause is FailureCause.CONTEXT_LENGTH else -1
+    return any(
+        site.identity.models[model_id].context_tokens > longer_than
+        for site in _heard_of(model_id, sites, now_s)
+        if site.state is not SiteState.READY and site.name != failure.site
+    )
+
+
+def _heard_of(model_id: str, sites: Sequence[Site], now_s: float) -> list[Site]:
+    """Return the sites that serve a model, or did so within MAX_AWAY_S."""
+    since_s = now_s - MAX_AWAY_S
+    return [site for site in sites if model_id in site.identity.models and site.load.received_s >= since_s]
+
+
+def unable_sites(
+    model_id: str, limit_tokens: int, begun_by: SiteIdentity | None, sites: Sequence[Site]
+) -> dict[str, str]:
+    """Return the sites that can't take a query although they serve its model, and why: it did not fit a
+    context of `limit_tokens`, 0 where none was too short, or `begun_by` has begun its answer.
+    """
+    excluded = too_short_sites(model_id, limit_tokens, sites) if limit_tokens else {}
+    return excluded | (sites_of_other_weights(model_id, begun_by, sites) if begun_by is not None else {})
 
 
 def too_short_sites(model_id: str, limit_tokens: int, sites: Sequence[Site]) -> dict[str, str]:
@@ -39,6 +86,19 @@ def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
         return None
     where = ", ".join(sorted(regions))
     return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
+
+
+def _inability_error(query: Query, sites: Sequence[Site], now_s: float) -> BadRequest | None:
+    """Return the error for what no site can do that serves the model, those left out that are long gone."""
+    models = [site.identity.models[query.model] for site in _heard_of(query.model, sites, now_s)]
+    if not models or any(query.needs <= model.features for model in models):
+        return None
+    lacking = query.needs - frozenset().union(*(model.features for model in models))
+    return BadRequest(
+        f"No site that serves {query.model} has all of: {', '.join(sorted(lacking or query.needs))}."
+        " /v1/models lists what models can do.",
+        param="model",
+    )
 
 
 def _limits_error(demand: Demand, sites: Sequence[Site]) -> BadRequest | None:

@@ -13,7 +13,7 @@ from gateway.decision import Estimate
 from gateway.domain import Attempt, Delta, Finish, Opening, Outcome, Query, SiteIdentity, Status, Usage
 from gateway.ending import Ending
 from gateway.errors import ClientMistake, MicoError, Overloaded
-from gateway.failure import FailureCause, Resume
+from gateway.failure import INABILITIES, AttemptFailure, FailureCause, Resume
 from gateway.federation.attempt import LiveAttempt
 from gateway.prices import Prices
 from gateway.prompt import Chat, Pooling, Prompt, memory_bytes
@@ -122,10 +122,30 @@ class QueryState:
     @property
     def too_short_context_tokens(self) -> int:
         """Return the longest context that a site found too short for the prompt; 0 if none did."""
+        refused = [a for a, failure in self._failed() if failure.cause is FailureCause.CONTEXT_LENGTH]
+        return max((a.site.models[self.query.model].context_tokens for a in refused), default=0)
+
+    @property
+    def failure(self) -> AttemptFailure | None:
+        """Return how the query failed so far: as it did last, but by no inability of a site where another
+        that may have been able failed otherwise.
+        """
+        last = self.current.failure if self.current is not None else None
+        if last is None or last.cause not in INABILITIES:
+            return last
+        limit_tokens = self.too_short_context_tokens if last.cause is FailureCause.CONTEXT_LENGTH else -1
+        able = [
+            failure
+            for attempt, failure in self._failed()
+            if failure.cause not in INABILITIES
+            and attempt.site.models[self.query.model].context_tokens > limit_tokens
+        ]
+        return able[-1] if able else last
+
+    def _failed(self) -> list[tuple[LiveAttempt, AttemptFailure]]:
+        """Return the attempts at the model that failed, each with how it did."""
         model = self.query.model
-        tried = [each for each in self._attempts if each.failure and each.demand.model == model]
-        refused = [a for a in tried if a.failure and a.failure.cause is FailureCause.CONTEXT_LENGTH]
-        return max((a.site.models[model].context_tokens for a in refused), default=0)
+        return [(a, a.failure) for a in self._attempts if a.failure and a.demand.model == model]
 
     @property
     def usage(self) -> Usage:
@@ -167,6 +187,8 @@ class QueryState:
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
+        if not attempt.resumed_tokens:  # it begins the answer anew
+            self._token_ids, self._tokens = [], 0
         if self.expired:
             attempt.expire()
         if self._queue_s is None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.domain import Caller, Model, Query
 from gateway.errors import BadRequest, ContextTooLong, Forbidden, MicoError, NoSite
 from gateway.prompt import least_chars
-from gateway.query.admission import RETRY_AFTER_S
+from gateway.query.admission import RETRY_AFTER_S, exists_for
 from gateway.query.context import QueryContext
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
@@ -40,7 +40,8 @@ class Targets:
         route = None if query.asked_model else context.routes().get(query.model)
         if route is None:
             return query
-        first, *self._left = targets_of(query, route, context.directory.models, draw(_draw_key(query.id)))
+        models, drawn = context.directory.models, draw(_draw_key(query.id))
+        first, *self._left = targets_of(query, route, models, drawn, fleet_complete=context.fleet_complete)
         return _turned(query, first)
 
     def stand_in(self, query: Query, prospect: Callable[[str], Prospect]) -> Query | None:
@@ -66,15 +67,23 @@ class Targets:
 
 
 class NamedModels:
-    """The models that sites serve now and the routes to them, as models: made anew once either changes."""
+    """The models that sites serve now and the routes to them, as models: made anew once either changes.
 
-    def __init__(self, context: QueryContext) -> None:
+    `also_away`: with what sites served before they went down, to check what requests need. None as long as
+    sites may still be joining: what those can do is not known.
+    """
+
+    def __init__(self, context: QueryContext, *, also_away: bool = False) -> None:
         self._context = context
+        self._also_away = also_away
         self._made_of: tuple[object, object] | None = None
         self._models: list[Model] = []
 
     def __call__(self) -> list[Model]:
-        served, routes = self._context.directory.served, self._context.routes()
+        if self._also_away and not self._context.fleet_complete:
+            return []
+        directory, routes = self._context.directory, self._context.routes()
+        served = directory.models if self._also_away else directory.served
         if self._made_of is None or self._made_of[0] is not served or self._made_of[1] is not routes:
             self._models = list({**served, **route_models(routes, served)}.values())
             self._made_of = served, routes
@@ -88,12 +97,13 @@ def targets_of(
     drawn: float,
     *,
     needs: frozenset[str] = frozenset(),
+    fleet_complete: bool = True,
 ) -> list[Target]:
     """Return the targets that could answer the query, in order, at least one.
 
     A target is left out that the key may not use, that no listed site serves, or that lacks a feature; one
     that is too short for the prompt or the answer only while another is not. Raises Forbidden, NoSite or
-    BadRequest if none is left.
+    BadRequest if none is left. `fleet_complete` as in `admission.check_model`.
     """
     allowed = [target for target in route.targets if query.caller.may_use(target.model)]
     if not any(target.weight > 0 for target in allowed):
@@ -105,6 +115,11 @@ def targets_of(
         raise NoSite(f"no site serves a model of {route.name!r} now", retry_after_s=RETRY_AFTER_S)
     needed = query.needs | needs
     able = [target for target in known if needed <= models[target.model].features]
+    if not able and not fleet_complete:
+        raise NoSite(
+            f"no site for {route.name!r} has joined yet that has all of: {', '.join(sorted(needed))}",
+            retry_after_s=RETRY_AFTER_S,
+        )
     if not able:
         raise BadRequest(
             f"No model behind {route.name} has all of: {', '.join(sorted(needed))}."
@@ -120,7 +135,8 @@ def model_of_batch(name: str, batch_id: str, caller: Caller | None, context: Que
     if route is None or caller is None:
         return name
     served = context.directory.served
-    able = [each for each in route.targets if each.model in served and caller.may_use(each.model)]
+    usable = [each for each in route.targets if each.model in served and caller.may_use(each.model)]
+    able = [each for each in usable if exists_for(caller, served[each.model])]
     return next((each.model for each in in_order(able, draw(_draw_key(batch_id)))), name)
 
 

@@ -35,12 +35,15 @@ class Sites(Protocol):
 
 
 class Pending(NamedTuple):
-    """An attempt assigned to `site` that has not started there, as far as this gateway knows."""
+    """An attempt assigned to `site` that has not started there, as far as this gateway knows. `excluded`:
+    sites that can't take it.
+    """
 
     attempt_id: str
     site: str
     demand: Demand
     moves: int
+    excluded: frozenset[str] = frozenset()
 
 
 class Offer(NamedTuple):
@@ -154,7 +157,7 @@ def wins(bidder: str, pending: Sequence[Pending], sites: Sites, now_s: float) ->
 def _may_move(each: Pending, bidder: Site, sites: Sites, now_s: float) -> bool:
     if each.site == bidder.name or each.moves >= MAX_MOVES or sites.site(each.site) is None:
         return False
-    if why_not(each.demand, bidder, now_s) is not None:
+    if why_not(each.demand, bidder, now_s, each.excluded) is not None:
         return False
     return bidder.identity.models[each.demand.model].state is ModelState.READY
 

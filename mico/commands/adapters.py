@@ -20,7 +20,7 @@ app = typer.Typer(help="The adapters that jobs of fine-tuning have made.", no_ar
 def list_adapters(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """List tuned models and checkpoints, and whether a site serves them now."""
     session = session_of(context)
-    found = session.client(*gateway).get("/v1/fine_tuning/models")["data"]
+    found = session.client(*gateway).get("/v1/fine_tuning/models").objects("data")
     if as_json:
         session.terminal.json(found)
     elif found:

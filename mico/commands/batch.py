@@ -130,7 +130,7 @@ def list_batches(
 ) -> None:
     """List the newest batches and their progress."""
     session = session_of(context)
-    found = session.client(*gateway).get(f"/v1/batches?limit={limit}")["data"]
+    found = session.client(*gateway).get(f"/v1/batches?limit={limit}").objects("data")
     if as_json:
         session.terminal.json(found)
     elif found:

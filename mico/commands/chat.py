@@ -134,7 +134,7 @@ def response_format(file: Path) -> dict[str, object]:
 
 
 def first_model(client: Client) -> str:
-    models = client.get("/v1/models")["data"]
+    models = client.get("/v1/models").objects("data")
     if not models:
         raise CommandFailed("no model is served now", tip="mico sites list shows which sites are there")
     return str(models[0]["id"])

@@ -79,7 +79,7 @@ def check_federation(session: Session, gateway: GatewayOptions) -> Iterator[Find
     yield health
     if health.verdict is Verdict.OK:
         yield check_request(
-            "API key", lambda: f"accepted; {several(len(client.get('/v1/models')['data']), 'model')}"
+            "API key", lambda: f"accepted; {several(len(client.get('/v1/models').objects('data')), 'model')}"
         )
         yield from check_sites(session, gateway)
 
@@ -204,7 +204,7 @@ def check_processes(session: Session) -> Finding:
 
 def check_sites(session: Session, gateway: GatewayOptions) -> Iterator[Finding]:
     try:
-        listed = session.client(*gateway).get("/admin/api/sites")["sites"]
+        listed = session.client(*gateway).get("/admin/api/sites").objects("sites")
     except CommandFailed as failure:
         yield Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
         return

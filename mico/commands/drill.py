@@ -132,9 +132,8 @@ def select_site(session: Session, name: str | None) -> Process:
     return chosen
 
 
-def list_sites(session: Session, federation: Running) -> list[dict[str, Any]]:
-    sites: list[dict[str, Any]] = session.client(federation.base_url, None).get("/admin/api/sites")["sites"]
-    return sites
+def list_sites(session: Session, federation: Running) -> Sequence[Mapping[str, Any]]:
+    return session.client(federation.base_url, None).get("/admin/api/sites").objects("sites")
 
 
 def busiest(sites: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -228,9 +228,9 @@ def stop(session: Session, running: Running) -> None:
 
 def print_ready(session: Session, running: Running, *, as_json: bool) -> None:
     client = session.client(running.base_url, session.folder.key())
-    models = client.get("/v1/models")["data"]
+    models = client.get("/v1/models").objects("data")
     model = models[0]["id"] if models else None
-    sites = client.get("/admin/api/sites")["sites"]
+    sites = client.get("/admin/api/sites").objects("sites")
     key = session.folder.key() or ""
     if as_json:
         base_urls = [f"{root_url}/v1" for root_url in running.root_urls]

@@ -34,7 +34,7 @@ def served(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = F
     if context.invoked_subcommand:
         return
     session = session_of(context)
-    found = session.client(*gateway).get("/v1/models")["data"]
+    found = session.client(*gateway).get("/v1/models").objects("data")
     if as_json:
         session.terminal.json(found)
         return

@@ -25,7 +25,7 @@ Name = Annotated[str, typer.Argument(help="The name that clients ask for.")]
 def list_routes(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """List every route with its targets in order."""
     session = session_of(context)
-    routes = session.client(*gateway).get(PATH)["routes"]
+    routes = session.client(*gateway).get(PATH).objects("routes")
     if as_json:
         session.terminal.json(routes)
     elif routes:
@@ -43,7 +43,7 @@ def list_routes(context: typer.Context, *, gateway: GatewayOptions, as_json: Jso
 def show_route(context: typer.Context, name: Name, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """Show one route, who set it and why."""
     session = session_of(context)
-    routes = session.client(*gateway).get(PATH)["routes"]
+    routes = session.client(*gateway).get(PATH).objects("routes")
     route = next((each for each in routes if each["name"] == name), None)
     if route is None:
         names = ", ".join(each["name"] for each in routes) or "none"
@@ -112,7 +112,7 @@ def take_out(
     """Take a model out of the routes at once: it gets no new queries by them."""
     session = session_of(context)
     body = {"model": model, "name": route, "reason": needed(reason)}
-    changed = session.client(*gateway).post(f"{PATH}/off", body)["routes"]
+    changed = session.client(*gateway).post(f"{PATH}/off", body).objects("routes")
     if as_json:
         session.terminal.json(changed)
         return

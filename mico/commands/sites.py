@@ -21,7 +21,7 @@ app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """List every site with its place, state and load."""
     session = session_of(context)
-    sites = session.client(*gateway).get("/admin/api/sites")["sites"]
+    sites = session.client(*gateway).get("/admin/api/sites").objects("sites")
     if as_json:
         session.terminal.json(sites)
     elif sites:
@@ -40,7 +40,7 @@ def show_site(
 ) -> None:
     """Show everything that the gateway knows about one site."""
     session = session_of(context)
-    sites = session.client(*gateway).get("/admin/api/sites")["sites"]
+    sites = session.client(*gateway).get("/admin/api/sites").objects("sites")
     site = next((site for site in sites if site["name"] == name), None)
     if site is None:
         names = ", ".join(site["name"] for site in sites) or "none"

@@ -63,10 +63,9 @@ def top(
 def newest_batches(client: Client) -> list[dict[str, Any]]:
     """Return the newest batches, or none: they are in the database, and sites are shown while it is away."""
     try:
-        batches: list[dict[str, Any]] = client.get(BATCHES, timeout_s=REFRESH_TIMEOUT_S)["data"]
+        return [*client.get(BATCHES, timeout_s=REFRESH_TIMEOUT_S).objects("data")]
     except CommandFailed:
         return []
-    return batches
 
 
 def run_live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:

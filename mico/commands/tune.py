@@ -91,7 +91,7 @@ def list_jobs(
 ) -> None:
     """List the newest jobs and their progress."""
     session = session_of(context)
-    found = session.client(*gateway).get(f"{JOBS}?limit={limit}")["data"]
+    found = session.client(*gateway).get(f"{JOBS}?limit={limit}").objects("data")
     if as_json:
         session.terminal.json(found)
     elif found:
@@ -126,7 +126,7 @@ def events(
 ) -> None:
     """Show what has happened to a job, the oldest first: each fault of its files, each step, each site."""
     session = session_of(context)
-    found = session.client(*gateway).get(f"{path_of(job_id)}/events?limit={limit}")["data"]
+    found = session.client(*gateway).get(f"{path_of(job_id)}/events?limit={limit}").objects("data")
     found.reverse()
     if as_json:
         session.terminal.json(found)

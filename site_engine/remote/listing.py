@@ -44,7 +44,8 @@ def read_cards(status: int, body: bytes) -> list[Card]:
     """Return the cards on a page of models, empty if it is none."""
     try:
         data = json.loads(body)["data"] if status == 200 else []
-        return [each for each in data if isinstance(each, dict) and each.get("id")]
+        named = [each for each in data if isinstance(each, dict) and isinstance(each.get("id"), str)]
+        return [each for each in named if each["id"]]
     except (ValueError, KeyError, TypeError):
         return []
 

@@ -134,29 +134,6 @@ def test_a_site_lost_in_mid_thought_is_not_resumed_where_it_would_be_said_again(
     run(scenario)
 
 
-def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> None:
-    """A gateway that stood still for some seconds finds every link ended."""
-
-    async def scenario(here: Scene) -> None:
-        sites = [await here.site("a"), await here.site("b")]
-        task, pieces = start_answer(here, here.query())
-        serving, assign = await assigned_site(here, *sites)
-        other = next(s for s in sites if s is not serving)
-        await serving.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
-        await other.close()
-        await until(lambda: other.name not in here.gateway.federation.links, "the other one is lost")
-        await serving.close()
-        await until(lambda: not here.gateway.federation.links, "both are lost")
-        again = await here.site(other.name)
-        await again.finish(await again.assigned(), "lo", 5)
-        await task
-        assert text_of(pieces) == "Hello"
-        assert len(here.outcomes) == 1
-
-    run(scenario)
-
-
 def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
@@ -284,6 +261,34 @@ def test_half_a_character_goes_on_with_no_other_weights() -> None:
         with pytest.raises(UpstreamLost, match=r"b: has other weights than those that began"):
             await task
         assert other.inbox.empty()
+
+    run(scenario)
+
+
+def test_tokens_of_half_a_character_are_none_of_an_answer_that_began_anew() -> None:
+    """A server without a tokenizer begins anew where the client has no text. Its own count then stood for
+    the lost tokens, from which the next site went on: the client got another text.
+    """
+
+    async def scenario(here: Scene) -> None:
+        native = await here.site("a")
+        task, pieces = start_answer(here, here.query())
+        assign = await native.assigned()
+        half = pb.Delta(attempt_id=assign.attempt_id, token_ids=[240, 159, 152], completion_tokens=3)
+        await native.send(step=pb.Step(deltas=[half]))
+        await until(lambda: len(pieces) == 2, "the first tokens")
+        server = await here.site("b", features=("chat", "resume_text", "resume_chat"))
+        server.names_tokens = False
+        await native.close()
+        await server.step(await server.assigned(), "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        other = await here.site("c", features=("chat", "resume", "resume_text", "resume_chat"))
+        await server.close()
+        resumed = await other.assigned()
+        assert (resumed.resume.text, resumed.resume.tokens, list(resumed.resume.token_ids)) == ("Hel", 3, [])
+        await other.finish(resumed, "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
 
     run(scenario)
 

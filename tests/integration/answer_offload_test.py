@@ -84,6 +84,59 @@ def test_a_bidder_that_dies_leaves_the_released_queries_to_the_others() -> None:
     run(scenario)
 
 
+def test_an_idle_site_is_not_given_what_it_has_failed_before() -> None:
+    """What it failed was taken from its place at a busy site up to three times, and went back to the end."""
+
+    async def scenario(here: Scene) -> None:
+        failing = await here.site("failing", slots=2)
+        tasks = [asyncio.create_task(collect(here, here.query()))]
+        first = await failing.assigned()
+        busy = await here.site("busy", slots=1)
+        await failing.step(first, "", 0, finish=pb.Delta.FAILED, error="out of memory")
+        assigns = [await busy.assigned()]
+        await failing.send(draining=pb.Draining())
+        await until(
+            lambda: any(s.state == "draining" for s in here.gateway.directory.sites), "the other to go"
+        )
+        tasks.append(asyncio.create_task(collect(here, here.query())))
+        assigns.append(await busy.assigned())
+        await failing.close()
+        await until(lambda: "failing" not in here.gateway.federation.links, "the other to be gone")
+        await busy.report(running=1, running_remaining=[500], pending=1, pending_response_tokens=50)
+        await until(lambda: here.gateway.directory.load_of("busy").pending == 1, "the report")
+        await here.site("failing", slots=2)
+        asked = (await busy.next()).release
+        assert list(asked.attempt_ids) == [assigns[1].attempt_id]
+        await busy.send(released=pb.Released(release_id=asked.release_id))
+        for assign in assigns:
+            await busy.finish(assign, "served", 1)
+        assert [text_of(pieces) for pieces in await asyncio.gather(*tasks)] == ["served", "served"]
+
+    run(scenario)
+
+
+def test_an_idle_site_of_other_weights_is_not_given_what_it_could_not_go_on_with() -> None:
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("dying")
+        task, pieces = start_answer(here, here.query())
+        first = await dying.assigned()
+        busy = await here.site("busy", slots=1)
+        await here.site("idle", revision="rev-2")
+        await dying.step(first, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        resumed = await busy.assigned()
+        await busy.report(running=1, running_remaining=[500], pending=1, pending_response_tokens=50)
+        await until(lambda: here.gateway.directory.load_of("busy").pending == 1, "the report")
+        here.gateway.federation._offloading.bid("idle")
+        assert not here.gateway.federation._offloading._rounds
+        await busy.finish(resumed, "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
 def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site(name, slots=4, answers_pings=False) for name in "abc"]  # none is nearer

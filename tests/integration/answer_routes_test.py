@@ -12,9 +12,10 @@ from gateway.domain import Caller, Opening, Query
 from gateway.errors import BadRequest, Forbidden, NoSite, UpstreamFailed, UpstreamLost
 from gateway.prompt import Chat, Message
 from gateway.query.counting import TokenCounter
+from gateway.query.targets import model_of_batch
 from gateway.routing.model_routes import ModelRoute, Target, When, draw
 from tests.support.answers import collect, run, start_answer, text_of
-from tests.support.fakes.federation import Scene, ScriptedSite, until
+from tests.support.fakes.federation import CALLER, Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
 
 FALLBACK = ModelRoute("name", (Target("a"), Target("b", when=When.UNAVAILABLE)))
@@ -128,6 +129,22 @@ def test_a_model_that_no_site_ever_served_is_passed_over() -> None:
         task = asyncio.create_task(collect(here, ask(here)))
         await two.finish(await two.assigned(), "from b", 1)
         assert text_of(await task) == "from b"
+
+    play(FALLBACK, scenario)
+
+
+def test_a_batch_waits_for_no_room_at_a_target_of_another_tenant() -> None:
+    """Its lines go to the next target, whose room is the one that counts."""
+
+    async def scenario(here: Scene) -> None:
+        owned = await here.site("one", model="a")
+        await here.site("two", model="b")
+        model = owned.served_model
+        model.tenant = "tenant-2"
+        await owned.send(models=pb.Models(models=[model]))
+        await until(lambda: here.gateway.directory.models["a"].tenant == "tenant-2", "the tenant's model")
+        assert model_of_batch("name", "batch", CALLER, here.gateway) == "b"
+        assert model_of_batch("name", "batch", Caller("k", "tenant-2"), here.gateway) == "a"
 
     play(FALLBACK, scenario)
 

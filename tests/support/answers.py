@@ -59,6 +59,7 @@ def backend_of(here: Scene) -> Backend:
         answer=partial(answer, here.gateway),
         count=TokenCounter(here.gateway).count,
         models=NamedModels(here.gateway),
+        known_models=NamedModels(here.gateway, also_away=True),
         routes=here.gateway.routes,
         authenticate=CALLERS.get,
         ready=lambda: Readiness(True, ""),

@@ -112,6 +112,7 @@ def test_a_line_ends_only_where_the_protocol_says_so() -> None:
             (chunk("Hel"), 'data: {"error": {"message": "the site was lost"}}\n\n', "data: [DONE]\n\n"),
             "was lost",
         ),
+        ((chunk("Hel"), 'data: {"error": "the model was unloaded"}\n\n'), "the model was unloaded"),
         ((chunk("Hel"),), "without [DONE]"),
     ],
 )
@@ -196,6 +197,15 @@ def test_an_answer_of_another_shape_is_told() -> None:
         with pytest.raises(CommandFailed, match="answer is not understood") as failure:
             found[key]
         assert f"it has no {key!r}: another version of Mico" in failure.value.cause
+
+
+@pytest.mark.parametrize("data", [None, "m", {"id": "m"}, ["m"], [{"id": "m"}, 7]])
+def test_a_list_of_what_are_no_objects_is_told(data: object) -> None:
+    """`mico models` and `mico chat` blamed themselves for a list of models of another server."""
+    answer = client(lambda _: httpx.Response(200, json={"data": data})).get("/v1/models")
+    with pytest.raises(CommandFailed, match="answer is not understood") as failure:
+        answer.objects("data")
+    assert "its 'data' is no list of objects: another version of Mico" in failure.value.cause
 
 
 @pytest.mark.parametrize("text", ["<html>", "", "[]", "null", "[" * 100_000])

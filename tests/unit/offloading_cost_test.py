@@ -20,6 +20,7 @@ class Waiting(NamedTuple):
     id: str
     demand: Demand
     moves: int = 0
+    excluded: frozenset[str] = frozenset()
 
 
 @dataclass

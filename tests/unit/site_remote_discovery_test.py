@@ -65,3 +65,11 @@ def test_what_no_gateway_takes_of_a_context_or_a_room_is_told_as_the_most_that_i
     told = encode_hello(make_hello(CONFIG, found))
     assert told.kv_capacity_tokens == 2**32 - 1
     assert [each.context_tokens for each in told.models] == [10_485_760, 100_000_000]
+
+
+@pytest.mark.parametrize("odd", [7, ["m"], {"id": ["n"]}, {"id": {"n": 1}}, {"id": 7}, {"id": ""}])
+def test_what_is_no_model_in_a_list_of_models_is_left_out(odd: object) -> None:
+    """An id that is a list ended the site, or the watch over its server, with a fault of its own."""
+    named = {"id": "m", "architecture": {"input_modalities": 7}}
+    found = discovered({MODELS_PATH: httpx.Response(200, json={"data": [odd, named]})})
+    assert [each.id for each in found.models] == ["m"]

@@ -219,3 +219,34 @@ def test_log_probabilities_of_chats_and_of_completions() -> None:
     (output,) = stream.feed(event(choices=[{"index": 0, "text": "ab", "logprobs": of_text}]))
     assert [each.logprob for each in output.logprobs] == [-1.0, -2.0]
     assert output.completion_tokens == 3
+
+
+@pytest.mark.parametrize("figure", [-1, 2**40])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"])
+def test_a_count_that_is_none_ends_no_link(name: str, figure: int) -> None:
+    """No message holds it: with the link, all other answers of the site ended."""
+    usage: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": 5}
+    if name in usage:
+        usage[name] = figure
+    else:
+        kind = "prompt" if name == "cached_tokens" else "completion"
+        usage[f"{kind}_tokens_details"] = {name: figure}
+    stream = ResponseStream(["a"])
+    outputs = read(stream, piece("a", finish="stop"), event(choices=[], usage=usage), DONE) + stream.end()
+    counts = [stream.cached_tokens or 0]
+    for each in outputs:
+        counts += [each.prompt_tokens, each.completion_tokens, each.reasoning_tokens]
+    assert text(outputs) == "a"
+    assert all(0 <= each < 2**32 for each in counts)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"delta": {"tool_calls": [{"index": -1}]}},
+        {"delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "bytes": [300]}]}},
+    ],
+)
+def test_a_place_or_a_byte_that_is_none_breaks_the_answer_alone(part: dict[str, Any]) -> None:
+    with pytest.raises(MalformedStream):
+        read(ResponseStream(["a"]), event(choices=[{"index": 0, **part}]))

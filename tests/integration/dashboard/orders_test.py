@@ -19,6 +19,7 @@ from tests.support.admin_replica import (
 )
 from tests.support.fakes.edge import error_of
 from tests.support.fakes.federation import scene, until
+from wire import federation_pb2 as pb
 
 
 def test_a_drained_site_gets_nothing_new_finishes_what_runs_and_is_resumed(url: str) -> None:
@@ -100,6 +101,44 @@ def test_a_pause_moves_nothing_to_other_weights(url: str) -> None:
         await o.act("a", "pause", within_s=0)
         await site.finish(assign, "lo", 5)
         assert (await running, other.inbox.empty()) == ("Hello", True)
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize("unable", [("chat", "logprobs"), ("chat", "resume")])
+def test_a_pause_moves_nothing_to_a_site_that_can_not_go_on_with_it(
+    url: str, unable: tuple[str, ...]
+) -> None:
+    """Without tokens, or in mid-thought, the answer ended with an error instead of finishing where it was."""
+
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a")
+        running = asyncio.create_task(text_of(o.here))
+        assign = await site.assigned()
+        thought: dict[str, Any] = {"reasoning": "Hm"} if "resume" in unable else {}
+        await site.step(assign, "Hel", 3, **thought)
+        await until(lambda: any(s.opened for s in o.here.gateway.live_queries.values()), "the first token")
+        other = await o.here.site("b", features=unable)
+        o.publisher.tick()
+        await o.act("a", "pause", within_s=0)
+        await site.finish(assign, "lo", 5)
+        assert (await running, other.inbox.empty()) == ("Hello", True)
+
+    play(url, scenario)
+
+
+def test_a_pause_moves_nothing_to_the_site_that_failed_it_before(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        failing = await o.here.site("b")
+        running = asyncio.create_task(text_of(o.here))
+        first = await failing.assigned()
+        site = await o.here.site("a")
+        await failing.step(first, "", 0, finish=pb.Delta.FAILED, error="out of memory")
+        assign = await site.assigned()
+        o.publisher.tick()
+        await o.act("a", "pause", within_s=0)
+        await site.finish(assign, "done", 1)
+        assert (await running, failing.inbox.qsize()) == ("done", 1), "one message is the end of its attempt"
 
     play(url, scenario)
 

@@ -121,7 +121,8 @@ class Script:
             version="9.8.7",
             unix_time=lambda: 1_750_000_000.9,
         )
-        return replace(backend, **self.settings)
+        backend = replace(backend, **self.settings)
+        return replace(backend, known_models=backend.models)
 
 
 @dataclass

@@ -1,0 +1,104 @@
+"""Sites that were lost together come back, and the answers of one go on at another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.answers import assigned_site, run, start_answer, text_of
+from tests.support.fakes.federation import Scene, ScriptedSite, until
+
+
+class Turns:
+    """Counts the decisions of a gateway."""
+
+    taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+
+class SilentAtFirst(ScriptedSite):
+    """A site that joins, and reports when its test says so."""
+
+    async def report(self, **figures: Any) -> None:
+        pass
+
+    async def first_report(self) -> None:
+        await super().report()
+
+
+def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> None:
+    """A gateway that stood still for some seconds finds every link ended."""
+
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task, pieces = start_answer(here, here.query())
+        serving, assign = await assigned_site(here, *sites)
+        other = next(s for s in sites if s is not serving)
+        await serving.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await other.close()
+        await until(lambda: other.name not in here.gateway.federation.links, "the other one is lost")
+        await serving.close()
+        await until(lambda: not here.gateway.federation.links, "both are lost")
+        again = await here.site(other.name)
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+        assert len(here.outcomes) == 1
+
+    run(scenario)
+
+
+def test_a_site_that_came_back_is_waited_for_until_its_first_report() -> None:
+    """It is there a round trip before that; looked at in between, it counted as one that can't take over."""
+    turns = Turns()
+
+    async def scenario(here: Scene) -> None:
+        dying, other = await here.site("a"), await here.site("b")
+        await other.close()
+        await until(lambda: "b" not in here.gateway.federation.links, "the other one is lost")
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        await until(lambda: not here.gateway.federation.links, "both are lost")
+        again = SilentAtFirst("b", here.address)
+        here.sites.append(again)
+        await again.join()
+        before = turns.taken
+        await until(lambda: turns.taken >= before + 2 or task.done(), "two looks at the site")
+        await again.first_report()
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario, turns=turns)
+
+
+def test_a_site_whose_reports_wait_unread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a stall of the gateway the end of one link may be read before the reports of the others."""
+    turns = Turns()
+
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        other = await here.site("b")
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        with monkeypatch.context() as stalled:
+            stalled.setattr("gateway.routing.filters.STALE_AFTER_S", 0.0)
+            before = turns.taken
+            await dying.close()
+            await until(lambda: turns.taken >= before + 2 or task.done(), "two looks at the site")
+        await other.report()
+        await other.finish(await other.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario, turns=turns)
