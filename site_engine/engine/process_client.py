@@ -125,6 +125,10 @@ class EngineProcess(asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._broken)
+
     async def described(self) -> pm.Described:
         """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
         await asyncio.wait((self._described, self._ready), return_when=asyncio.FIRST_COMPLETED)

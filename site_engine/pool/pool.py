@@ -131,7 +131,7 @@ class EnginePool:
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
-        self.trainer.on_event = listener.training
+        self.trainer.on_event, self._variants.on_refused = listener.training, listener.refused
         for each in self._replicas:
             self._serve(each)
         introduce(self._serving())
