@@ -111,11 +111,14 @@ class Identity:
             self._invalidated.clear()
             try:
                 await self.renew()
-                backoff_s = BACKOFF_FIRST_S
+                if self.due_s > 0:
+                    backoff_s = BACKOFF_FIRST_S
+                    continue
+                log.error("by this machine's clock the new certificate is due already: the clock is wrong")
             except LinkLost as exc:
                 log.error("no certificate: %s", exc)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     async def renew(self) -> None:
         """Get a new certificate. Raises LinkLost, and keeps the old one, if no address issues one."""
