@@ -421,7 +421,7 @@ class EnginePool:
                     return
                 try:
                     await self._start(replica)
-                except (ConfigError, VariantRefused) as exc:
+                except (ConfigError, VariantRefused, OSError) as exc:
                     log.error("engine %d does not start again: %s", replica.place, exc)
                 else:
                     log.warning("engine %d serves again", replica.place)
