@@ -256,39 +256,6 @@ def test_groups_are_released_by_their_engines() -> None:
     run(scenario())
 
 
-def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None:
-    async def scenario() -> None:
-        async with launched() as heard:
-
-            async def added(variant: Variant) -> Chain | VariantRefused:
-                answer: asyncio.Future[Chain | VariantRefused] = asyncio.get_running_loop().create_future()
-                heard.pool.add_variant(variant, answer.set_result)
-                return await asyncio.wait_for(answer, WITHIN_S)
-
-            assert isinstance(await added(Variant("bad", "/broken")), VariantRefused)
-            assert isinstance(await added(Variant("acme", "/acme")), Chain)
-            os.kill(heard.pool.pids[0], signal.SIGKILL)
-            await heard.serving(1)
-            await heard.serving(2)
-            os.kill(heard.pool.pids[1], signal.SIGKILL)  # the new one is alone then
-            await heard.serving(1)
-            answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
-            request = Request("r", (97, 98), Sampling(max_tokens=3), chain="acme")
-            heard.pool.submit([request], answer.set_result)
-            assert await asyncio.wait_for(answer, WITHIN_S) == (0, 3)
-
-            def removed(found: VariantRefused | None) -> None:
-                gone.append(found)
-                heard.changed.set()
-
-            gone: list[VariantRefused | None] = []
-            heard.pool.remove_variant("acme", removed)
-            await heard.until(lambda: gone)
-            assert gone == [None]
-
-    run(scenario())
-
-
 def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

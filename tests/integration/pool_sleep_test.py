@@ -8,14 +8,9 @@ import asyncio
 import os
 import select
 import signal
-from functools import partial
 from pathlib import Path
 
-import pytest
-
-from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish
-from site_engine.errors import NotServed, Reason, VariantRefused
 from tests.integration.engine_pool_test import Heard, asked, launched, launched_with
 from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import fake_settings
@@ -111,44 +106,6 @@ def test_a_lone_engine_that_is_killed_as_it_wakes_is_started_anew(tmp_path: Path
             assert list(heard.pool.pids.values()) != [pid]
             await answered(heard, "a")
             assert heard.broken == []
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("loss", ["by sleeping", "of an engine"])
-def test_a_variant_that_an_engine_refuses_as_it_starts_again_costs_the_others_nothing(
-    tmp_path: Path, loss: str
-) -> None:
-    """It is served no more, in no engine: the base and other variants go on everywhere."""
-
-    async def scenario() -> None:
-        async with launched() as heard:
-            changing = tmp_path / "changing"
-            changing.mkdir()
-            for variant in (Variant("changing", str(changing)), Variant("other", "/other")):
-                added: asyncio.Future[Chain | VariantRefused] = asyncio.get_running_loop().create_future()
-                heard.pool.add_variant(variant, added.set_result)
-                assert isinstance(await asyncio.wait_for(added, WITHIN_S), Chain)
-            (changing / "broken").touch()
-            if loss == "by sleeping":
-                await sleep(heard)
-                assert await wake(heard) == ""
-            else:
-                os.kill(heard.pool.pids[0], signal.SIGKILL)
-                await heard.serving(1)
-                await heard.serving(2)
-            assert [(name, str(reason)) for name, reason in heard.refused] == [
-                ("changing", f"changing: {changing} holds NaN")
-            ]
-            for at in range(4):
-                assert isinstance(await heard.submit(f"other {at}", chain="other"), Admission)
-                answer = await heard.submit(f"changing {at}", chain="changing")
-                assert isinstance(answer, NotServed)
-                assert answer.reason is Reason.MODEL_UNKNOWN
-            assert (
-                await asyncio.wait_for(asked(partial(heard.pool.remove_variant, "changing")), WITHIN_S)
-                is None
-            )
 
     run(scenario())
 
