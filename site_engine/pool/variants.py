@@ -59,8 +59,8 @@ class PoolVariants:
             if isinstance(answer, VariantRefused):
                 if process.is_lost:
                     raise answer
+                self.on_refused(variant.id, answer)  # first, so that no more requests come for it
                 await self._remove(variant.id)
-                self.on_refused(variant.id, answer)
 
     async def _remove(self, variant_id: str) -> list[VariantRefused | None]:
         del self._wanted[variant_id]
