@@ -72,6 +72,34 @@ def test_a_site_whose_clock_is_wrong_does_not_ask_for_certificates_without_a_pau
     assert "clock" in caplog.text
 
 
+def test_a_site_whose_machine_was_suspended_renews_its_certificate_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timers of the event loop do not count that time: the next would be due hours after its end."""
+    monkeypatch.setattr(identity, "LOOK_EVERY_S", 0.001, raising=False)
+
+    async def main() -> None:
+        site, suspended_s = identity_in(tmp_path), 0.0
+        monkeypatch.setattr(site, "_unix_time", lambda: time.time() + suspended_s)
+        site._store(certificate_of(site._key, hours=24))
+        renewed = asyncio.Event()
+
+        async def renew() -> None:
+            renewed.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(site, "renew", renew)
+        renewing = asyncio.create_task(site.renew_forever())
+        await asyncio.sleep(0)
+        assert not renewed.is_set()
+        suspended_s = 30 * 3600.0
+        await asyncio.wait_for(renewed.wait(), 60)
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 def certificate_of(key: Any, hours: float) -> bytes:
     name, now = x509.Name([]), datetime.now(UTC)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
