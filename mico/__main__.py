@@ -1,7 +1,19 @@
-"""Run `mico` as `python -m mico`: the local federation starts its processes so, whatever PATH says."""
+"""Run `mico`, also as `python -m mico`: the local federation starts its processes so, whatever PATH says."""
 
 import sys
 
-from mico.cli import main
+INTERRUPTED = 130
 
-sys.exit(main())
+
+def main() -> int:
+    """Run a command and return its exit status, also where Ctrl-C comes before the commands are imported."""
+    try:
+        from mico.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

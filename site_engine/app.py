@@ -191,7 +191,8 @@ async def _serve(
             group.load(seen)
             site.load(seen)
 
-        engine.start(Listener(site.outputs, load, on_broken, *([runs.heard] if runs else [])))
+        training = {"training": runs.heard} if runs else {}
+        engine.start(Listener(site.outputs, load, on_broken, refused=group.refused, **training))
         group.load_wanted()
         try:
             links.add(config.gateways)

@@ -10,14 +10,14 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from site_engine.errors import ConfigError
-from site_engine.parse import BY_TYPE, has_host, parse_devices, parse_source
+from site_engine.parse import BY_TYPE, has_host, is_address, parse_devices, parse_source
 
 PREFIX = "MICO_SITE_"
 SLOTS = 32
@@ -142,11 +142,13 @@ class SiteConfig:
         _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
         for name in ("site", "gateways", "model" if self.engine == "native" else "url"):
             _require(bool(getattr(self, name)), name, "must be set")
-        named = len(self.site) <= MAX_NAME_CHARS and self.site.isprintable()
-        _require(named, "site", f"has at most {MAX_NAME_CHARS} printable characters")
+        for name in ("site", "served_model"):
+            value = getattr(self, name)
+            named = len(value) <= MAX_NAME_CHARS and value.isprintable()
+            _require(named, name, f"has at most {MAX_NAME_CHARS} printable characters")
         self._check_server()
         for address in self.gateways:
-            _require(_is_address(address), "gateways", f"has {address!r}, which is not host:port")
+            _require(is_address(address), "gateways", f"has {address!r}, which is not host:port")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, f"is {value}; it must be at least 1")
@@ -172,7 +174,7 @@ class SiteConfig:
         _require(not (self.identity and self.tls_cert), "identity", "and tls_cert exclude each other")
         joins = bool(self.join_secret or self.join_secret_file)
         _require(self.identity is not None or not joins, "join_secret", "is set without identity")
-        _require(not joins or _is_address(self.enrol_at), "enrol_at", "must be host:port, where to join")
+        _require(not joins or is_address(self.enrol_at), "enrol_at", "must be host:port, where to join")
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
         self._check_devices()
@@ -199,21 +201,20 @@ class SiteConfig:
         return any(each.startswith("cuda") or (each == "auto" and NVIDIA.exists()) for each in devices)
 
     def secret(self) -> str:
-        """Return the token, from its file if there is one. Raises ConfigError if that is unreadable."""
-        return self.token if self.token_file is None else _read("token_file", self.token_file)
+        """Return the token, from its file if there is one. Raises ConfigError, as the next two do."""
+        return _secret("token", self.token, self.token_file)
 
     def invitation(self) -> str:
-        """Return the join secret, empty if there is none. Raises ConfigError."""
-        if self.join_secret_file is None:
-            return self.join_secret
-        return _read("join_secret_file", self.join_secret_file)
+        """Return the join secret, empty if there is none."""
+        return _secret("join_secret", self.join_secret, self.join_secret_file)
 
     def server_key(self, environ: Mapping[str, str]) -> str:
-        """Return the server's key, empty if none is configured. Raises ConfigError."""
+        """Return the server's key, empty if none is configured."""
         if self.key_file is not None:
-            return _read("key_file", self.key_file)
-        _require(not self.key_env or bool(environ.get(self.key_env)), "key_env", f"{self.key_env} is not set")
-        return environ.get(self.key_env, "") if self.key_env else ""
+            return _secret("key", "", self.key_file)
+        found = environ.get(self.key_env, "") if self.key_env else ""
+        _require(bool(found) or not self.key_env, "key_env", f"{self.key_env} is not set")
+        return _secret("key_env", found, None)
 
     def _check_devices(self) -> None:
         _require(bool(SLEEPS.fullmatch(self.sleep)), "sleep", "must be disk, host or a GPU, as cuda:1")
@@ -328,12 +329,16 @@ def _parsed(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in values.items():
         known = _known(name, origin)
-        try:
-            settings[known] = _PARSERS[known](value)
-        except (TypeError, ValueError) as exc:
-            shown = "" if known in {"token", "join_secret"} else f" {value!r}"
-            raise ConfigError(f"{known} cannot be{shown}: {exc}") from exc
+        settings[known] = _parsed_as(_PARSERS[known], known, value)
     return settings
+
+
+def _parsed_as(parse: Callable[[Any], Any], name: str, value: Any) -> Any:
+    try:
+        return parse(value)
+    except (TypeError, ValueError) as exc:
+        shown = "" if name in {"token", "join_secret"} else f" {value!r}"
+        raise ConfigError(f"{name} cannot be{shown}: {exc}") from exc
 
 
 def _site_config(settings: dict[str, Any]) -> SiteConfig:
@@ -364,10 +369,9 @@ def _groups(value: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         )
         _require(name not in made, "group.name", f"{name} is there twice")
         _require(bool(group.get("model")), "group.model", "must be set")
-        own = {each: group[each] for each in _OF_GROUPS if each in group}
+        own = {each: group[each] for each in ("model", *_OF_GROUPS) if each in group}
         variants = _variants(group.get("variant", []))
-        made[name] = {"group": name, "model": parse_source(str(group["model"])), "variants": variants}
-        made[name] |= _parsed(own, f"group {name}")
+        made[name] = {"group": name, "variants": variants, **_parsed(own, f"group {name}")}
     _require(bool(made), "group", "is empty")
     return tuple(made.values())
 
@@ -386,7 +390,8 @@ def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, A
 def _variants(value: Any) -> tuple[VariantConfig, ...]:
     found: dict[str, VariantConfig] = {}
     for table in _tables(value, "group.variant", VariantConfig._fields):
-        variant = VariantConfig(**{key: parse_source(each) for key, each in {"id": "", **table}.items()})
+        own = {key: _parsed_as(parse_source, f"group.variant.{key}", each) for key, each in table.items()}
+        variant = VariantConfig(**{"id": "", **own})
         named = 0 < len(variant.id) <= MAX_NAME_CHARS and variant.id.isprintable()
         _require(named, "group.variant", f"has an id that is not 1 to {MAX_NAME_CHARS} printable characters")
         _require(variant.id not in found, "group.variant", f"names {variant.id} twice")
@@ -425,18 +430,16 @@ _PARSERS = {each.name: BY_TYPE[str(each.type)] for each in fields(SiteConfig) if
 _PARSERS |= {"devices": parse_devices, "model": parse_source}
 
 
-def _read(name: str, path: Path) -> str:
+def _secret(name: str, text: str, file: Path | None) -> str:
+    """Return a secret, from its file if there is one. Raises ConfigError for what no header can have."""
     try:
-        secret = path.read_text().strip()
-    except OSError as exc:
-        raise ConfigError(f"{name}: {exc}") from exc
-    _require(bool(secret), name, f"{path} is empty")
+        secret = (text if file is None else file.read_text("utf-8")).strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{name}_file cannot be read: {exc}") from exc
+    name = name if file is None else f"{name}_file"
+    _require(bool(secret) or file is None, name, f"{file} is empty")
+    _require(secret.isascii() and secret.isprintable(), name, "is not one line of ASCII characters")
     return secret
-
-
-def _is_address(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _require(holds: bool, name: str, complaint: str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Grammar, Output, Request, Thinking, ToolCall
 from site_engine.core.training import Failed, Saved, TrainingEvent, TrainingOrder
-from site_engine.errors import NotServed, TrainingRefused
+from site_engine.errors import NotServed, TrainingRefused, VariantRefused
 from site_engine.messages import Assign
 
 Group: TypeAlias = Sequence[Request]
@@ -109,13 +109,15 @@ class LoadSeen(NamedTuple):
 class Listener:
     """Callbacks of an engine, called on the event loop. `broken` is called once, with the reason.
 
-    `training` gets what happens to a job, by its id, until `Failed` or the last `Saved`.
+    `training` gets what happens to a job, by its id, until `Failed` or the last `Saved`. `refused` gets
+    the id of a variant that is served no more, as an engine that started again could not load it, and why.
     """
 
     outputs: Callable[[Sequence[Output]], None]
     load: Callable[[LoadSeen], None]
     broken: Callable[[str], None]
     training: Callable[[str, TrainingEvent], None] = lambda job_id, event: None
+    refused: Callable[[str, VariantRefused], None] = lambda variant_id, refused: None
 
 
 class TrainingEngine(Protocol):

@@ -232,6 +232,21 @@ class Group:
         for reply in waiting:
             reply(error)
 
+    def refused(self, variant_id: str, refusal: VariantRefused) -> None:
+        """Let a variant sleep that the engines have dropped: a query for it has it loaded again, or learns
+        why not. One of a tenant goes: a gateway has it fetched anew.
+        """
+        if variant_id not in self._models or variant_id in self._leaving:
+            return
+        log.error("%s is served no more: %s", variant_id, refusal)
+        variant, model = self._wanted[variant_id].variant, self._models[variant_id]
+        if variant.tenant:
+            self._removed(variant_id, lambda _: None, None)
+        else:
+            model = replace(model, state=ModelState.SLEEPING)
+            self._wanted[variant_id] = Wanted(variant, model)
+            self._set(model)
+
     def _sleep_base(self, reply: Reply) -> None:
         """Let the base sleep, and with it all variants: nothing of the engines is left on their devices."""
         sleeping = self._engine.sleeping

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -126,7 +126,11 @@ class NativeEngine:
         return self._tokenizer.max_token_chars
 
     def start(self, listener: Listener) -> None:
-        self._core.start(listener)
+        def refused(variant_id: str, refusal: VariantRefused) -> None:
+            self._forget(variant_id)
+            listener.refused(variant_id, refusal)
+
+        self._core.start(replace(listener, refused=refused))
 
     def stop(self) -> None:
         """End all threads, and the engine's process, after the work at hand; what still runs is dropped."""
@@ -232,11 +236,14 @@ class NativeEngine:
 
         def removed(answer: VariantRefused | None) -> None:
             if answer is None:
-                self._variants.pop(variant_id, None)
-                self._tokenizers.pop(variant_id, None)  # its threads end after the prompts that they have
+                self._forget(variant_id)
             reply(answer)
 
         self._core.remove_variant(variant_id, removed)
+
+    def _forget(self, variant_id: str) -> None:
+        self._variants.pop(variant_id, None)
+        self._tokenizers.pop(variant_id, None)  # its threads end after the prompts that they have
 
 
 async def launch_engine(

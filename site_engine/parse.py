@@ -34,13 +34,16 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_path(value: Any) -> Path:
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as exc:  # there is no such user
+        raise ValueError(str(exc)) from exc
 
 
 def parse_source(value: Any) -> str:
     """Parse a folder, perhaps below the home, or another name."""
     text = parse_text(value)
-    return str(Path(text).expanduser()) if text.startswith("~/") else text
+    return str(parse_path(text)) if text.startswith("~/") else text
 
 
 def parse_list(value: Any) -> tuple[str, ...]:
@@ -53,6 +56,12 @@ def parse_devices(value: Any) -> tuple[str, ...]:
     """Parse a list, or text with commas; `cpu` may stand there several times."""
     parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
     return tuple(part.strip() for part in parts)
+
+
+def is_address(text: str) -> bool:
+    """Return whether text is host:port."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def has_host(url: str) -> bool:

@@ -189,7 +189,7 @@ def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
         **_ending(message, limits) if message.finish else {},
         logprobs=_logprobs(message.logprobs, limits.alternatives),
         prompt_logprobs=_logprobs(message.prompt_logprobs, limits.alternatives if limits.echo else None),
-        tool_calls=tuple(map(_call, message.tool_calls)) if limits.tools else (),
+        tool_calls=_calls(message) if limits.tools and len(message.tool_calls) else (),
         pooled=tuple(_pooled(each, limits) for each in message.pooled) if limits.inputs else (),
     )
 
@@ -214,10 +214,13 @@ def _pooled(message: pb.Pooled, limits: AnswerLimits) -> Pooled:
     return Pooled(message.index, message.vector, message.score)
 
 
-def _call(message: pb.ToolCall) -> ToolCall:
-    if message.index >= MAX_CALLS:
-        raise ProtocolError(f"call {message.index} of one answer; there are at most {MAX_CALLS}")
-    return ToolCall(message.index, message.id, message.name, message.arguments)
+def _calls(message: pb.Delta) -> tuple[ToolCall, ...]:
+    """Drop calls over the limit: a model may call without end, at the next site as at this one."""
+    return tuple(
+        ToolCall(each.index, each.id, each.name, each.arguments)
+        for each in message.tool_calls
+        if each.index < MAX_CALLS
+    )
 
 
 @lru_cache(maxsize=256)

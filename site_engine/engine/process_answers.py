@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from site_engine.core.request import Output, Request
+from site_engine.core.request import Output
 from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_messages import Step
 
@@ -39,9 +39,9 @@ class Answers:
     def number_of(self, request_id: str) -> int | None:
         return self._numbers.get(request_id)
 
-    def request(self, request_id: str) -> Request:
-        """Return a request that is here."""
-        return self._answers[self._numbers[request_id]].request
+    def of(self, request_id: str) -> Answer:
+        """Return the answer to a request that is here."""
+        return self._answers[self._numbers[request_id]]
 
     def pop(self, numbers: Iterable[int]) -> list[Answer]:
         """Remove answers, and what of them is not read; return them."""

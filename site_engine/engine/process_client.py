@@ -64,7 +64,7 @@ class EngineProcess(asyncio.Protocol):
         """`stream_interval_s`: the longest that tokens wait for the next while the event loop is busy."""
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
         self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests instead of their failing
-        self._chains: dict[str, Chain] = {}
+        self.chains: dict[str, Chain] = {}  # of the variants that take requests, by id
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class EngineProcess(asyncio.Protocol):
         self._exports: dict[int, ExportReply] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
         self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
-        self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
+        self._removing: dict[int, Callable[[VariantRefused | None], None]] = {}
         self.trainer = RemoteTraining(self._send, self._loop)
         self.sleeper = RemoteSleep(self._send)
         self._stall_watch = StallWatch()
@@ -124,6 +124,10 @@ class EngineProcess(asyncio.Protocol):
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._broken)
 
     async def described(self) -> pm.Described:
         """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
@@ -174,7 +178,7 @@ class EngineProcess(asyncio.Protocol):
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
         """Submit a group, all of its requests or none; reply with the admission or the refusal."""
-        chain = self._chains.get(group[0].chain)
+        chain = self.chains.get(group[0].chain)
         eos, fingerprint = self._eos_token_ids, ""
         if chain is not None:
             eos, fingerprint = chain.eos_token_ids, chain.fingerprint
@@ -254,7 +258,8 @@ class EngineProcess(asyncio.Protocol):
             reply(VariantRefused(self._refusal().message))
             return
         call = next(self._next_call)
-        self._removing[call] = variant_id, reply
+        self.chains.pop(variant_id, None)
+        self._removing[call] = reply
         self._send(pm.RemoveVariant(call, variant_id))
 
     def _send(self, message: pm.Message) -> None:
@@ -368,16 +373,14 @@ class EngineProcess(asyncio.Protocol):
 
     def _variant_answered(self, message: pm.VariantAdded | pm.VariantRemoved) -> None:
         if isinstance(message, pm.VariantRemoved):
-            variant_id, removed = self._removing.pop(message.call)
-            if not message.message:
-                self._chains.pop(variant_id, None)
+            removed = self._removing.pop(message.call)
             removed(VariantRefused(message.message) if message.message else None)
             return
         reply = self._adding.pop(message.call)
         if message.chain is None:
             reply(VariantRefused(message.message))
         else:
-            self._chains[message.chain.id] = message.chain
+            self.chains[message.chain.id] = message.chain
             reply(message.chain)
 
     def _publish(self, outputs: Sequence[Output]) -> None:
@@ -406,7 +409,7 @@ class EngineProcess(asyncio.Protocol):
             decide([False] * len(groups))
         adding, self._adding = self._adding, {}
         removing, self._removing = self._removing, {}
-        for answer_variant in (*adding.values(), *(removed for _, removed in removing.values())):
+        for answer_variant in (*adding.values(), *removing.values()):
             answer_variant(VariantRefused(self._refusal().message))
         if self.on_lost is not None:
             self.on_lost(orphans)

@@ -89,7 +89,7 @@ class RemoteTraining:
 
     def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
         if self._lost:
-            reply(None)
+            reply(self._gone())
             return
         call = next(self._next_call)
         self._stopping[call] = reply
@@ -126,7 +126,10 @@ class RemoteTraining:
                 content.close()
             each.reply(TrainingRefused(f"the engine is lost: {reason}", elsewhere=True))
         for reply in stopping.values():
-            reply(None)
+            reply(self._gone())
+
+    def _gone(self) -> Failed:
+        return Failed(f"the engine is lost: {self._lost}", elsewhere=True)
 
     def _read(self, saved: pm.SavedContent, use: Callable[[Saved | Failed], None]) -> None:
         """Read a snapshot, and have the engine free it; use why it can't be read."""

@@ -34,7 +34,8 @@ def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int, longest: int 
         for row in range(min(rows, engine.settings.max_pending)):
             prompt = tuple(ids.randrange(vocab_size) for _ in range(length))
             sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(f"warm-up-{length}-{tokens}-{row}", prompt, sampling))
+            tenant = f"warm-up-{row}"  # one of its own: a single tenant may not fill the queue
+            engine.submit(Request(f"warm-up-{length}-{tokens}-{row}", prompt, sampling, tenant=tenant))
 
     for rows in dict.fromkeys((1, engine.settings.slots)):
         submit(rows, length, RESPONSE_TOKENS)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from site_engine.core.training import Content, Kind, Train
-from site_engine.errors import TransferFailed
+from site_engine.errors import LinkLost, TransferFailed
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
 
@@ -84,7 +84,10 @@ class Bulk:
 
     @asynccontextmanager
     async def _calls(self) -> AsyncIterator[Any]:
-        channel = self._open_channel()
+        try:
+            channel = self._open_channel()
+        except LinkLost as exc:  # the certificate has expired, which links that are up survive
+            raise TransferFailed(str(exc)) from exc
         try:
             yield federation_pb2_grpc.FederationStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as exc:

@@ -10,6 +10,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
@@ -61,7 +64,7 @@ def identity_of(config: SiteConfig) -> Identity | None:
     """Return the identity that `config` names, None if none. Raises ConfigError."""
     if config.identity is None:
         return None
-    ca = None if config.tls_ca is None else _bytes(config.tls_ca)
+    ca = _authority(config)
     enrolment = Enrolment(config.site, config.enrol_at, config.invitation(), config.gateways, ca)
     return Identity(config.identity, enrolment, open_channel)
 
@@ -74,6 +77,28 @@ def _bytes(path: Path) -> bytes:
 
 
 def tls_credentials(config: SiteConfig) -> Any:
-    paths = (config.tls_ca, config.tls_key, config.tls_cert)
-    ca, key, cert = (_bytes(path) if path else None for path in paths)
+    """Return gRPC's credentials. Raises ConfigError for files with which every link would fail to connect."""
+    ca = _authority(config)
+    if config.tls_cert is None or config.tls_key is None:
+        return grpc.ssl_channel_credentials(ca)
+    cert, key = _bytes(config.tls_cert), _bytes(config.tls_key)
+    try:
+        shown = x509.load_pem_x509_certificate(cert)
+    except ValueError as exc:
+        raise ConfigError(f"tls_cert has no certificate in PEM: {exc}") from exc
+    try:
+        own = serialization.load_pem_private_key(key, None)
+    except (TypeError, ValueError, UnsupportedAlgorithm) as exc:
+        raise ConfigError(f"tls_key has no key in PEM without a password: {exc}") from exc
+    if own.public_key() != shown.public_key():
+        raise ConfigError("tls_key is not the key of tls_cert")
     return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _authority(config: SiteConfig) -> bytes | None:
+    if config.tls_ca is None:
+        return None
+    ca = _bytes(config.tls_ca)
+    if b"CERTIFICATE-----" not in ca:
+        raise ConfigError(f"tls_ca has no certificates in PEM: {config.tls_ca}")
+    return ca

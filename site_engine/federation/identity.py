@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 KEY, CERTIFICATE = "site-key.pem", "site.pem"
 ENROL_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S, MAX_BACKOFF_S = 1.0, 300.0
+LOOK_EVERY_S = 30.0
+"""Timers do not count the time in which a machine is suspended, as the lives of certificates do."""
 
 OpenChannel = Callable[[str, Any], Any]
 
@@ -105,17 +107,21 @@ class Identity:
         """Renew the certificate in time, while the site runs; back off after failures."""
         backoff_s = BACKOFF_FIRST_S
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.due_s):
-                    await self._invalidated.wait()
-            self._invalidated.clear()
+            while (due_s := self.due_s) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(due_s, LOOK_EVERY_S)):
+                        await self._invalidated.wait()
+                self._invalidated.clear()
             try:
                 await self.renew()
-                backoff_s = BACKOFF_FIRST_S
+                if self.due_s > 0:
+                    backoff_s = BACKOFF_FIRST_S
+                    continue
+                log.error("by this machine's clock the new certificate is due already: the clock is wrong")
             except LinkLost as exc:
                 log.error("no certificate: %s", exc)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     async def renew(self) -> None:
         """Get a new certificate. Raises LinkLost, and keeps the old one, if no address issues one."""

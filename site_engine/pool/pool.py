@@ -131,7 +131,7 @@ class EnginePool:
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
-        self.trainer.on_event = listener.training
+        self.trainer.on_event, self._variants.on_refused = listener.training, listener.refused
         for each in self._replicas:
             self._serve(each)
         introduce(self._serving())
@@ -159,8 +159,7 @@ class EnginePool:
 
     def _serve(self, replica: Replica) -> None:
         process = replica.process
-        process.vocabulary = self.vocabulary
-        process.on_lost = partial(self._take_over, replica)
+        process.vocabulary, process.on_lost = self.vocabulary, partial(self._take_over, replica)
         lost, load = partial(self._lost, replica), partial(self._load, replica)
         process.start(Listener(self._outputs, load, lost, self.trainer.heard))
 
@@ -240,16 +239,17 @@ class EnginePool:
 
     def move(self, request_id: str, to: int) -> bool:
         """Begin to move a request to the engine at a place; return whether it can be moved now."""
-        one = self._owned.get(request_id)
-        if one is None or not self._replicas[to].serves:
+        one, target = self._owned.get(request_id), self._replicas[to]
+        if one is None or not target.serves:
             return False
-        self._owned[request_id], act = ownership.move(one, to)
-        if act is Act.EXPORT:
-            source, target = self._replicas[one.engine].process, self._replicas[to].process
-            target.expect(source.answers.request(request_id))
-            place = self._places.give(request_id, target.inbox)
-            source.export(request_id, place, partial(self._exported, request_id))
-        return act is Act.EXPORT
+        source, (changed, act) = self._replicas[one.engine].process, ownership.move(one, to)
+        if act is not Act.EXPORT or not target.can_take(answer := source.answers.of(request_id)):
+            return False
+        self._owned[request_id] = changed
+        target.process.expect(answer.request)
+        place = self._places.give(request_id, target.process.inbox)
+        source.export(request_id, place, partial(self._exported, request_id))
+        return True
 
     def _rebalance(self, serving: Sequence[Replica]) -> None:
         """Begin the moves by which requests finish sooner than where they are."""
@@ -421,7 +421,7 @@ class EnginePool:
                     return
                 try:
                     await self._start(replica)
-                except (ConfigError, VariantRefused) as exc:
+                except (ConfigError, VariantRefused, OSError) as exc:
                     log.error("engine %d does not start again: %s", replica.place, exc)
                 else:
                     log.warning("engine %d serves again", replica.place)

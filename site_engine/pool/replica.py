@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 
 from site_engine.core.load import DeviceFigures, LoadFigures
+from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, LoadSeen
 from site_engine.errors import ConfigError
@@ -69,6 +70,11 @@ class Replica:
         """Note a request that comes from another engine."""
         self.given[request_id] = work
         self._taken.add(request_id)
+
+    def can_take(self, answer: Answer) -> bool:
+        """Return whether an answer that another engine has begun can go on here: its variant may be gone."""
+        chain = self.process.chains.get(answer.request.chain)
+        return not answer.request.chain or (chain is not None and chain.fingerprint == answer.fingerprint)
 
     def left(self, request_id: str) -> None:
         """Note that a request has ended here, was refused or has moved to another engine."""

@@ -21,6 +21,7 @@ class PoolVariants:
 
     def __init__(self, serving: Callable[[], Sequence[EngineProcess]]) -> None:
         """`serving` returns the processes of the engines that serve."""
+        self.on_refused: Callable[[str, VariantRefused], None] = lambda variant_id, refused: None
         self._serving = serving
         self.changing = asyncio.Lock()
         self._wanted: dict[str, Variant] = {}
@@ -44,16 +45,26 @@ class PoolVariants:
 
     async def remove(self, variant_id: str) -> VariantRefused | None:
         async with self.changing:
-            answers = await asyncio.gather(*(_removed(each, variant_id) for each in self._serving()))
-            self._wanted.pop(variant_id, None)
+            if variant_id not in self._wanted:
+                return None  # an engine that joined has refused it meanwhile
+            answers = await self._remove(variant_id)
             return None if None in answers else next(iter(answers), VariantRefused("all engines are lost"))
 
     async def load(self, process: EngineProcess) -> None:
-        """Load all variants in an engine that joins, under `changing`. Raises VariantRefused."""
-        for variant in self._wanted.values():
+        """Load all variants in an engine that joins, under `changing`. One that it refuses, as its files have
+        changed, is taken from the others, too. Raises VariantRefused if the engine is lost.
+        """
+        for variant in list(self._wanted.values()):
             answer = await _added(process, variant)
             if isinstance(answer, VariantRefused):
-                raise answer
+                if process.is_lost:
+                    raise answer
+                self.on_refused(variant.id, answer)  # first, so that no more requests come for it
+                await self._remove(variant.id)
+
+    async def _remove(self, variant_id: str) -> list[VariantRefused | None]:
+        del self._wanted[variant_id]
+        return await asyncio.gather(*(_removed(each, variant_id) for each in self._serving()))
 
 
 def _added(process: EngineProcess, variant: Variant) -> asyncio.Future[Chain | VariantRefused]:

@@ -11,7 +11,7 @@ import numpy as np
 from site_engine.core.request import Finish, Output, Pooled
 from site_engine.messages import PoolingPrompt
 from site_engine.remote.abilities import EMBED
-from site_engine.remote.stream import MalformedStream, Usage, clamp_count
+from site_engine.remote.stream import MalformedStream, Usage, checked_count
 
 MAX_ANSWER_BYTES = 128 << 20
 MAX_DIMENSIONS = 8_192
@@ -89,7 +89,9 @@ class PoolingResponse:
             pooled = to_scores(found if isinstance(found, list) else found.results)
         if sorted(each.index for each in pooled) != list(range(self._prompt.inputs)):
             raise MalformedStream(f"{len(pooled)} results for {self._prompt.inputs} inputs")
-        self.prompt_tokens = clamp_count((usage and usage.prompt_tokens) or 0)
+        if usage is not None:  # nothing is generated, so that the sum is that of the prompts
+            counts = checked_count(usage.prompt_tokens), checked_count(usage.total_tokens)
+            self.prompt_tokens = next(filter(None, counts), 0)
         return [
             Output(
                 self._request_id,

@@ -5,8 +5,9 @@ The finish of every choice waits for the end of the stream, where servers send t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
@@ -37,7 +38,7 @@ class _TopLogprob(msgspec.Struct):
 
 
 class _ChatLogprob(_TopLogprob):
-    top_logprobs: list[_TopLogprob] = []
+    top_logprobs: list[_TopLogprob] | None = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -55,7 +56,7 @@ class _Function(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None = None
     id: str | None = None
     function: _Function | None = None
 
@@ -71,7 +72,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    index: int = 0
+    index: int | None = None  # of the only one
     delta: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -88,12 +89,13 @@ class _Details(msgspec.Struct):
 class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    total_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: Usage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -117,6 +119,22 @@ class _Progress:
     answers: bool = False  # more than reasoning has come
     finish: Finish | None = None
     stop_sequence: str = ""
+    calls: dict[int, ToolCall] = field(default_factory=dict)  # the last begun, by the server's index
+    calls_begun: int = 0
+
+    def call(self, found: _Call) -> ToolCall:
+        """Return a part of a call: id and name where it begins, alone.
+
+        Calls are numbered here: some servers, as Ollama, give all of them one index, but ids of their own.
+        """
+        function, index = found.function or _Function(), found.index or 0
+        known, arguments = self.calls.get(index), function.arguments or ""
+        if known is not None and not (found.id and function.name and found.id != known.id):
+            return ToolCall(known.index, arguments=arguments)
+        call_id = found.id or f"call_{secrets.token_hex(12)}"
+        known = self.calls[index] = ToolCall(self.calls_begun, call_id, function.name or "")
+        self.calls_begun += 1
+        return replace(known, arguments=arguments)
 
 
 class ResponseStream:
@@ -194,7 +212,7 @@ class ResponseStream:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
             raise FailedStream(bytes(chunk.error))
-        for choice in chunk.choices:
+        for choice in chunk.choices or ():
             self._choice(choice, outputs)
         if chunk.usage is not None:
             self.count(chunk.usage)
@@ -204,36 +222,34 @@ class ResponseStream:
 
     def count(self, usage: Usage) -> None:
         """Take the server's own counts, the last ones of which hold."""
-        if usage.prompt_tokens:
-            self.prompt_tokens = max(1, clamp_count(usage.prompt_tokens) - self.delivered)
-        if usage.completion_tokens is not None:
-            self._total = clamp_count(usage.completion_tokens) + self.delivered
+        if prompt_tokens := checked_count(usage.prompt_tokens):
+            self.prompt_tokens = max(1, prompt_tokens - self.delivered)
+        if (completion_tokens := checked_count(usage.completion_tokens)) is not None:
+            self._total = completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
-            cached = usage.prompt_tokens_details.cached_tokens
-            self.cached_tokens = None if cached is None or cached < 0 else clamp_count(cached)
+            self.cached_tokens = checked_count(usage.prompt_tokens_details.cached_tokens)
         if len(self._choices) > 1:
             return
         (choice,) = self._choices
         if self._total is not None:
             choice.tokens = max(choice.tokens, self._total)
         details = usage.completion_tokens_details
-        if details is not None and details.reasoning_tokens is not None:
-            choice.reasoning_tokens = clamp_count(details.reasoning_tokens)
+        reasoning_tokens = None if details is None else checked_count(details.reasoning_tokens)
+        if reasoning_tokens is not None:
+            choice.reasoning_tokens = reasoning_tokens
         elif choice.reasoning_tokens and not choice.answers:
             choice.reasoning_tokens = choice.tokens  # all so far
 
     def _choice(self, choice: _Choice, outputs: list[Output]) -> None:
-        if not 0 <= choice.index < len(self._choices):
-            raise MalformedStream(f"choice {choice.index} was not asked for")
-        progress = self._choices[choice.index]
+        index = choice.index or 0
+        if not 0 <= index < len(self._choices):
+            raise MalformedStream(f"choice {index} was not asked for")
+        progress = self._choices[index]
         message = choice.delta or _Message()
         text = choice.text or message.content or ""
         reasoning = message.reasoning or message.reasoning_content or ""
         refusal = message.refusal or ""
-        calls = []
-        for each in message.tool_calls or ():
-            function = each.function or _Function()
-            calls.append(ToolCall(each.index, each.id or "", function.name or "", function.arguments or ""))
+        calls = tuple(map(progress.call, message.tool_calls or ()))
         if choice.finish_reason:
             progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
             found = choice.stop_reason or choice.matched_stop
@@ -246,14 +262,13 @@ class ResponseStream:
         if reasoning and not text:
             progress.reasoning_tokens += max(1, len(logprobs))
         self.started = True
-        request_id = self._request_ids[choice.index]
         outputs.append(
             Output(
-                request_id,
+                self._request_ids[index],
                 text,
                 logprobs=logprobs,
                 completion_tokens=progress.tokens,
-                tool_calls=tuple(calls),
+                tool_calls=calls,
                 reasoning=reasoning,
                 refusal=refusal,
                 reasoning_tokens=progress.reasoning_tokens,
@@ -261,9 +276,9 @@ class ResponseStream:
         )
 
 
-def clamp_count(tokens: int) -> int:
-    """Return a server's count within what can be."""
-    return min(MAX_COUNT, max(0, tokens))
+def checked_count(count: int | None) -> int | None:
+    """Return a count of tokens, None for one that cannot be: servers write -1 where they do not know."""
+    return count if count is not None and 0 <= count <= MAX_COUNT else None
 
 
 def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
@@ -273,7 +288,7 @@ def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
                 each.token,
                 _raw(each),
                 each.logprob,
-                tuple(TokenLogprob(top.token, _raw(top), top.logprob) for top in each.top_logprobs),
+                tuple(TokenLogprob(top.token, _raw(top), top.logprob) for top in each.top_logprobs or ()),
             )
             for each in found.content
         )

@@ -337,13 +337,13 @@ class Trainer:
         """Compute the step again in micro-batches of half the tokens; fail if that was tried before."""
         self._slices.close()
         if self._halved:
-            self._fail("the device has too little memory beside what it serves")
+            self._fail("the device has too little memory beside what it serves", elsewhere=True)
             return
         self._halved, self._train_tokens = True, max(1, self._train_tokens // 2)
         self._micro = None
         self._slices = self._rehearsal() if self._rehearses else self._run()
         self._next = next(self._slices)
 
-    def _fail(self, reason: str) -> None:
-        self._events.append(Failed(reason))
+    def _fail(self, reason: str, *, elsewhere: bool = False) -> None:
+        self._events.append(Failed(reason, elsewhere))
         self.ended = True

@@ -145,6 +145,25 @@ def test_what_was_not_asked_for_is_dropped() -> None:
     run(scenario)
 
 
+def test_calls_without_end_cost_no_other_answer_of_their_site() -> None:
+    """A model may well go on to call for as long as it may answer, and would at the next site, too."""
+
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a", features=("tools",))
+        query = here.query()
+        query = replace(query, prompt=replace(query.prompt, tools_json='[{"a": 1}]'))
+        task = asyncio.create_task(collect(here, query))
+        assign = await site.assigned()
+        calls = [pb.ToolCall(index=at, id=f"c{at}", name="add") for at in range(codec.MAX_CALLS + 1)]
+        await site.step(assign, "", 9, tool_calls=calls)
+        await site.finish(assign, "", 9)
+        told = [call for piece in await task if isinstance(piece, Delta) for call in piece.tool_calls]
+        assert [each.index for each in told] == list(range(codec.MAX_CALLS))
+        assert "a" in here.gateway.federation.links
+
+    run(scenario)
+
+
 def test_alternatives_beyond_those_asked_for_are_cut() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import pytest
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
 from site_engine.engine import process_messages as pm
+from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.pool import rebalancing
@@ -254,35 +256,26 @@ def test_groups_are_released_by_their_engines() -> None:
     run(scenario())
 
 
-def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None:
+def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the memory is gone with which the engine was lost."""
+
     async def scenario() -> None:
         async with launched() as heard:
+            launch, tries = heard.pool._launch, list[int]()
 
-            async def added(variant: Variant) -> Chain | VariantRefused:
-                answer: asyncio.Future[Chain | VariantRefused] = asyncio.get_running_loop().create_future()
-                heard.pool.add_variant(variant, answer.set_result)
-                return await asyncio.wait_for(answer, WITHIN_S)
+            async def no_memory_at_first(place: int) -> EngineProcess:
+                tries.append(place)
+                if len(tries) == 1:
+                    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+                return await launch(place)
 
-            assert isinstance(await added(Variant("bad", "/broken")), VariantRefused)
-            assert isinstance(await added(Variant("acme", "/acme")), Chain)
-            os.kill(heard.pool.pids[0], signal.SIGKILL)
+            monkeypatch.setattr(heard.pool, "_launch", no_memory_at_first)
+            os.kill(heard.pool.pids[1], signal.SIGKILL)
             await heard.serving(1)
             await heard.serving(2)
-            os.kill(heard.pool.pids[1], signal.SIGKILL)  # the new one is alone then
-            await heard.serving(1)
-            answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
-            request = Request("r", (97, 98), Sampling(max_tokens=3), chain="acme")
-            heard.pool.submit([request], answer.set_result)
-            assert await asyncio.wait_for(answer, WITHIN_S) == (0, 3)
-
-            def removed(found: VariantRefused | None) -> None:
-                gone.append(found)
-                heard.changed.set()
-
-            gone: list[VariantRefused | None] = []
-            heard.pool.remove_variant("acme", removed)
-            await heard.until(lambda: gone)
-            assert gone == [None]
+            assert tries == [1, 1]
 
     run(scenario())
 

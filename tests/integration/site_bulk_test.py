@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from site_engine.core.training import Content, Kind, Train
-from site_engine.errors import TransferFailed
+from site_engine.errors import LinkLost, TransferFailed
 from site_engine.federation.bulk import CHUNK_BYTES, Bulk
 from site_engine.federation.link import open_channel
 from wire import federation_pb2 as pb
@@ -116,5 +116,21 @@ def test_a_store_goes_on_where_it_was_cut_and_says_which_refusal_is_final() -> N
             assert (begin.job_id, begin.run, begin.kind, begin.step) == ("j", "r", pb.StoreBegin.ADAPTER, 7)
             assert begin.content.sha256 == CONTENT.sha256
             assert {each["authorization"] for each in gateway.metadata} == {"Bearer t"}
+
+    asyncio.run(main())
+
+
+def test_a_site_whose_certificate_has_expired_tries_again() -> None:
+    """Its links stay up meanwhile, and so do jobs and orders."""
+
+    def refuse() -> Any:
+        raise LinkLost("this site has no certificate yet")
+
+    async def main() -> None:
+        bulk = Bulk(refuse, ())
+        for call in (bulk.fetch(CONTENT, bytearray()), bulk.store(ORDER, Kind.SNAPSHOT, 1, DATA)):
+            with pytest.raises(TransferFailed, match="no certificate yet") as failed:
+                await call
+            assert not failed.value.final
 
     asyncio.run(main())

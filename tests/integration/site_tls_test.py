@@ -9,11 +9,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.loading import Loaded
 from site_engine.errors import ConfigError
+from site_engine.federation.dial import Dialer, identity_of
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from tests.support.site_gateway import Gateway, assign
 from wire import federation_pb2 as pb
@@ -72,3 +75,34 @@ def test_a_certificate_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = SiteConfig(site="a", model="m", gateways=("h:1",), tls=True, tls_ca=tmp_path / "none.pem")
     with pytest.raises(ConfigError, match=r"tls: .*none\.pem"):
         asyncio.run(serve(config))
+
+
+def test_files_that_no_link_can_use_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Links would fail to connect for ever, and not say why."""
+    certificate, key = pair
+    other, der = tmp_path / "other.pem", tmp_path / "cert.der"
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    other.write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(*pem, serialization.NoEncryption())
+    )
+    encrypted = tmp_path / "encrypted.pem"
+    encrypted.write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(
+            *pem, serialization.BestAvailableEncryption(b"word")
+        )
+    )
+    der.write_bytes(b"\x30\x82\x01")
+    for files, complaint in (
+        ({"tls_ca": der}, "tls_ca"),
+        ({"tls_cert": key, "tls_key": certificate}, "tls_cert"),
+        ({"tls_cert": certificate, "tls_key": certificate}, "tls_key"),
+        ({"tls_cert": certificate, "tls_key": encrypted}, "tls_key"),
+        ({"tls_cert": certificate, "tls_key": other}, "tls_key is not the key of tls_cert"),
+    ):
+        config = SiteConfig(site="a", model="m", gateways=("h:1",), tls=True, **files)
+        with pytest.raises(ConfigError, match=rf"^{complaint}\b"):
+            Dialer.from_config(config)
+    with pytest.raises(ConfigError, match=r"^tls_ca\b"):
+        identity_of(
+            SiteConfig(site="a", model="m", gateways=("h:1",), tls=True, tls_ca=der, identity=tmp_path)
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from site_engine.app import event_loop_factory
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
 from site_engine.engine_client import Listener, LoadSeen
-from site_engine.errors import NotServed
+from site_engine.errors import NotServed, VariantRefused
 
 WITHIN_S = 120.0
 
@@ -23,6 +23,7 @@ class HeardEngine:
     outputs: list[Output] = field(default_factory=list)
     loads: list[LoadSeen] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    refused: list[tuple[str, VariantRefused]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listener(self) -> Listener:
@@ -34,6 +35,7 @@ class HeardEngine:
             lambda outputs: note(self.outputs, *outputs),
             lambda seen: note(self.loads, seen),
             lambda reason: note(self.broken, reason),
+            refused=lambda *refused: note(self.refused, refused),
         )
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -42,9 +44,12 @@ class HeardEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def submit(self, name: str, text: str = "abc", **rules: Any) -> Admission | NotServed:
+    async def submit(
+        self, name: str, text: str = "abc", chain: str = "", **rules: Any
+    ) -> Admission | NotServed:
         answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
-        self.engine.submit([Request(name, tuple(map(ord, text)), Sampling(**rules))], answer.set_result)
+        request = Request(name, tuple(map(ord, text)), Sampling(**rules), chain=chain)
+        self.engine.submit([request], answer.set_result)
         return await asyncio.wait_for(answer, WITHIN_S)
 
     def text(self, name: str) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.core.inbox import InboxPlace
@@ -117,12 +118,12 @@ class FakeEngine:
         return [each for each in request_ids if self.pending.pop(each, None) is not None]
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Take any folder; one named `broken` is refused. Waits for `may_load`."""
+        """Take any folder; one named `broken`, or that has such a file, is refused. Waits for `may_load`."""
         folder = variant.adapter or variant.model
         assert self.may_load.wait(60.0), "a test lets variants load again"
         if variant.fingerprint not in ("", folder) or self.no_memory:
             raise VariantRefused(f"{variant.id} does not fit the memory")
-        if folder.endswith("broken"):
+        if folder.endswith("broken") or Path(folder, "broken").exists():
             raise VariantRefused(f"{variant.id}: {folder} holds NaN")
         digest = hashlib.sha256(folder.encode()).hexdigest()
         adapter = Block(digest, BlockKind.ADAPTER, 0, 2, 1_000, self.adapter_slots)

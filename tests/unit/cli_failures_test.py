@@ -56,6 +56,22 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
         ]
 
 
+def test_an_interrupt_while_the_commands_are_imported_ends_without_a_traceback() -> None:
+    interrupted = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("mico", run_name="__main__")
+"""
+    command = [sys.executable, "-c", interrupted]
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "word"),
     [

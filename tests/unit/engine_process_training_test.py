@@ -140,10 +140,11 @@ def test_all_that_waits_when_the_process_is_lost_is_answered() -> None:
         joined.remote.lose("it was killed")
         refused = await training
         assert refused is not None and refused.elsewhere and "it was killed" in str(refused)
-        assert await stopping is None
+        gone = Failed("the engine is lost: it was killed", elsewhere=True)
+        assert await stopping == gone  # else the run would wait for an event that never comes
         refused = await joined.train()
         assert refused is not None and refused.elsewhere
-        assert await joined.stop() is None
+        assert await joined.stop() == gone
 
     play(scenario)
 

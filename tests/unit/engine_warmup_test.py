@@ -43,6 +43,14 @@ def test_long_prompts_run_alone_and_beside_answers_of_any_context() -> None:
     assert engine.load().prompt_tokens_total == 0
 
 
+@pytest.mark.parametrize("slots", [16, 64])
+def test_a_site_that_lets_few_requests_wait_starts(slots: int) -> None:
+    """One tenant may have a part of these places alone."""
+    engine = engine_for(family("llama").served, slots=slots, max_pending=16, token_budget=64)
+    warm_up(engine, VOCAB, engine.load().kv_free_tokens, longest=64)
+    assert_idle(engine)
+
+
 def test_a_site_without_room_for_an_answer_is_left_alone() -> None:
     engine = engine_for(family("llama").served)
     warm_up(engine, VOCAB, room_tokens=8)

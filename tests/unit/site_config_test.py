@@ -90,6 +90,8 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
         ({"context_tokens": 10**9}, "context_tokens is 1000000000; it is at most 100,000,000"),
         ({"site": "a" * 201}, "site has at most 200 printable characters"),
         ({"site": "a\tb"}, "site has at most 200 printable characters"),
+        ({"served_model": "a\tb"}, "served_model has at most 200 printable characters"),
+        ({"token_file": "~nobody-here/token"}, "token_file cannot be '~nobody-here/token': "),
         ({"engine": "natve"}, "engine must be one of native, openai"),
         ({"slots": "many"}, "slots cannot be 'many'"),
         ({"slots": 64, "token_budget": 10}, "token_budget is 10; it must cover"),
@@ -142,6 +144,10 @@ def test_the_token_is_nobodys_business(tmp_path: Path) -> None:
         load(None, {}, **NEEDED, token_file=str(file)).secret()
     with pytest.raises(ConfigError, match="token_file"):
         load(None, {}, **NEEDED, token_file=str(tmp_path / "none")).secret()
+    for unsendable in (b"\xff\xfea\x00", b"one\ntwo", "ключ".encode()):  # UTF-16, as PowerShell writes it
+        file.write_bytes(unsendable)
+        with pytest.raises(ConfigError, match="token_file "):
+            load(None, {}, **NEEDED, token_file=str(file)).secret()
     with pytest.raises(ConfigError) as complaint:
         load(None, {}, **NEEDED, token=["s3cret"])
     assert "s3cret" not in str(complaint.value)
@@ -248,6 +254,9 @@ def test_a_group_is_a_base_with_variants_and_a_site_of_its_own(tmp_path: Path) -
         ('adapter = "/srv/models/support-lora"', "", "acme/support needs one of adapter and model"),
         ('id = "acme/legal"', 'id = "acme/support"', "names acme/support twice"),
         ('id = "acme/legal"', "", "has an id that is not 1 to 200"),
+        ('id = "acme/legal"', "id = 7", "group.variant.id cannot be 7: it must be text"),
+        ('adapter = "/srv/models/support-lora"', "adapter = []", "group.variant.adapter cannot be"),
+        ('model = "/srv/models/llama-8b"', "model = 8", "model cannot be 8: it must be text"),
         ('["/srv/models"]', '["models"]', "models_from has 'models', neither a full path nor hf:NAME/"),
         ('["/srv/models"]', '["hf:acme"]', "models_from has 'hf:acme', neither a full path nor hf:NAME/"),
         ('site = "alpha"', 'site = "alpha"\nmodel = "m"', "model is set beside"),

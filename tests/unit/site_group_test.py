@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from site_engine.config import SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.errors import VariantRefused
 from site_engine.federation.site import Site
 from site_engine.group import CHANGING, Group, Wanted
-from site_engine.messages import ModelOrder, ModelState
+from site_engine.messages import Model, ModelOrder, ModelState
 from site_engine.pool.sleeping import PoolSleep
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
@@ -83,5 +85,35 @@ def test_adapters_of_tenants_are_not_announced_after_an_engine_whose_loss_took_t
         Group(config, engine, site, wanted).load_wanted()
         assert [each.id for each in site.hello().models] == [BASE]
         assert not engine.loading and not wanted
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("tenant", "left"), [("", [ModelState.SLEEPING]), ("acme", [])])
+def test_a_variant_that_the_engines_drop_sleeps_unless_gateways_have_it_fetched_anew(
+    tenant: str, left: list[ModelState]
+) -> None:
+    """A query for one that sleeps has it loaded again, and is told why it can't be."""
+
+    async def main() -> None:
+        engine: Any = LoadingEngine()
+        site = Site(HELLO, engine, FakeClock(), 1)
+        served: list[Model] = []
+        site.set_models = lambda models: served.__setitem__(slice(None), models)
+        config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model="letters", devices=("cpu",))
+        group = Group(config, engine, site, {})
+        answers: list[str] = []
+        group.add(Variant("one", "/srv/one", tenant=tenant), answers.append)
+        ((variant, loaded),) = engine.loading
+        loaded(FakeEngine().load_variant(variant)())
+        assert answers == [""]
+        group.refused("one", VariantRefused("one holds NaN"))
+        assert [each.state for each in served if each.id == "one"] == left
+        if not left:
+            return
+        group.wake("one", answers.append)
+        _, loaded = engine.loading[-1]
+        loaded(VariantRefused("one holds NaN"))
+        assert answers[1:] == ["one holds NaN"]
 
     asyncio.run(main())

@@ -47,6 +47,11 @@ def test_the_servers_key_comes_from_the_environment_or_a_file(tmp_path: Path) ->
     of_file = load(None, {}, **NEEDED, key_file=str(secret))
     assert of_file.server_key({}) == "sk-file"
     assert "sk-file" not in repr(of_file)
+    of_environment = load(None, {}, **NEEDED, key_env="KEY")
+    assert of_environment.server_key({"KEY": "sk-env\n"}) == "sk-env"  # as secrets of clusters often end
+    with pytest.raises(ConfigError, match="key_env ") as refused:  # else the site would log it, asking
+        of_environment.server_key({"KEY": "sk-env\nmore"})
+    assert "sk-env" not in str(refused.value)
     with pytest.raises(ConfigError, match="KEY is not set"):
         load(None, {}, **NEEDED, key_env="KEY").server_key({})
     secret.write_text("")

@@ -49,6 +49,19 @@ def test_ranks_come_in_two_shapes() -> None:
 
 
 @pytest.mark.parametrize(
+    "usage",
+    [{"prompt_tokens": 9, "total_tokens": 9}, {"total_tokens": 9}, {"prompt_tokens": -1, "total_tokens": 9}],
+)
+def test_ranks_count_what_the_server_counted(usage: dict[str, int]) -> None:
+    """vLLM counts the tokens of ranks in all alone; without a count the gateway charges its guess."""
+    response = PoolingResponse("r", m.PoolingPrompt("rerank", {}, 1, 1))
+    answer = {"results": [{"index": 0, "relevance_score": 0.5}], "usage": usage}
+    response.feed(json.dumps(answer).encode())
+    (output,) = response.end()
+    assert output.prompt_tokens == response.prompt_tokens == 9
+
+
+@pytest.mark.parametrize(
     ("task", "inputs", "answer"),
     [
         ("embed", 1, b"<html>"),

@@ -136,9 +136,81 @@ def test_calls_of_functions_are_told_as_the_server_told_them() -> None:
         stream, begun, news(function={"arguments": '{"a": 1}'}), piece("", finish="tool_calls"), DONE
     )
     told = [call for output in outputs for call in output.tool_calls]
-    assert told == [ToolCall(1, "c1", "add"), ToolCall(1, arguments='{"a": 1}')]
+    assert told == [ToolCall(0, "c1", "add"), ToolCall(0, arguments='{"a": 1}')]
     assert stream.started
     assert stream.end()[0].finish is Finish.TOOL_CALLS
+
+
+def calls_of(*deltas: dict[str, Any]) -> list[ToolCall]:
+    events = [event(choices=[{"index": 0, "delta": {"tool_calls": [delta]}}]) for delta in deltas]
+    return [call for output in read(ResponseStream(["a"]), *events) for call in output.tool_calls]
+
+
+def function(name: str | None = None, arguments: str | None = None) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+@pytest.mark.parametrize("index", [{"index": 0}, {}, {"index": None}])
+def test_calls_that_a_server_gives_one_index_are_told_apart_by_their_ids(index: dict[str, Any]) -> None:
+    """As Ollama does, each call whole in a chunk of its own."""
+    found = calls_of(
+        {**index, "id": "c1", "function": function("add", '{"a": 1}')},
+        {**index, "id": "c2", "function": function("add", '{"a": ')},
+        {**index, "function": function(arguments="2}")},
+    )
+    assert found == [
+        ToolCall(0, "c1", "add", '{"a": 1}'),
+        ToolCall(1, "c2", "add", '{"a": '),
+        ToolCall(1, arguments="2}"),
+    ]
+
+
+def test_a_call_begins_once_whatever_a_server_repeats() -> None:
+    """Some repeat id and name in every chunk, or make an id for each; some give a call none."""
+    found = calls_of(
+        {"index": 2, "id": "c1", "function": function("add", "{")},
+        {"index": 2, "id": "c1", "function": function("add", '"a"')},
+        {"index": 2, "id": "other", "function": function(arguments=": 1}")},
+        {"index": 3, "id": "", "function": function("sub", "{}")},
+    )
+    assert found[:3] == [
+        ToolCall(0, "c1", "add", "{"),
+        ToolCall(0, "", "", '"a"'),
+        ToolCall(0, "", "", ": 1}"),
+    ]
+    assert found[3].id
+    assert (found[3].index, found[3].name) == (1, "sub")
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 32, 1 << 70])
+def test_counts_that_cannot_be_are_as_good_as_none(count: int) -> None:
+    """A message to the gateway can't hold them: the link would break, and with it all answers."""
+    usage = {
+        "prompt_tokens": count,
+        "completion_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": count},
+        "completion_tokens_details": {"reasoning_tokens": count},
+    }
+    for names in (("a",), ("a", "b")):
+        stream = ResponseStream(names)
+        read(
+            stream,
+            *(piece("x", at, "stop") for at in range(len(names))),
+            event(choices=[], usage=usage),
+            DONE,
+        )
+        assert [each.completion_tokens for each in stream.end()] == [1] * len(names)
+        assert (stream.prompt_tokens, stream.cached_tokens) == (0, None)
+
+
+def test_nulls_in_the_place_of_lists_are_empty_lists() -> None:
+    """As servers in Go write them."""
+    stream = ResponseStream(["a"])
+    told = {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": None}]}
+    (output,) = read(stream, piece("x", finish="stop", logprobs=told))
+    assert output.logprobs[0].top == ()
+    assert read(stream, event(choices=None, usage={"prompt_tokens": 9, "completion_tokens": 1}), DONE) == []
+    assert stream.end()[0].prompt_tokens == 9
 
 
 @pytest.mark.parametrize(
