@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome, RunningLines
 from gateway.batches.waiting import PAGE_LINES, WaitingLines
+from gateway.domain import Site
 from gateway.errors import (
     AboveQuota,
     BudgetSpent,
@@ -100,9 +101,16 @@ class Job:
 
     @property
     def sites(self) -> set[str]:
-        """Return the names of the sites that serve its model."""
+        """Return the names of the sites that serve its model and that its key may use, also if down."""
         model = self._context.model_of(self.batch)
-        return {site.name for site in self._context.sites() if model in site.identity.models}
+        return {site.name for site in self._usable_sites() if model in site.identity.models}
+
+    def _usable_sites(self) -> Sequence[Site]:
+        """Return the sites in the regions of its key."""
+        caller, sites = self._context.caller(self.batch.key_id), self._context.sites()
+        if caller is None or caller.regions is None:
+            return sites
+        return [site for site in sites if site.identity.region in caller.regions]
 
     @property
     def progress(self) -> Progress:
@@ -202,11 +210,11 @@ class Job:
             return
         capacities = self._capacities(now_s)
         model = self._context.model_of(self.batch)
-        serving = [site.name for site in self._context.sites() if can_serve(site, model, now_s)]
+        serving = [site.name for site in self._usable_sites() if can_serve(site, model, now_s)]
         self._homes.begin(capacities, serving)
         lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
         sites = self._homes.assign(lines, capacities)
-        if not capacities and self._model_is_unknown():
+        if not capacities and self._no_site_will_come():
             lines = self._take_lines(PAGE_LINES, now_s)
             sites = [""] * len(lines)
         for line, site in zip(lines, sites, strict=True):
@@ -226,12 +234,13 @@ class Job:
         for query_id, site in self._in_flight.items():
             if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return available(self._context.sites(), self._context.model_of(self.batch), starting, now_s)
+        return available(self._usable_sites(), self._context.model_of(self.batch), starting, now_s)
 
     def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
         limits, jobs = self._context.limits, max(1, self._sharing(self))
-        in_flight = lines_at_once(self._context.sites(), self._context.model_of(self.batch), limits.in_flight)
+        sites, model = self._usable_sites(), self._context.model_of(self.batch)
+        in_flight = lines_at_once(sites, model, limits.in_flight)
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
         max_lines = min(
@@ -239,8 +248,7 @@ class Job:
             in_flight // jobs - len(self._running),
             max(1, limits.starting // jobs) - starting,
         )
-        at_sites = lines_at_once(self._context.sites(), self._context.model_of(self.batch), 1) // jobs
-        waiting_there = lines_waiting(self._context.sites(), self._context.model_of(self.batch))
+        at_sites, waiting_there = lines_at_once(sites, model, 1) // jobs, lines_waiting(sites, model)
         size = sum(line.size for line in self._running.values())
         lines: list[Line] = []
         while len(lines) < max_lines:
@@ -263,10 +271,11 @@ class Job:
             return heappop(self._retries)[-1]
         return self._homes.take(waiting)
 
-    def _model_is_unknown(self) -> bool:
-        """Return whether certainly no site serves the model; each line then fails with that error."""
-        known = self._context.known_models()
-        return bool(known) and self._context.model_of(self.batch) not in known
+    def _no_site_will_come(self) -> bool:
+        """Return whether the model is unknown, or all its sites are in regions that the key may not use; each
+        line then fails with that error.
+        """
+        return bool(self._context.known_models()) and not self.sites
 
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""

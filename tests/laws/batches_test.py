@@ -163,6 +163,7 @@ def test_a_line_that_is_due_again_while_large_lines_run_runs_after_them() -> Non
         clock=lambda: 0.0,
         limits=BatchLimits(in_flight_bytes=25),
         sites=lambda: [site("a")],
+        caller=lambda _: None,
         model_of=lambda _: "m",
         dispatched=lambda _: True,
     )
