@@ -96,6 +96,7 @@ class Job:
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
+        self._has_answers = False
         self._began_s = self._busy_s = context.clock()
         self._ended_work = self._running_work = self._left_work = 0.0
 
@@ -190,7 +191,10 @@ class Job:
     # ---- answer
 
     async def _answer(self) -> None:
-        self._left_work = await self._context.ledger.work_left(self.batch.id)
+        ledger, batch = self._context.ledger, self.batch
+        self._left_work = await ledger.work_left(batch.id)
+        counted = await ledger.get(batch.tenant, batch.id)
+        self._has_answers = counted is not None and counted.completed > 0
         self._began_s = self._busy_s = self._context.clock()
         try:
             while not self._must_stop:
@@ -273,9 +277,10 @@ class Job:
 
     def _no_site_will_come(self) -> bool:
         """Return whether the model is unknown, or all its sites are in regions that the key may not use; each
-        line then fails with that error.
+        line then fails with that error. The sites of a batch with an answer exist, though a gateway that has
+        started since may not have met them.
         """
-        return bool(self._context.known_models()) and not self.sites
+        return bool(self._context.known_models()) and not self.sites and not self._has_answers
 
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""
@@ -295,6 +300,7 @@ class Job:
                 self._schedule(result)
         if done:
             await self._write(outcomes, retried)
+            self._has_answers |= any(not outcome.failed for outcome in outcomes)
             for task in done:
                 line = self._running.pop(task)
                 self._blend.ended(line.number)

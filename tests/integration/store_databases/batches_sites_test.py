@@ -10,7 +10,14 @@ import pytest
 
 from gateway.domain import Caller
 from gateway.operator_orders import Standing
-from tests.support.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from tests.support.batch_replica import (
+    Replica,
+    asked_at_least,
+    chat_line,
+    jsonl,
+    replica,
+    until_two_are_held,
+)
 from tests.support.fakes.federation import until
 
 
@@ -74,5 +81,33 @@ def test_lines_of_a_key_that_may_use_no_region_of_the_model_are_refused(url: str
             lines = await here.lines(done.error_file_id)
             assert [line["response"]["status_code"] for line in lines] == [403, 403]
             assert here.asked == []
+
+    asyncio.run(main())
+
+
+def test_a_batch_waits_for_sites_that_have_answered_it_though_its_gateway_has_not_met_them(
+    url: str,
+) -> None:
+    """A gateway that starts while they are away knows of no site with the model: its lines do not fail."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            first.open.clear()
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(100))))
+            await asked_at_least(first, 2)
+            first.open.set()
+            await asked_at_least(first, 6)
+            first.open.clear()
+            assert 0 < await until_two_are_held(first, batch_id) < 98
+            await first.die()
+        async with replica(url, name="r2", sites=()) as second:
+            await second.scene.site("z", model="other")
+            await until(lambda: batch_id in second.batches.runner._jobs, "the batch is taken over")
+            await has_looked(second, batch_id)
+            assert (await counts(second, batch_id))[1] == 0
+            serving = asyncio.create_task(second.serve(await second.scene.site("a")))
+            done = await second.ended(batch_id)
+            assert (done.status, done.request_counts.completed) == ("completed", 100)
+            serving.cancel()
 
     asyncio.run(main())
