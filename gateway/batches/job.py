@@ -218,7 +218,7 @@ class Job:
         self._homes.begin(capacities, serving)
         lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
         sites = self._homes.assign(lines, capacities)
-        if not capacities and self._no_site_will_come():
+        if not capacities and self._can_run_nowhere():
             lines = self._take_lines(PAGE_LINES, now_s)
             sites = [""] * len(lines)
         for line, site in zip(lines, sites, strict=True):
@@ -275,11 +275,13 @@ class Job:
             return heappop(self._retries)[-1]
         return self._homes.take(waiting)
 
-    def _no_site_will_come(self) -> bool:
-        """Return whether the model is unknown, or all its sites are in regions that the key may not use; each
-        line then fails with that error. The sites of a batch with an answer exist, though a gateway that has
-        started since may not have met them.
+    def _can_run_nowhere(self) -> bool:
+        """Return whether the key was revoked, the model is unknown, or all its sites are in regions that the
+        key may not use; each line then fails with that error. The sites of a batch with an answer exist,
+        though a gateway that has started since may not have met them.
         """
+        if self._context.caller(self.batch.key_id) is None:
+            return True
         return bool(self._context.known_models()) and not self.sites and not self._has_answers
 
     async def _collect(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gateway.domain import Caller
 from gateway.operator_orders import Standing
 from tests.support.batch_replica import (
+    CALLERS_BY_ID,
     Replica,
     asked_at_least,
     chat_line,
@@ -81,6 +82,20 @@ def test_lines_of_a_key_that_may_use_no_region_of_the_model_are_refused(url: str
             lines = await here.lines(done.error_file_id)
             assert [line["response"]["status_code"] for line in lines] == [403, 403]
             assert here.asked == []
+
+    asyncio.run(main())
+
+
+def test_a_batch_whose_key_is_revoked_ends_though_its_sites_are_away(url: str) -> None:
+    keys = dict(CALLERS_BY_ID)
+
+    async def main() -> None:
+        async with replica(url, sites=(), caller=keys.get) as here:
+            batch_id = await here.submit(jsonl(chat_line(0), chat_line(1)))
+            await here.reached(batch_id, "in_progress")
+            del keys["key-1"]
+            lines = await here.lines((await here.ended(batch_id)).error_file_id)
+            assert [line["response"]["status_code"] for line in lines] == [401, 401]
 
     asyncio.run(main())
 
