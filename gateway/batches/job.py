@@ -19,11 +19,13 @@ from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
 from gateway.batches.blend import Blend
 from gateway.batches.capacity import (
+    Sharing,
     SiteCapacity,
     available,
     can_serve,
     fair_share,
     lines_at_once,
+    lines_of_batch,
     lines_waiting,
 )
 from gateway.batches.context import BatchContext
@@ -76,12 +78,12 @@ class Retry(NamedTuple):
 class Job:
     """One run of one batch. The runner keeps `batch` up to date.
 
-    `in_flight` is shared by all jobs of this replica. `sharing` returns between how many batches of this
-    replica, this one included, the sites are shared; 0 while others go first.
+    `in_flight` is shared by all jobs of this replica. `sharing` returns how the batches of this replica share
+    the sites of one.
     """
 
     def __init__(
-        self, batch: Batch, context: BatchContext, in_flight: InFlight, sharing: Callable[[Job], int]
+        self, batch: Batch, context: BatchContext, in_flight: InFlight, sharing: Callable[[Job], Sharing]
     ) -> None:
         self.batch = batch
         self.finalizing = False  # no line runs any more: the end of the batch is being written
@@ -209,17 +211,18 @@ class Job:
 
     def _start_lines(self) -> None:
         now_s = self._context.clock()
-        sharing = self._sharing(self)
-        if now_s < self._paused_until_s or not sharing:
+        if now_s < self._paused_until_s:
             return
-        capacities = self._capacities(now_s)
+        sharing = self._sharing(self)
+        capacities = [each for each in self._capacities(now_s) if each.site.name not in sharing.taken]
         model = self._context.model_of(self.batch)
         serving = [site.name for site in self._usable_sites() if can_serve(site, model, now_s)]
         self._homes.begin(capacities, serving)
-        lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
+        share = fair_share(capacities, sharing.sites)
+        lines = self._take_lines(share, now_s, sharing) if capacities else []
         sites = self._homes.assign(lines, capacities)
         if not capacities and self._can_run_nowhere():
-            lines = self._take_lines(PAGE_LINES, now_s)
+            lines = self._take_lines(PAGE_LINES, now_s, sharing)
             sites = [""] * len(lines)
         for line, site in zip(lines, sites, strict=True):
             # Usage is stored once per id, and a job that lost its lease can't store its count of runs.
@@ -240,19 +243,18 @@ class Job:
                 starting[site] = starting.get(site, 0) + 1
         return available(self._usable_sites(), self._context.model_of(self.batch), starting, now_s)
 
-    def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
+    def _take_lines(self, max_lines: int, now_s: float, sharing: Sharing) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
-        limits, jobs = self._context.limits, max(1, self._sharing(self))
+        limits = self._context.limits
         sites, model = self._usable_sites(), self._context.model_of(self.batch)
-        in_flight = lines_at_once(sites, model, limits.in_flight)
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
         max_lines = min(
             max_lines,
-            in_flight // jobs - len(self._running),
-            max(1, limits.starting // jobs) - starting,
+            lines_of_batch(sites, model, sharing, limits.in_flight) - len(self._running),
+            max(1, limits.starting // sharing.replica) - starting,
         )
-        at_sites, waiting_there = lines_at_once(sites, model, 1) // jobs, lines_waiting(sites, model)
+        at_sites, waiting_there = lines_at_once(sites, model, 1) // sharing.sites, lines_waiting(sites, model)
         size = sum(line.size for line in self._running.values())
         lines: list[Line] = []
         while len(lines) < max_lines:
