@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
 from gateway.batches.pace import FIRST_PRIORITY
+from gateway.batches.prompts import Kept, answer_prompts
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
@@ -19,7 +20,6 @@ from gateway.openai.error_body import translate
 from gateway.openai.fields import Fields, Problems
 from gateway.openai.frames import one_line
 from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, UnaryFormat
-from gateway.openai.merge import answer_all
 from gateway.openai.pooling_format import EMBEDDINGS
 from gateway.openai.request import GenerationRequest, build_queries, check_model
 from gateway.openai.response_schema import ResponseHead
@@ -86,8 +86,12 @@ async def answer_line(
     any_order: bool,
     prefill_heavy: bool,
     goes_first: bool,
+    kept: Kept,
 ) -> bytes:
-    """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
+    """Return the body of the answer. Raises the errors that the endpoint would translate for a client.
+
+    `kept`: the prompts that earlier runs of the line have answered.
+    """
     request = read_request(endpoint, body, context, caller.tenant)
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
@@ -101,7 +105,7 @@ async def answer_line(
         )
         for query in queries
     ]
-    async with aclosing(answer_all(context.answer, queries)) as pieces:
+    async with aclosing(answer_prompts(context.answer, queries, kept)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())
     head = ResponseHead(endpoint.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint)

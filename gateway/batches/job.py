@@ -33,6 +33,7 @@ from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.order import prefill_heavy
 from gateway.batches.pace import Progress, is_late, work_of
+from gateway.batches.prompts import Kept
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome, RunningLines
@@ -97,6 +98,7 @@ class Job:
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
+        self._kept: dict[int, Kept] = {}  # of the lines that run or run again
         self._paused_until_s = 0.0
         self._has_answers = False
         self._began_s = self._busy_s = context.clock()
@@ -299,6 +301,7 @@ class Job:
             result = task.result()
             if isinstance(result, Outcome):
                 outcomes.append(result)
+                self._kept.pop(result.number, None)
             else:
                 retried.append(result.line)
                 self._schedule(result)
@@ -388,6 +391,7 @@ class Job:
             any_order=(any_order := batch.order is Order.BLEND),
             prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
             goes_first=self.is_late,
+            kept=self._kept.setdefault(line.number, {}),
         )
 
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:
