@@ -21,8 +21,9 @@ def asked_model(batch: Batch) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """`models`: those that sites serve now. `known_models`: those that any site serves or served; empty as
-    long as sites may still be joining. `model_of`: the model that answers the lines of a batch now.
+    """`models`: those that any site serves or served, and the routes to them; none as long as sites may still
+    be joining. `known_models`: their ids, without the routes. `model_of`: the model that answers the lines of
+    a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
     key is revoked. `dispatched` returns whether the query with this id has been given to a site. `clock` is

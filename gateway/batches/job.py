@@ -38,7 +38,7 @@ from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome, RunningLines
 from gateway.batches.waiting import PAGE_LINES, WaitingLines
-from gateway.domain import Site
+from gateway.domain import Site, SiteState
 from gateway.errors import (
     AboveQuota,
     BudgetSpent,
@@ -62,6 +62,8 @@ ROUND_S: Final = 0.02
 IDLE_S, IDLE_TICK_S = 60.0, 1.0
 """A batch without a line in flight for so long makes room for another, and is looked at this often."""
 BACKOFF_S: Final = 1.0
+AWAY_BACKOFFS, AWAY_RUNS = 60, 64
+"""A line for which a site is away waits so many times BACKOFF_S at most, and runs so often at most."""
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
 InFlight = dict[str, str]
@@ -361,7 +363,7 @@ class Job:
             return self._on_failure(line, query_id, exc)
         except (TooMany, Overloaded, NoSite, ShuttingDown) as exc:
             if isinstance(exc, NoSite) and self._capacities(self._context.clock()):
-                return self._on_failure(line, query_id, exc)  # other lines could run: the cause is this line
+                return self._on_no_site(line, query_id, exc)  # other lines could run: the cause is this line
             wait_s = exc.retry_after_s or BACKOFF_S
             return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=True)
         except ClientMistake as exc:
@@ -397,6 +399,18 @@ class Job:
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:
         endpoint = ENDPOINTS[self.batch.endpoint]
         return Outcome(line.number, True, error_line(endpoint, line.custom_id, query_id, exc))
+
+    def _on_no_site(self, line: Line, query_id: str, exc: NoSite) -> Outcome | Retry:
+        """Retry a line that none of the sites with room can serve. For about an hour it is no failure while
+        another is away that may be able to.
+        """
+        model, known = self._context.model_of(self.batch), self._context.known_models()
+        serving = [site for site in self._usable_sites() if model in site.identity.models]
+        all_here = bool(known) and all(site.state is SiteState.READY for site in serving)
+        if all_here or line.runs >= AWAY_RUNS:
+            return self._on_failure(line, query_id, exc)
+        wait_s = BACKOFF_S * min(2**line.runs, AWAY_BACKOFFS)
+        return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=False)
 
     def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:
         """Retry a line that failed; its last failure is its outcome."""

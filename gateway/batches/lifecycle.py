@@ -56,10 +56,11 @@ async def open_batches(
     files = Files(engine, unix_time)
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)
     directory = query_context.directory
+    models = NamedModels(query_context, listed=True)
 
     context = BatchContext(
         answer=partial(answer, query_context),
-        models=NamedModels(query_context),
+        models=lambda: models() if query_context.fleet_complete else (),
         known_models=lambda: directory.models if query_context.fleet_complete else (),
         model_of=partial(_model_of, query_context, caller),
         sites=lambda: directory.sites,

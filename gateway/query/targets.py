@@ -66,15 +66,20 @@ class Targets:
 
 
 class NamedModels:
-    """The models that sites serve now and the routes to them, as models: made anew once either changes."""
+    """The models that sites serve now and the routes to them, as models: made anew once either changes.
 
-    def __init__(self, context: QueryContext) -> None:
+    `listed`: those of sites that are down, too.
+    """
+
+    def __init__(self, context: QueryContext, *, listed: bool = False) -> None:
         self._context = context
+        self._listed = listed
         self._made_of: tuple[object, object] | None = None
         self._models: list[Model] = []
 
     def __call__(self) -> list[Model]:
-        served, routes = self._context.directory.served, self._context.routes()
+        directory, routes = self._context.directory, self._context.routes()
+        served = directory.models if self._listed else directory.served
         if self._made_of is None or self._made_of[0] is not served or self._made_of[1] is not routes:
             self._models = list({**served, **route_models(routes, served)}.values())
             self._made_of = served, routes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gateway.domain import Caller
+from gateway.domain import Caller, SiteState
 from gateway.operator_orders import Standing
 from tests.support.batch_replica import (
     CALLERS_BY_ID,
@@ -123,6 +124,38 @@ def test_a_batch_waits_for_sites_that_have_answered_it_though_its_gateway_has_no
             serving = asyncio.create_task(second.serve(await second.scene.site("a")))
             done = await second.ended(batch_id)
             assert (done.status, done.request_counts.completed) == ("completed", 100)
+            serving.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["down", "not met yet"])
+def test_lines_wait_for_the_site_that_has_what_they_need(
+    url: str, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Another that lacks it is no reason to refuse them while the one that has it restarts, or has not joined
+    a gateway that has just started.
+    """
+    monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
+
+    async def main() -> None:
+        async with replica(url, features=("chat", "resume")) as here:
+            gateway = here.scene.gateway
+            if is_known:
+                await (await here.scene.site("c")).close()
+                await until(lambda: gateway.directory.site("c").state is SiteState.DOWN)  # type: ignore[union-attr]
+            else:
+                gateway.fleet_complete_s = math.inf
+            lines = [chat_line(0, logprobs=True), *(chat_line(number) for number in range(1, 9))]
+            batch_id = await here.submit(jsonl(*lines))
+            await here.reached(batch_id, "in_progress")
+            await until(lambda: len(here.asked) == 8, "the others run")
+            await has_looked(here, batch_id)
+            assert await counts(here, batch_id) == (8, 0)
+            gateway.fleet_complete_s = -math.inf
+            serving = asyncio.create_task(here.serve(await here.scene.site("c", boot_id="again")))
+            done = await here.ended(batch_id)
+            assert (done.status, done.request_counts.completed) == ("completed", 9)
             serving.cancel()
 
     asyncio.run(main())
