@@ -21,7 +21,7 @@ from multipart import (  # type: ignore[import-untyped]
 
 from gateway.batches.files import FileWriter
 from gateway.errors import BadRequest, DeadlinePassed
-from gateway.http.body import ClientGone
+from gateway.http.body import ClientGone, refuse_encoding
 from gateway.http.exchange import header
 
 MAX_FIELD_BYTES: Final = 1_024
@@ -54,6 +54,7 @@ async def read_form(
     scope: Scope, receive: Receive, form: UploadForm, begin: BeginFile, limit_bytes: int
 ) -> None:
     """Fill `form`. Raises BadRequest, HTTPException (413), DeadlinePassed or ClientGone."""
+    refuse_encoding(scope)
     parser = PushMultipartParser(
         _boundary(scope), max_segment_count=MAX_FIELDS, header_charset=HEADER_CHARSET, strict=False
     )

@@ -60,6 +60,7 @@ REFUSED_UPLOADS: list[tuple[str, dict[str, Any], int, str | None]] = [
     ),
     ("too many fields", upload(purpose="batch", **{f"x{number}": "1" for number in range(20)}), 400, None),
     ("a name without end", upload(purpose="batch", **{"x" * 9000: "1"}), 400, None),
+    ("compressed", upload(purpose="batch") | {"headers": {"content-encoding": "gzip"}}, 400, None),
     (
         "an impossible time to keep it",
         upload(purpose="batch", **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}),
