@@ -19,6 +19,10 @@ def asked_model(batch: Batch) -> str:
     return batch.model or ""
 
 
+async def all_known() -> None:
+    """Read no keys: all of them are known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
     """`models`: those that any site serves or served, and the routes to them; none as long as sites may still
@@ -26,7 +30,8 @@ class BatchContext:
     a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
-    key is revoked. `dispatched` returns whether the query with this id has been given to a site. `clock` is
+    key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again.
+    `dispatched` returns whether the query with this id has been given to a site. `clock` is
     monotonic, `unix_time` dates what is stored.
     """
 
@@ -37,6 +42,7 @@ class BatchContext:
     sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]
+    refresh_keys: Callable[[], Awaitable[None]] = all_known
     dispatched: Callable[[str], bool]
     files: Files
     ledger: Ledger

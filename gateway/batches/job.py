@@ -150,6 +150,8 @@ class Job:
 
     async def run(self) -> None:
         """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
+        if self._context.caller(self.batch.key_id) is None:
+            await self._context.refresh_keys()
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
             await self._validate()
         elif self.batch.in_progress_at is None:  # those of a replica that died while it read the file

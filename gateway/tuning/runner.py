@@ -129,6 +129,8 @@ class Runner:
         leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs, served)}
         for job_id in [job_id for job_id in self._held if job_id not in leased]:
             self._let_go(self._held.pop(job_id))
+        if any(context.caller(job.key_id) is None for job in leased.values()):
+            await context.refresh_keys()
         for job in leased.values():
             care = self._held.setdefault(job.id, Care(job, now_s))
             if care.job.run != job.run:
