@@ -106,13 +106,16 @@ class Runner:
         """Return how the sites of a batch are shared: between those that may use any of them. Late ones go
         first, and share theirs between themselves.
         """
-        sites = job.sites
         jobs = [each for each, _ in self._jobs.values() if each is job or not each.is_idle]
-        beside = [each for each in jobs if each is job or each.sites & sites]
+        kinds = {each: (self._context.model_of(each.batch), each.batch.key_id) for each in jobs}
+        one_of = {kind: each for each, kind in kinds.items()}  # all of a kind have the same sites
+        sites = {kind: each.sites for kind, each in one_of.items()}
+        of = {each: sites[kind] for each, kind in kinds.items()}
+        beside = [each for each in jobs if each is job or not of[each].isdisjoint(of[job])]
         late = [each for each in beside if each.can_start and each.is_late]
         if job in late:
             return Sharing(len(jobs), len(late))
-        taken = frozenset().union(*(each.sites for each in late))
+        taken = frozenset().union(*(of[each] for each in late))
         return Sharing(len(jobs), len(beside) - len(late), taken)
 
     async def _run(self, job: Job) -> None:
