@@ -83,6 +83,7 @@ def read_row(line: bytes) -> Row:
         raise BadRow(f"has {min(chat)!r} of a chat and {min(pair)!r} of a pair: a line is one or the other")
     if not chat and not pair:
         raise BadRow("has neither 'messages' nor 'prompt' and 'completion'")
+    row = _without_nulls(row)
     _refuse_unknown("", row, _CHAT_FIELDS if chat else _PAIR_FIELDS)
     return _read_chat(row) if chat else _read_pair(row)
 
@@ -172,6 +173,7 @@ def _read_message(at: str, item: object, functions: set[str]) -> dict[str, Any]:
     """Return a message as templates take it, with its `weight`: whether it is learned."""
     if not isinstance(item, dict):
         raise BadRow(f"{at} is {_kind(item)}, not an object")
+    item = _without_nulls(item)
     role = _text(f"{at}.role", item.get("role"))
     if role not in ROLES:
         raise BadRow(f"{at}.role is {_shown(role)}; it is one of {', '.join(ROLES)}")
@@ -282,6 +284,11 @@ def _read_tools(tools: object) -> tuple[dict[str, Any], ...]:
             raise BadRow(f"{at}.function.parameters is {_kind(function['parameters'])}, not an object")
         names.add(name)
     return tuple(read)
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value: SDKs write those that have none as null."""
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def _array(at: str, value: object) -> Sequence[Any]:

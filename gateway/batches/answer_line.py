@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
-from gateway.batches.kept_answers import KeptAnswers, answer_rest
 from gateway.batches.pace import FIRST_PRIORITY
+from gateway.batches.prompts import Kept, answer_prompts
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
@@ -86,11 +86,11 @@ async def answer_line(
     any_order: bool,
     prefill_heavy: bool,
     goes_first: bool,
-    kept: KeptAnswers,
+    kept: Kept,
 ) -> bytes:
     """Return the body of the answer. Raises the errors that the endpoint would translate for a client.
 
-    `kept`: what an earlier run of the line has answered; this one adds to it.
+    `kept`: the prompts that earlier runs of the line have answered.
     """
     request = read_request(endpoint, body, context, caller.tenant)
     queries = line_queries(
@@ -105,9 +105,7 @@ async def answer_line(
         )
         for query in queries
     ]
-    several = len(queries) > 1
-    answered = answer_rest(context.answer, queries, kept) if several else context.answer(queries[0])
-    async with aclosing(answered) as pieces:
+    async with aclosing(answer_prompts(context.answer, queries, kept)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())
     head = ResponseHead(endpoint.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint)

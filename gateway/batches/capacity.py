@@ -27,6 +27,16 @@ class SiteCapacity(NamedTuple):
     lines: int
 
 
+class Sharing(NamedTuple):
+    """`replica`: the batches between which this process is shared. `sites`: those between which the sites of
+    one are shared, but for those that are `taken` by batches that go first.
+    """
+
+    replica: int = 1
+    sites: int = 1
+    taken: frozenset[str] = frozenset()
+
+
 def available(
     sites: Sequence[Site], model: str, starting: Mapping[str, int], now_s: float
 ) -> list[SiteCapacity]:
@@ -49,6 +59,14 @@ def lines_at_once(sites: Sequence[Site], model: str, at_least: int) -> int:
     """Return how many lines may run: as many as all sites of a model take, within MOST_AT_ONCE."""
     taken = sum(_most_lines(site) for site in sites if model in site.identity.models)
     return max(at_least, min(taken, MOST_AT_ONCE))
+
+
+def lines_of_batch(sites: Sequence[Site], model: str, sharing: Sharing, at_least: int) -> int:
+    """Return how many lines of one batch may run: its share of what its sites take, within its share of
+    MOST_AT_ONCE; `at_least` is for all batches of this replica.
+    """
+    share = min(lines_at_once(sites, model, 1) // sharing.sites, MOST_AT_ONCE // sharing.replica)
+    return max(at_least // sharing.replica, share)
 
 
 def lines_waiting(sites: Sequence[Site], model: str) -> int:

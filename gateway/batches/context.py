@@ -19,13 +19,18 @@ def asked_model(batch: Batch) -> str:
     return batch.model or ""
 
 
+async def all_known() -> None:
+    """Read no keys: all of them are known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
     """`models`: those that any site serves or served, with the routes to them, and `known_models`, without:
     empty as long as sites may still be joining. `model_of`: the model that answers the lines of a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
-    key is revoked. `dispatched` returns whether the query with this id has been given to a site. `clock` is
+    key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again.
+    `dispatched` returns whether the query with this id has been given to a site. `clock` is
     monotonic, `unix_time` dates what is stored.
     """
 
@@ -36,6 +41,7 @@ class BatchContext:
     sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]
+    refresh_keys: Callable[[], Awaitable[None]] = all_known
     dispatched: Callable[[str], bool]
     files: Files
     ledger: Ledger

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,23 +19,26 @@ from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
 from gateway.batches.blend import Blend
 from gateway.batches.capacity import (
+    Sharing,
     SiteCapacity,
     available,
     can_serve,
     fair_share,
     lines_at_once,
+    lines_of_batch,
     lines_waiting,
 )
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
-from gateway.batches.kept_answers import KeptAnswers
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.order import prefill_heavy
 from gateway.batches.pace import Progress, is_late, work_of
+from gateway.batches.prompts import Kept
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome, RunningLines
 from gateway.batches.waiting import PAGE_LINES, WaitingLines
+from gateway.domain import Site, SiteState
 from gateway.errors import (
     AboveQuota,
     BudgetSpent,
@@ -59,6 +62,8 @@ ROUND_S: Final = 0.02
 IDLE_S, IDLE_TICK_S = 60.0, 1.0
 """A batch without a line in flight for so long makes room for another, and is looked at this often."""
 BACKOFF_S: Final = 1.0
+AWAY_BACKOFFS, AWAY_RUNS = 60, 64
+"""A line for which a site is away waits so many times BACKOFF_S at most, and runs so often at most."""
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
 InFlight = dict[str, str]
@@ -76,12 +81,12 @@ class Retry(NamedTuple):
 class Job:
     """One run of one batch. The runner keeps `batch` up to date.
 
-    `in_flight` is shared by all jobs of this replica. `sharing` returns between how many batches of this
-    replica, this one included, the sites are shared; 0 while others go first.
+    `in_flight` is shared by all jobs of this replica. `sharing` returns how the batches of this replica share
+    the sites of one.
     """
 
     def __init__(
-        self, batch: Batch, context: BatchContext, in_flight: InFlight, sharing: Callable[[Job], int]
+        self, batch: Batch, context: BatchContext, in_flight: InFlight, sharing: Callable[[Job], Sharing]
     ) -> None:
         self.batch = batch
         self.finalizing = False  # no line runs any more: the end of the batch is being written
@@ -95,16 +100,24 @@ class Job:
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
-        self._kept: dict[int, KeptAnswers] = {}  # by line, until it has an outcome
+        self._kept: dict[int, Kept] = {}  # of the lines that run or run again
         self._paused_until_s = 0.0
+        self._has_answers = False
         self._began_s = self._busy_s = context.clock()
         self._ended_work = self._running_work = self._left_work = 0.0
 
     @property
     def sites(self) -> set[str]:
-        """Return the names of the sites that serve its model."""
+        """Return the names of the sites that serve its model and that its key may use, also if down."""
         model = self._context.model_of(self.batch)
-        return {site.name for site in self._context.sites() if model in site.identity.models}
+        return {site.name for site in self._usable_sites() if model in site.identity.models}
+
+    def _usable_sites(self) -> Sequence[Site]:
+        """Return the sites in the regions of its key."""
+        caller, sites = self._context.caller(self.batch.key_id), self._context.sites()
+        if caller is None or caller.regions is None:
+            return sites
+        return [site for site in sites if site.identity.region in caller.regions]
 
     @property
     def progress(self) -> Progress:
@@ -137,6 +150,8 @@ class Job:
 
     async def run(self) -> None:
         """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
+        if self._context.caller(self.batch.key_id) is None:
+            await self._context.refresh_keys()
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
             await self._validate()
         elif self.batch.in_progress_at is None:  # those of a replica that died while it read the file
@@ -184,7 +199,10 @@ class Job:
     # ---- answer
 
     async def _answer(self) -> None:
-        self._left_work = await self._context.ledger.work_left(self.batch.id)
+        ledger, batch = self._context.ledger, self.batch
+        self._left_work = await ledger.work_left(batch.id)
+        counted = await ledger.get(batch.tenant, batch.id)
+        self._has_answers = counted is not None and counted.completed > 0
         self._began_s = self._busy_s = self._context.clock()
         try:
             while not self._must_stop:
@@ -199,17 +217,18 @@ class Job:
 
     def _start_lines(self) -> None:
         now_s = self._context.clock()
-        sharing = self._sharing(self)
-        if now_s < self._paused_until_s or not sharing:
+        if now_s < self._paused_until_s:
             return
-        capacities = self._capacities(now_s)
+        sharing = self._sharing(self)
+        capacities = [each for each in self._capacities(now_s) if each.site.name not in sharing.taken]
         model = self._context.model_of(self.batch)
-        serving = [site.name for site in self._context.sites() if can_serve(site, model, now_s)]
+        serving = [site.name for site in self._usable_sites() if can_serve(site, model, now_s)]
         self._homes.begin(capacities, serving)
-        lines = self._take_lines(fair_share(capacities, sharing), now_s) if capacities else []
+        share = fair_share(capacities, sharing.sites)
+        lines = self._take_lines(share, now_s, sharing) if capacities else []
         sites = self._homes.assign(lines, capacities)
-        if not capacities and self._model_is_unknown():
-            lines = self._take_lines(PAGE_LINES, now_s)
+        if not capacities and self._can_run_nowhere():
+            lines = self._take_lines(PAGE_LINES, now_s, sharing)
             sites = [""] * len(lines)
         for line, site in zip(lines, sites, strict=True):
             # Usage is stored once per id, and a job that lost its lease can't store its count of runs.
@@ -228,21 +247,20 @@ class Job:
         for query_id, site in self._in_flight.items():
             if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return available(self._context.sites(), self._context.model_of(self.batch), starting, now_s)
+        return available(self._usable_sites(), self._context.model_of(self.batch), starting, now_s)
 
-    def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
+    def _take_lines(self, max_lines: int, now_s: float, sharing: Sharing) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
-        limits, jobs = self._context.limits, max(1, self._sharing(self))
-        in_flight = lines_at_once(self._context.sites(), self._context.model_of(self.batch), limits.in_flight)
+        limits = self._context.limits
+        sites, model = self._usable_sites(), self._context.model_of(self.batch)
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
         max_lines = min(
             max_lines,
-            in_flight // jobs - len(self._running),
-            max(1, limits.starting // jobs) - starting,
+            lines_of_batch(sites, model, sharing, limits.in_flight) - len(self._running),
+            max(1, limits.starting // sharing.replica) - starting,
         )
-        at_sites = lines_at_once(self._context.sites(), self._context.model_of(self.batch), 1) // jobs
-        waiting_there = lines_waiting(self._context.sites(), self._context.model_of(self.batch))
+        at_sites, waiting_there = lines_at_once(sites, model, 1) // sharing.sites, lines_waiting(sites, model)
         size = sum(line.size for line in self._running.values())
         lines: list[Line] = []
         while len(lines) < max_lines:
@@ -265,10 +283,14 @@ class Job:
             return heappop(self._retries)[-1]
         return self._homes.take(waiting)
 
-    def _model_is_unknown(self) -> bool:
-        """Return whether certainly no site serves the model; each line then fails with that error."""
-        known = self._context.known_models()
-        return bool(known) and self._context.model_of(self.batch) not in known
+    def _can_run_nowhere(self) -> bool:
+        """Return whether the key was revoked, the model is unknown, or all its sites are in regions that the
+        key may not use; each line then fails with that error. The sites of a batch with an answer exist,
+        though a gateway that has started since may not have met them.
+        """
+        if self._context.caller(self.batch.key_id) is None:
+            return True
+        return bool(self._context.known_models()) and not self.sites and not self._has_answers
 
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""
@@ -289,6 +311,7 @@ class Job:
                 self._schedule(result)
         if done:
             await self._write(outcomes, retried)
+            self._has_answers |= any(not outcome.failed for outcome in outcomes)
             for task in done:
                 line = self._running.pop(task)
                 self._blend.ended(line.number)
@@ -342,7 +365,7 @@ class Job:
             return self._on_failure(line, query_id, exc)
         except (TooMany, Overloaded, NoSite, ShuttingDown) as exc:
             if isinstance(exc, NoSite) and self._capacities(self._context.clock()):
-                return self._on_failure(line, query_id, exc)  # other lines could run: the cause is this line
+                return self._on_no_site(line, query_id, exc)  # other lines could run: the cause is this line
             wait_s = exc.retry_after_s or BACKOFF_S
             return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=True)
         except ClientMistake as exc:
@@ -378,6 +401,18 @@ class Job:
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:
         endpoint = ENDPOINTS[self.batch.endpoint]
         return Outcome(line.number, True, error_line(endpoint, line.custom_id, query_id, exc))
+
+    def _on_no_site(self, line: Line, query_id: str, exc: NoSite) -> Outcome | Retry:
+        """Retry a line that none of the sites with room can serve. For about an hour it is no failure while
+        another is away that may be able to.
+        """
+        model, known = self._context.model_of(self.batch), self._context.known_models()
+        serving = [site for site in self._usable_sites() if model in site.identity.models]
+        all_here = bool(known) and all(site.state is SiteState.READY for site in serving)
+        if all_here or line.runs >= AWAY_RUNS:
+            return self._on_failure(line, query_id, exc)
+        wait_s = BACKOFF_S * min(2**line.runs, AWAY_BACKOFFS)
+        return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=False)
 
     def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:
         """Retry a line that failed; its last failure is its outcome."""

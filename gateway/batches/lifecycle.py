@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, NamedTuple
 from uuid import uuid4
 
-from gateway.batches.context import BatchContext
+from gateway.batches.context import BatchContext, all_known
 from gateway.batches.expiry import expire_for_ever
 from gateway.batches.files import Files
 from gateway.batches.ledger import LEASE_S, Ledger
@@ -42,6 +42,7 @@ async def open_batches(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
+    refresh_keys: Callable[[], Awaitable[None]] = all_known,
     unix_time: Callable[[], float] = time.time,
     limits: BatchLimits = LIMITS,
     lease_s: float = LEASE_S,
@@ -65,6 +66,7 @@ async def open_batches(
         sites=lambda: directory.sites,
         forecast=query_context.forecasts.request_ahead,
         caller=caller,
+        refresh_keys=refresh_keys,
         dispatched=partial(_is_dispatched, query_context),
         files=files,
         ledger=ledger,

@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from typing import Final
 
+from gateway.batches.capacity import Sharing
 from gateway.batches.context import BatchContext
 from gateway.batches.job import DATABASE_ERRORS, InFlight, Job
 from gateway.batches.ledger import LeaseLost
@@ -101,13 +102,21 @@ class Runner:
         elif batch.id in self._jobs and batch.cancelling_at is not None:
             self._jobs[batch.id][0].batch = batch
 
-    def _sharing(self, job: Job) -> int:
-        """Return between how many batches the sites of one are shared; 0 if those that are late go first."""
+    def _sharing(self, job: Job) -> Sharing:
+        """Return how the sites of a batch are shared: between those that may use any of them. Late ones go
+        first, and share theirs between themselves.
+        """
         jobs = [each for each, _ in self._jobs.values() if each is job or not each.is_idle]
-        late = [each for each in jobs if each.can_start and each.is_late and each.sites & job.sites]
-        if late:
-            return len(late) if job in late else 0
-        return len(jobs)
+        kinds = {each: (self._context.model_of(each.batch), each.batch.key_id) for each in jobs}
+        one_of = {kind: each for each, kind in kinds.items()}  # all of a kind have the same sites
+        sites = {kind: each.sites for kind, each in one_of.items()}
+        of = {each: sites[kind] for each, kind in kinds.items()}
+        beside = [each for each in jobs if each is job or not of[each].isdisjoint(of[job])]
+        late = [each for each in beside if each.can_start and each.is_late]
+        if job in late:
+            return Sharing(len(jobs), len(late))
+        taken = frozenset().union(*(of[each] for each in late))
+        return Sharing(len(jobs), len(beside) - len(late), taken)
 
     async def _run(self, job: Job) -> None:
         try:

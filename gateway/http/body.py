@@ -15,6 +15,7 @@ from gateway.errors import BadRequest, Overloaded
 from gateway.http.disconnect import while_connected
 from gateway.http.exchange import header
 from gateway.memory_budget import Hold, MemoryBudget
+from gateway.openai.fields import echo
 from gateway.side_work import INLINE_BYTES, SideWork
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class BodyReader:
             raise BadRequest(
                 "The Content-Type of this endpoint is application/json.", code="invalid_content_type"
             )
+        refuse_encoding(scope)
         with self.memory.hold(tenant) as hold:
             raw = await _read_bytes(scope, receive, limit_bytes, hold)
             if len(raw) <= INLINE_BYTES:
@@ -62,6 +64,16 @@ class BodyReader:
         if found is None:
             raise ClientGone
         return found[0]
+
+
+def refuse_encoding(scope: Scope) -> None:
+    """Raise BadRequest for a compressed body: what it unfolds to could not be bounded before it is read."""
+    encoding = header(scope, b"content-encoding").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise BadRequest(
+            f"The body is sent with the Content-Encoding {echo(encoding)}: send it as it is.",
+            code="invalid_content_encoding",
+        )
 
 
 def _read(raw: bytes, read: Callable[[dict[str, object]], T]) -> T:

@@ -18,7 +18,14 @@ _UNSUPPORTED = {
     "moderation": ("/v1/moderations",),
     "assistants": ("/v1/assistants", "/v1/threads"),
     "compaction of responses": ("/v1/responses/compact",),
-    "stored responses": ("/v1/responses/{id:str}", "/v1/responses/{id:str}/input_items"),
+    "count of input tokens but /v1/messages/count_tokens": ("/v1/responses/input_tokens",),
+    "stored responses": (
+        "/v1/responses/{id:str}",
+        "/v1/responses/{id:str}/input_items",
+        "/v1/responses/{id:str}/cancel",
+    ),
+    "conversations (send all of one as 'input')": ("/v1/conversations", "/v1/conversations/{id:str}"),
+    "uploads in parts (/v1/files takes 200 MB at once)": ("/v1/uploads",),
     "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),
 }
 

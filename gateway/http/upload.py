@@ -21,7 +21,7 @@ from multipart import (  # type: ignore[import-untyped]
 
 from gateway.batches.files import FileWriter
 from gateway.errors import BadRequest, DeadlinePassed
-from gateway.http.body import ClientGone
+from gateway.http.body import ClientGone, refuse_encoding
 from gateway.http.exchange import header
 
 MAX_FIELD_BYTES: Final = 1_024
@@ -34,6 +34,8 @@ _QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*"')
 _EXTENDED_NAME: Final = re.compile(
     r"; *filename\* *= *(?P<charset>utf-8|iso-8859-1)'[^']*'(?P<encoded>[^;\s]+)", re.IGNORECASE
 )
+HEADER_CHARSET: Final = "iso-8859-1"
+"""In which any bytes can be read: the charset of a name is that of its sender's terminal."""
 MISSING: Final = "missing_required_parameter"
 
 BeginFile = Callable[[], Coroutine[Any, Any, FileWriter]]
@@ -52,7 +54,10 @@ async def read_form(
     scope: Scope, receive: Receive, form: UploadForm, begin: BeginFile, limit_bytes: int
 ) -> None:
     """Fill `form`. Raises BadRequest, HTTPException (413), DeadlinePassed or ClientGone."""
-    parser = PushMultipartParser(_boundary(scope), max_segment_count=MAX_FIELDS, strict=False)
+    refuse_encoding(scope)
+    parser = PushMultipartParser(
+        _boundary(scope), max_segment_count=MAX_FIELDS, header_charset=HEADER_CHARSET, strict=False
+    )
     try:
         async with asyncio.timeout(UPLOAD_WITHIN_S):
             with parser:
@@ -153,12 +158,17 @@ def _boundary(scope: Scope) -> str:
 
 
 def _filename(segment: MultipartSegment) -> str:
-    """Return the name of a file: `filename*` (RFC 5987) if it can be decoded, otherwise `filename`."""
+    """Return the name of a file: `filename*` (RFC 5987) if it can be decoded, otherwise `filename`, in UTF-8
+    or else in Latin-1.
+    """
     unquoted = _QUOTED.sub("", segment.header("Content-Disposition", ""))
     if found := _EXTENDED_NAME.search(unquoted):
         with suppress(UnicodeDecodeError):
             return unquote(found["encoded"], found["charset"], "strict")
-    return segment.filename or ""
+    name: str = segment.filename or ""
+    with suppress(UnicodeDecodeError):
+        return name.encode(HEADER_CHARSET).decode()
+    return name
 
 
 def _safe_filename(filename: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.batches.files import Files
@@ -20,7 +20,8 @@ from gateway.tuning.values import TuningLimits
 class TuningContext:
     """`links`: the sites that are linked to this replica. `forget_model` takes a model that was deleted from
     a site that is down, both by name. `caller` looks up a key by its id, without I/O;
-    None once it is revoked. `charge` counts trained tokens and their cost against the quotas of the month,
+    None once it is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads
+    them again. `charge` counts trained tokens and their cost against the quotas of the month,
     and returns the refusal once one is spent. `clock` is monotonic, `unix_time` dates what is stored.
     """
 
@@ -33,6 +34,7 @@ class TuningContext:
     links: Callable[[], Mapping[str, Link]]
     forget_model: Callable[[str, str], None]
     caller: Callable[[str], Caller | None]
+    refresh_keys: Callable[[], Awaitable[None]]
     charge: Callable[[Caller, int, int], TooMany | None]
     clock: Callable[[], float]
     unix_time: Callable[[], float]

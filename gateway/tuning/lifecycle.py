@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 from uuid import uuid4
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.batches.context import all_known
 from gateway.batches.files import Files
 from gateway.domain import Caller
 from gateway.query.context import QueryContext
@@ -39,6 +40,7 @@ async def open_tuning(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
+    refresh_keys: Callable[[], Awaitable[None]] = all_known,
     unix_time: Callable[[], float] = time.time,
     limits: TuningLimits = LIMITS,
     lease_s: float = LEASE_S,
@@ -48,7 +50,7 @@ async def open_tuning(
     """Open the ledger, the content store and the runner, on database connections of their own."""
     engine = open_engine(url)
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s)
-    context = _context(engine, ledger, query_context, caller, limits)
+    context = _context(engine, ledger, query_context, limits, caller=caller, refresh_keys=refresh_keys)
     runner = Runner(context, poll_s, tick_s)
     service = TuningService(
         ledger=ledger,
@@ -73,8 +75,10 @@ def _context(
     engine: AsyncEngine,
     ledger: Ledger,
     query_context: QueryContext,
-    caller: Callable[[str], Caller | None],
     limits: TuningLimits,
+    *,
+    caller: Callable[[str], Caller | None],
+    refresh_keys: Callable[[], Awaitable[None]],
 ) -> TuningContext:
     unix_time = ledger.clock
     directory, federation = query_context.directory, query_context.federation
@@ -89,6 +93,7 @@ def _context(
         links=lambda: federation.links,
         forget_model=directory.forget_model,
         caller=caller,
+        refresh_keys=refresh_keys,
         charge=query_context.quotas.charge,
         clock=query_context.clock,
         unix_time=unix_time,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.batches.files import Page
 from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
@@ -39,6 +40,7 @@ AVOID_S: Final = 60.0
 STALE_RUNS_A_POLL: Final = 20
 TIDY_S: Final = 60.0
 LEFTOVERS_AT_ONCE: Final = 20
+WAITS: Final = "No site has room to train; the job waits."
 
 
 class Care:
@@ -46,7 +48,6 @@ class Care:
 
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
-        self.since_s = now_s  # of the current run, or of waiting for a site
         self.heard_s = self.linked_s = self.step_s = now_s
         self.ordered_s = float("-inf")
         self.stopping_s: float | None = None
@@ -54,13 +55,13 @@ class Care:
         self.recorded_s = float("-inf")
         self.last_error = ""
         self.avoided: dict[str, float] = {}  # until when
-        self.waits_told = False
+        self.waits_since: float | None = None  # for a site, in unix seconds
         self.task: asyncio.Task[None] | None = None
 
     def begin(self, job: Job, now_s: float) -> None:
         """Turn to the next run of the job, or to waiting for one."""
         self.job = job
-        self.since_s = self.heard_s = self.linked_s = self.step_s = now_s
+        self.heard_s = self.linked_s = self.step_s = now_s
         self.ordered_s = self.recorded_s = float("-inf")
         self.stopping_s = self.recorded = None
 
@@ -128,6 +129,8 @@ class Runner:
         leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs, served)}
         for job_id in [job_id for job_id in self._held if job_id not in leased]:
             self._let_go(self._held.pop(job_id))
+        if any(context.caller(job.key_id) is None for job in leased.values()):
+            await context.refresh_keys()
         for job in leased.values():
             care = self._held.setdefault(job.id, Care(job, now_s))
             if care.job.run != job.run:
@@ -165,6 +168,8 @@ class Runner:
             await self._follow(care)
         elif job.status is JobStatus.QUEUED:
             await self._place(care)
+        else:
+            care.waits_since = None  # it is paused
 
     async def _guard(self, work: Coroutine[Any, Any, None], job: Job) -> None:
         try:
@@ -235,19 +240,30 @@ class Runner:
             now_s=now_s,
         )
         if site is None:
-            await self._wait_for_site(care, now_s)
+            await self._wait_for_site(care)
         elif await context.ledger.start(job, new_run(), site.name):
-            care.waits_told = False
+            care.waits_since = None
             await self._refresh(care)
             await self._order(care)
 
-    async def _wait_for_site(self, care: Care, now_s: float) -> None:
-        if now_s - care.since_s > self._context.limits.queued_s:
-            text = "For a day no site had room to train it."
-            await self._fail(care, JobError("no_site", text))
-        elif not care.waits_told:
-            care.waits_told = True
-            await self._context.ledger.add_event(care.job, WARN, "No site has room to train; the job waits.")
+    async def _wait_for_site(self, care: Care) -> None:
+        context = self._context
+        now, most_s = context.unix_time(), context.limits.queued_s
+        if care.waits_since is None or now - care.waits_since > most_s:  # it may have been paused meanwhile
+            care.waits_since = await self._begin_wait(care.job)
+        if now - care.waits_since > most_s:
+            await self._fail(care, JobError("no_site", "For a day no site had room to train it."))
+
+    async def _begin_wait(self, job: Job) -> float:
+        """Return since when a job waits for a site. It goes on with a wait that is the last of its events,
+        whichever replica wrote that.
+        """
+        context = self._context
+        last = await context.events.list_page(job.id, Page(1))
+        if last and last[0].message == WAITS:
+            return last[0].at
+        await context.ledger.add_event(job, WARN, WAITS)
+        return context.unix_time()
 
     # ---- a run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from typing import Any
@@ -44,6 +45,18 @@ def test_another_content_type_is_refused(path: str, content_type: str) -> None:
         assert "application/json" in error_of(response, 400)["message"]
 
     assert not run(scenario).queries
+
+
+@pytest.mark.parametrize("path", JSON_ROUTES)
+def test_a_compressed_body_is_refused_by_that_name(path: str) -> None:
+    async def scenario(edge: Edge) -> None:
+        body = gzip.compress(json.dumps(chat_body()).encode())
+        error = error_of(await edge.post(path, body, content_encoding="gzip"), 400)
+        assert error["code"] == "invalid_content_encoding" and "'gzip'" in error["message"]
+        plain = await edge.post(CHAT, chat_body(), content_encoding="identity")
+        assert plain.status_code == 200
+
+    run(scenario)
 
 
 def test_json_may_name_its_charset() -> None:

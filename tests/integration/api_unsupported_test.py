@@ -16,6 +16,10 @@ from tests.support.fakes.edge import error_of, get, post
         ("/v1/audio/transcriptions", "audio"),
         ("/v1/moderations", "moderation"),
         ("/v1/assistants", "assistants"),
+        ("/v1/responses/input_tokens", "/v1/messages/count_tokens"),
+        ("/v1/responses/resp_1/cancel", "stored responses"),
+        ("/v1/conversations", "conversations"),
+        ("/v1/uploads", "uploads in parts"),
     ],
 )
 def test_unsupported_openai_endpoints_are_named(path: str, what: str) -> None:

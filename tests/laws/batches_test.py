@@ -19,11 +19,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.capacity import (
     MOST_AT_ONCE,
+    Sharing,
     SiteCapacity,
     assign_sites,
     available,
     fair_share,
     lines_at_once,
+    lines_of_batch,
 )
 from gateway.batches.expiry import remove_expired
 from gateway.batches.files import Files, Page
@@ -125,7 +127,7 @@ class Due(float):
 def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_are_due() -> None:
     now_s = 0.0
     context: Any = SimpleNamespace(clock=lambda: now_s)
-    job = Job(batch(), context, {}, lambda _: 1)
+    job = Job(batch(), context, {}, lambda _: Sharing())
     waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
     for number, wait_s in enumerate(waits_s):
         job._schedule(Retry(line(number), wait_s, pauses_batch=False))
@@ -141,7 +143,7 @@ def test_a_batch_whose_last_line_is_not_due_again_yet_has_none_that_may_start() 
     """While a late one has, no other batch starts a line."""
     now_s = 0.0
     context: Any = SimpleNamespace(clock=lambda: now_s)
-    job = Job(batch(), context, {}, lambda _: 1)
+    job = Job(batch(), context, {}, lambda _: Sharing())
     job._schedule(Retry(line(1), 4.0, pauses_batch=False))
     assert not job.can_start
     now_s = 4.0
@@ -163,18 +165,19 @@ def test_a_line_that_is_due_again_while_large_lines_run_runs_after_them() -> Non
         clock=lambda: 0.0,
         limits=BatchLimits(in_flight_bytes=25),
         sites=lambda: [site("a")],
+        caller=lambda _: None,
         model_of=lambda _: "m",
         dispatched=lambda _: True,
     )
-    job = Job(batch(), context, {}, lambda _: 1)
+    job = Job(batch(), context, {}, lambda _: Sharing())
     running: dict[Any, Line] = job._running
     for each in (line(1, 100.0), line(2, 100.0)):
         running[Running()] = each
         job._blend.started(each, 100.0)  # beside so long answers no other line is to start
     job._schedule(Retry(replace(line(3), runs=1), 0.0, pauses_batch=False))
-    assert job._take_lines(4, 1.0) == []
+    assert job._take_lines(4, 1.0, Sharing()) == []
     running.clear()
-    assert [each.number for each in job._take_lines(4, 1.0)] == [3]
+    assert [each.number for each in job._take_lines(4, 1.0, Sharing())] == [3]
 
 
 def test_a_batch_goes_first_once_its_pace_would_take_it_past_four_fifths_of_its_window() -> None:
@@ -215,6 +218,15 @@ def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:
     assert lines_at_once(two[:1], "m", 512) == 512
     assert lines_at_once(two, "another", 512) == 512
     assert lines_at_once([site("c", slots=10**9)], "m", 512) == MOST_AT_ONCE
+
+
+def test_a_batch_runs_as_many_lines_as_its_own_sites_take_whatever_others_run_elsewhere() -> None:
+    two = [site("a", slots=256, running=256), site("b", slots=256)]
+    assert lines_of_batch(two, "m", Sharing(replica=4, sites=1), 512) == 640
+    assert lines_of_batch(two, "m", Sharing(replica=4, sites=4), 512) == 160
+    assert lines_of_batch(two, "another", Sharing(replica=4, sites=1), 512) == 128
+    vast = [site("c", slots=10**9)]
+    assert lines_of_batch(vast, "m", Sharing(replica=4, sites=1), 512) == MOST_AT_ONCE // 4
 
 
 def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:

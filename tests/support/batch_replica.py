@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from sqlalchemy.exc import OperationalError
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
 from gateway.admin.tuning import tuning_reads
+from gateway.batches.context import all_known
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
@@ -167,6 +168,7 @@ async def replica(
     name: str = "r1",
     features: Sequence[str] = ("chat", "logprobs", "resume"),
     caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
+    refresh_keys: Callable[[], Awaitable[None]] = all_known,
     trains: pb.Trains | None = None,
     tuning_limits: TuningLimits | None = None,
     **limits: Any,
@@ -188,6 +190,7 @@ async def replica(
                 name,
                 query_context=here.gateway,
                 caller=caller,
+                refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
                 limits=BatchLimits(**limits),
                 lease_s=LEASE_S,
@@ -200,6 +203,7 @@ async def replica(
                 name,
                 query_context=here.gateway,
                 caller=caller,
+                refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
                 limits=tuning_limits or TuningLimits(),
                 lease_s=LEASE_S,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionMessage
 
 from wire.training_rows import MAX_FAULTS, MAX_LINE_BYTES, BadRow, Row, check_file, read_row
 
@@ -157,6 +158,18 @@ def test_a_chat_is_read_as_templates_take_it() -> None:
     assert row.messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert row.messages[2]["content"] == ""
     assert row.tools == (TOOL,)
+
+
+def test_null_is_as_good_as_left_out() -> None:
+    """Messages that OpenAI's SDK has written have a null in each field without a value."""
+    written = ChatCompletionMessage(role="assistant", content="Hello").model_dump()
+    assert {"refusal", "audio", "function_call", "tool_calls"} <= {
+        name for name, value in written.items() if value is None
+    }
+    nulls = {"name": None, "weight": None}
+    row = read_row(chat(USER | nulls, written | nulls, tools=None, parallel_tool_calls=None))
+    assert row == read_row(chat(USER, ANSWER))
+    assert read_row(b'{"prompt": "a", "completion": "b", "extra": null}') == Row(prompt="a", completion="b")
 
 
 def test_a_pair_is_read_as_it_is() -> None:

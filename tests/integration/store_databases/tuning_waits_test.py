@@ -1,0 +1,61 @@
+"""How long a job of fine-tuning waits for a site, whichever replica looks after it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.batches.values import DAY_S, HOUR_S
+from gateway.tuning.values import TuningLimits
+from tests.support.batch_replica import Replica, replica
+from tests.support.training_site import TRAINS, next_run
+from tests.support.tuning_jobs import create, reached
+
+LIMITS = TuningLimits(lost_s=60.0, unlinked_s=0.1)
+
+
+async def waits(here: Replica, job_id: str, times: int) -> None:
+    """Wait until the events of a job say so many times that it waits for a site."""
+    async with asyncio.timeout(60):
+        while True:
+            listed = await here.sdk().fine_tuning.jobs.list_events(job_id, limit=100)
+            if sum("No site has room" in each.message for each in listed.data) == times:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def begin(here: Replica) -> str:
+    """Create a job whose site goes away."""
+    job = await create(here)
+    await (await next_run(here)).site.close()
+    await waits(here, job.id, 1)
+    return job.id
+
+
+def test_a_jobs_wait_for_a_site_goes_on_when_its_gateway_is_restarted(url: str) -> None:
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS) as first:
+            job_id = await begin(first)
+        async with replica(url, name="r2", sites=(), tuning_limits=LIMITS) as second:
+            second.pass_time(DAY_S + HOUR_S)
+            failed = await reached(second, job_id, "failed")
+            assert failed.error is not None and failed.error.code == "no_site"
+            await waits(second, job_id, 1)
+
+    asyncio.run(main())
+
+
+def test_a_job_that_was_paused_waits_for_a_site_anew(url: str) -> None:
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS) as here:
+            job_id = await begin(here)
+            jobs = here.sdk().fine_tuning.jobs
+            for paused, hours in enumerate((30, 40), 1):
+                await jobs.pause(job_id)
+                here.pass_time(hours * HOUR_S)
+                await jobs.resume(job_id)
+                await waits(here, job_id, 1 + paused)
+            assert (await jobs.retrieve(job_id)).status == "queued"
+            here.pass_time(DAY_S + HOUR_S)
+            await reached(here, job_id, "failed")
+
+    asyncio.run(main())
