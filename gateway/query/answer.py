@@ -316,6 +316,8 @@ class QueryRun:
         failure, limit_tokens = state.failure, state.too_short_context_tokens
         if state.opened:
             return final_error(failure, planned.resume, reason)
+        if failure is not None and failure.cause is FailureCause.RELEASED:
+            failure = failure if failure.site in planned.tried else None  # a move is no failure
         if (
             failure is not None
             and failure.cause in INABILITIES

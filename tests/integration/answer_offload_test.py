@@ -7,9 +7,7 @@ import asyncio
 import pytest
 
 from gateway.domain import AnswerEvent, Status
-from gateway.errors import (
-    UpstreamFailed,
-)
+from gateway.errors import NoSite, UpstreamFailed
 from gateway.routing.failover import MAX_MOVES
 from tests.support.answers import assigned_site, collect, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
@@ -163,6 +161,21 @@ def test_a_release_of_what_has_started_does_not_start_the_answer_again() -> None
         await site.finish(resumed, "lo", 5)
         await task
         assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
+def test_what_is_released_while_no_site_takes_work_is_asked_for_again() -> None:
+    """A release is no failure, of which the client would be told."""
+
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(collect(here, here.query()))
+        assign = await site.assigned()
+        await site.send(draining=pb.Draining())
+        await site.send(released=pb.Released(release_id="asked", attempt_ids=[assign.attempt_id]))
+        with pytest.raises(NoSite, match="a: draining"):
+            await task
 
     run(scenario)
 
