@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Credit, Lane, ModelState, Site
-from gateway.routing.demand import Demand
+from gateway.domain import Lane, ModelState, Site
+from gateway.routing.demand import Demand, credit_with
 from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
@@ -193,11 +193,7 @@ def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
     credit, rows = bidder.credit, []
     for each in chosen:
         rows.append(figures(bidder, credit, 1.0))
-        credit = Credit(
-            credit.requests + 1,
-            credit.prompt_tokens + each.demand.prompt_tokens,
-            credit.response_tokens + each.demand.response_tokens,
-        )
+        credit = credit_with(credit, each.demand)
     size = of_demands((each.demand, bidder.name) for each in chosen)
     remaining = np.tile(remaining_row(bidder), (len(chosen), 1))
     waits = estimates(size, Figures(*np.array(rows).T), remaining).wait_s > 0
