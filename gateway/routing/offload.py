@@ -44,9 +44,10 @@ class Pending(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The queue of one site. `beaten_by`: for each query that waits there, its prompt and response tokens,
-    the latest finish elsewhere, in seconds, at which a move is worth it, whichever of the others moved, and
-    the prompt tokens that sites have in their caches.
+    """The pending queries of one site, and how soon another must finish each for a move to be worth it.
+
+    `beaten_by`, one entry a query: prompt tokens, response tokens, the latest finish elsewhere in seconds
+    from now, whichever of the other queries move, and the prompt tokens that each site has cached.
     """
 
     donor: Site
@@ -54,8 +55,9 @@ class Offer(NamedTuple):
 
 
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
-    """Build the offer. Of any choice of demands, the k-th by length has at most (k - 1)/k of the queue before
-    it.
+    """Build the offer of a site where `demands` are pending.
+
+    Whichever of them move, the k-th shortest of those has at most (k - 1)/k of the queue before it.
     """
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     size = of_demands((each, donor.name) for each in by_length)
@@ -77,6 +79,12 @@ def _min_gain_s(wait_s: Numbers) -> Numbers:
     return np.maximum(MIN_GAIN_S, MIN_GAIN_SHARE * wait_s)
 
 
+_bid_figures = itemgetter(
+    *map(Figures._fields.index, ("prefill_s", "per_token_s", "per_kv_token_s", "iteration_s"))
+)
+"""Picks the figures of a `Bid` from those of a site."""
+
+
 class Bid(NamedTuple):
     """A site with a free slot, and what a query costs that starts there at once."""
 
@@ -91,11 +99,8 @@ class Bid(NamedTuple):
         """Return the bid of a site; None if it has no slot free."""
         if _free_slots(site) <= 0:
             return None
-        prefill_s, *costs_s = BID(figures(site, site.credit))
+        prefill_s, *costs_s = _bid_figures(figures(site, site.credit))
         return cls(site.name, prefill_s - ROUNDING_S, *costs_s)
-
-
-BID = itemgetter(*map(Figures._fields.index, ("prefill_s", "per_token_s", "per_kv_token_s", "iteration_s")))
 
 
 def _free_slots(site: Site) -> int:
