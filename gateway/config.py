@@ -50,34 +50,24 @@ class GatewayConfig:
     pki: Path | None = None  # the folder of `mico pki init`: certificates for sites are issued and taken
     mtls_port: int = 8082  # where sites that have a certificate join; open with `pki`
     tls_names: tuple[str, ...] = ("localhost", "127.0.0.1")  # of this gateway, where `pki` issues its own
-    key_pepper: str = field(
-        default="", repr=False
-    )  # replicas on one database share one; empty: a file in `folder`
-    peers: tuple[str, ...] = ()
+    key_pepper: str = field(default="", repr=False)  # one for all replicas; empty: a file in `folder`
+    peers: tuple[str, ...] = ()  # host:port at which sites reach the other gateways
     workers: int = 1  # processes that share http_port, each a replica
     worker: int = 1  # which of them this is; no setting: `of_worker` says it
     policy: str = "mico"
     predictor: Path | None = None  # lexical, small or an artifact's folder; small when not set
-    outcomes: Path | None = (
-        None  # a folder to keep recent prompts in, with lengths, to update the predictor by
-    )
-    scaling: Path | None = (
-        None  # a TOML file: the pools whose machines this gateway may have more or fewer of
-    )
-    routes: Path | None = (
-        None  # a TOML file: names that stand for models, where operators have set none of the name
-    )
-    most_live: int = 10_000
-    most_tries: int = 4
+    outcomes: Path | None = None  # a folder for recent prompts and lengths, which update the predictor
+    scaling: Path | None = None  # a TOML file: the pools of machines that this gateway sizes
+    routes: Path | None = None  # a TOML file: names that stand for models; a route of an operator goes first
+    most_live: int = 10_000  # queries in progress
+    most_tries: int = 4  # sites at which a query may fail
     quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"
-    answer_within_s: float = 600.0
+    answer_within_s: float = 600.0  # from the arrival of a query to the end of its answer
     body_limit_bytes: int = 8 * 2**20
     keep_alive_s: float = 15.0
-    heartbeat_s: float = 1.0
-    stream_interval_s: float = (
-        0.02  # longest that text waits to go out with the next, while the gateway is busy
-    )
-    drain_s: float = 25.0
+    heartbeat_s: float = 1.0  # between two pings of a site in a small fleet; silent for three, it is down
+    stream_interval_s: float = 0.02  # longest that text waits for the next, while the gateway is busy
+    drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "INFO"
     otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
 

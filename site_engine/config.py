@@ -114,12 +114,12 @@ class SiteConfig:
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
-    sleep: str = "disk"  # whence the weights come when the base wakes; host memory; or another GPU, as cuda:1
-    share_sleeping_memory: bool = False  # of bases that sleep, for keys and values of those awake, and theirs
+    sleep: str = "disk"  # where the weights are while the base sleeps: disk, host, or a GPU, as cuda:1
+    share_sleeping_memory: bool = False  # lend a sleeping base's memory to the KV caches of bases awake there
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
-    token_budget: int | None = None  # tokens computed in one iteration; absent: by the device (engine.py)
+    token_budget: int | None = None  # tokens of one iteration; absent: 8,192 on a GPU, else 512, or `slots`
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024
