@@ -137,7 +137,7 @@ class Lender:
 
     @property
     def held_bytes(self) -> int:
-        return sum(lease.most_bytes for lease, _ in self._leases.values())
+        return sum(lease.max_bytes for lease, _ in self._leases.values())
 
     async def _look(self) -> None:
         """Find those that listen, now and again."""
@@ -167,7 +167,7 @@ class Lender:
             self._connecting.discard(name)
             if name in self._leases:
                 gone, _ = self._leases.pop(name)
-                if gone.most_bytes and not given_back:
+                if gone.max_bytes and not given_back:
                     self._abandoned_s = time.monotonic()
                 self._divide()
 
