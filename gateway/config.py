@@ -19,7 +19,7 @@ SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
 LAST_PORT = 65_535
 WORKER_PORTS = 2
 """Of gRPC, of mTLS and of the metrics: a worker's ports are this much above those of the worker before it."""
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 METRICS_ABOVE = 1_000
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -112,8 +112,8 @@ class GatewayConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it can't be negative")
 
     def _check_workers(self) -> None:
-        if not 1 <= self.workers <= MOST_WORKERS:
-            raise ConfigError(f"workers is {self.workers}; it is from 1 to {MOST_WORKERS}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"workers is {self.workers}; it is from 1 to {MAX_WORKERS}")
         if self.workers == 1 or self.worker > 1:
             return
         for name in ("http_port", "grpc_port"):

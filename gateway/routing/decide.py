@@ -23,7 +23,7 @@ from gateway.routing.policies import REPORTS_EVERY_S
 MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
-FEWEST_DRAWN = 4
+MIN_DRAWN = 4
 DRAWN_TIMES = 2.0
 """Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
 docs/decisions/many-gateways.md.
@@ -98,7 +98,7 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
     """
     allowed = candidates.may
     count = len(candidates.places)
-    keep = max(FEWEST_DRAWN, ceil(DRAWN_TIMES * count / gateways))
+    keep = max(MIN_DRAWN, ceil(DRAWN_TIMES * count / gateways))
     if keep >= count:
         return candidates
     mixed = (np.arange(len(allowed), dtype=np.uint32) + np.uint32(turn & 0xFFFFFFFF)) * XXH_PRIMES[0]

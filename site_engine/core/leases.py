@@ -28,11 +28,10 @@ class Lease:
 
 
 def divide(size_bytes: int, leases: Collection[Lease]) -> list[Lease]:
-    """Allow each engine an equal part of the memory, or as much of that as others do not hold any more; return
-    the leases that changed.
+    """Allow each engine an equal part of the memory, or as much of that as others hold no more.
 
-    Call again whenever an engine has confirmed, was added or was removed. The sum of `max_bytes` never exceeds
-    `size_bytes`.
+    Returns the leases that changed. Call again whenever an engine has confirmed, was added or was removed:
+    the sum of `max_bytes` never exceeds `size_bytes`.
     """
     before = [each.allowed_bytes for each in leases]
     part = size_bytes // max(1, len(leases))

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 KEPT_COSTS = 100
-LEAST_CHUNK_TOKENS = 16
+MIN_CHUNK_TOKENS = 16
 """Of a prompt beside answers, for which slices leave time: slices stop, and the next iteration has more."""
 NEWCOMER_SHARE = 0.25
 """Of what the bound leaves, at most, kept for them."""
@@ -21,7 +21,7 @@ LATE_CHUNK_TOKENS = 128
 """Where an iteration without prompts takes longer than the bound."""
 KEPT_DELAYS = 400
 """Of times between tokens: all but the longest delay fit the bound, so that of new ones 1 in 200 does not."""
-FIRST_DELAY_SHARE, LARGEST_DELAY_SHARE = 0.2, 0.5
+FIRST_DELAY_SHARE, MAX_DELAY_SHARE = 0.2, 0.5
 """Of the bound: the delay expected before KEPT_DELAYS were seen, and the longest that time is left for."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
     """The state of an engine between two iterations.
 
     A chat waits while it has no place or its prompt is read. `since_tokens_s`: since answers got their last
-    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what LEAST_CHUNK_TOKENS add to it;
+    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what MIN_CHUNK_TOKENS add to it;
     `sliced`: whether a slice ran since answers got their last tokens; `free_share`: of the slots, which no
     chat has.
     """
@@ -142,7 +142,7 @@ class Slack:
         if self._foreseen_s is not None:
             delay_s = max(0.0, between_s - max(self._foreseen_s, self.aim_s))
         self._foreseen_s = None
-        self._delays_s.append(min(delay_s, LARGEST_DELAY_SHARE * bound_s))
+        self._delays_s.append(min(delay_s, MAX_DELAY_SHARE * bound_s))
         left_out = len(self._delays_s) // KEPT_DELAYS
         self.aim_s = bound_s - sorted(self._delays_s)[-1 - left_out]
 
@@ -160,7 +160,7 @@ class Slack:
         """
         if not seen.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
             return None
-        least = LEAST_CHUNK_TOKENS if base_s < self.bounds.between_tokens_s else LATE_CHUNK_TOKENS
+        least = MIN_CHUNK_TOKENS if base_s < self.bounds.between_tokens_s else LATE_CHUNK_TOKENS
         return max(least, int((self.aim_s - base_s - seen.since_tokens_s) / per_token_s))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
-from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
+from site_engine.core.slack import MIN_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
 from site_engine.core.training import AdapterShape, TrainingOrder
 from site_engine.errors import TrainingRefused
@@ -221,7 +221,7 @@ def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, 
         batch=bool(queue) or not all(each.lane is Lane.CHAT for each in (*running, *scheduler.preempted)),
         since_tokens_s=now - tokens_s,
         iteration_s=cost.seconds(len(decoding), len(decoding), kv_tokens),
-        newcomer_s=LEAST_CHUNK_TOKENS * cost.per_token_s,
+        newcomer_s=MIN_CHUNK_TOKENS * cost.per_token_s,
         oldest_wait_s=oldest_wait_s,
         free_share=1.0 - len([each for each in running if each.lane is Lane.CHAT]) / slots,
     )

@@ -23,11 +23,11 @@ MOVE_S = 0.02
 """That a move takes whatever the request's length: messages, and the iterations under way."""
 REST_S = 10.0
 """A request that has come over stays for so long: the speed of its new neighbours has to tell first."""
-MOST_MOVES = 4
+MAX_MOVES = 4
 """At once: each lands the iteration under way in two engines."""
 WORTH = 2.0
 """What a move saves, in what it costs: forecasts and fitted costs are off by as much."""
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 """What a move saves at least, of the seconds that the request still takes: less is noise."""
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -66,13 +66,13 @@ def plan_moves(
     move_s_per_token: float,
     resting: Iterable[str] = (),
 ) -> list[Move]:
-    """Return the moves that are worth their cost, at most MOST_MOVES, the best first.
+    """Return the moves that are worth their cost, at most MAX_MOVES, the best first.
 
     `move_s_per_token`: of the context, beside MOVE_S. What waits goes before what runs.
     """
     left, rooms, stays = list(placed), dict(rooms), set(resting)
     moves: list[Move] = []
-    while len(moves) < MOST_MOVES:
+    while len(moves) < MAX_MOVES:
         best = _best_waiting(left, rooms, cost, stays) or _best_running(
             left, rooms, cost, move_s_per_token, stays
         )
@@ -155,7 +155,7 @@ def _best_running(
         own = np.flatnonzero(engines == source)
         before_s = _delay_s(row_s[here], remaining[here], row_s[own], remaining[own])
         before_s -= 2 * row_s[here] * remaining[here]  # each is no neighbour of itself
-        least_s = LEAST_SHARE * remaining[here] * (cost.base_s + row_s[own].sum())
+        least_s = MIN_SHARE * remaining[here] * (cost.base_s + row_s[own].sum())
         for to, room in rooms.items():
             if to == source or room.slots < 1 or to in waits:
                 continue

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from site_engine.core.learned_lengths import MOST_KINDS, LengthFactors
+from site_engine.core.learned_lengths import MAX_KINDS, LengthFactors
 from site_engine.core.request import Lane, Request
 from tests.laws.engine_reserve_test import WRONG_BY, wrong_forecast
 from tests.support.counted_engine import CountedEngine, Counts
@@ -86,7 +86,7 @@ def test_a_tenants_next_batch_of_another_kind_is_learned_and_old_tenants_are_for
             factors.ended(line(at, generated))
     factors.look([])
     assert factors.factor(line(0, 0)) < 1.2
-    for at in range(MOST_KINDS):
+    for at in range(MAX_KINDS):
         factors.ended(line(at, 900, f"u{at}"))
     factors.look([])
     assert factors.factor(line(0, 0)) == 1.0

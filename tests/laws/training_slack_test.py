@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from site_engine.core.slack import (
     KEPT_DELAYS,
     LATE_CHUNK_TOKENS,
-    LEAST_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
     Bounds,
     Deferral,
     NextSlice,
@@ -118,7 +118,7 @@ def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iterat
     seen = Seen(chat_decodes=True, since_tokens_s=since_s)
     tokens = slack.chunk_tokens(seen, iteration_s, 1e-5)
     assert tokens is not None
-    least = LEAST_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
+    least = MIN_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
     assert tokens >= least
     assert tokens == least or since_s + iteration_s + tokens * 1e-5 <= slack.aim_s + 1e-9
     assert slack.chunk_tokens(Seen(chat_waits=True), iteration_s, 1e-5) is None
@@ -289,7 +289,7 @@ def served_beside(
                 chat_decodes=bool(decoding),
                 since_tokens_s=now_s - tokens_s,
                 iteration_s=iteration_s,
-                newcomer_s=LEAST_CHUNK_TOKENS * 0.00016,
+                newcomer_s=MIN_CHUNK_TOKENS * 0.00016,
                 sliced=sliced,
                 free_share=1 - len(rows) / SLOTS if by_slots else 1.0,
             )
