@@ -101,8 +101,8 @@ class HostRoom:
 
     granularity = mmap.PAGESIZE
 
-    def __init__(self, most_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, whole(most_bytes, self), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, max_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, whole(max_bytes, self), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.mapped_bytes = 0
 
     @property
@@ -180,13 +180,13 @@ class SleepMemory:
         """Return zeros, which are zeros again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
-    def growing_room(self, size_bytes: int, most_bytes: int) -> Room:
+    def growing_room(self, size_bytes: int, max_bytes: int) -> Room:
         """Return a room of zeros that its user resizes; after sleep it has `size_bytes` of zeros again.
 
         Raises NoMemory.
         """
         assert self._make_room is not None, "the rooms of this memory can grow"
-        room = self._make_room(most_bytes)
+        room = self._make_room(max_bytes)
         room.resize(size_bytes)
         room.bytes[:size_bytes].zero_()
         self._growing[room] = size_bytes
