@@ -41,7 +41,7 @@ Reply: TypeAlias = Callable[[str], None]
 
 
 class Tuning(NamedTuple):
-    """How adapters of tenants come: `fetch` returns an archive, `unpack` writes it below `folder`.
+    """The source of tenants' adapters: `fetch` returns an archive, `unpack` writes it below `folder`.
 
     They raise TransferFailed and VariantRefused.
     """

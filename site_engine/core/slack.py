@@ -34,10 +34,11 @@ class Deferral(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What training may cost those that are served, as the operator sets it.
+    """Limits on what training may cost the requests that are served, as the operator sets them.
 
-    Beside batches alone, `batch_share` of the time is theirs; `least_share` is training's whatever is served
-    beside it. `wait_s` is the longest wait of a query by the rule "iteration".
+    `between_tokens_s`: slices of training may stretch the time between two tokens of a chat to this.
+    `batch_share`: the share of the time that batches keep where no chat is served; `least_share`: the share
+    that training has whatever is served. `wait_s`: the longest wait of a query by the rule "iteration".
     """
 
     between_tokens_s: float = 0.02
@@ -74,12 +75,12 @@ class Seen(NamedTuple):
 
     @property
     def served(self) -> bool:
-        """Whether anything is."""
+        """Return whether any request is served."""
         return self.chat_waits or self.chat_decodes or self.batch
 
 
 class NextSlice(NamedTuple):
-    """What comes next in training: its seconds, those of a whole micro-batch, and whether it begins one."""
+    """The next slice of training: its seconds, those of a whole micro-batch, and whether it begins one."""
 
     seconds: float
     micro_batch_s: float = 0.0

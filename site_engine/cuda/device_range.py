@@ -149,10 +149,10 @@ class Driver:
 
 
 class DeviceRange:
-    """Of a GPU: as many addresses as it has memory, of which the front is taken."""
+    """An `AddressRange` of a GPU: as many addresses as it has memory, taken from the front."""
 
     def __init__(self, driver: Driver, neighbour: torch.device | None = None) -> None:
-        """`neighbour`: the GPU that has copies, in place of the host."""
+        """`neighbour`: the GPU that holds the copies, instead of the host."""
         self._driver = driver
         self._neighbour = neighbour
         self.copies_in_host = neighbour is None
@@ -228,7 +228,7 @@ class DeviceRange:
 
 
 class DeviceRoom:
-    """Of a GPU."""
+    """A `Room` of a GPU."""
 
     def __init__(self, driver: Driver, max_bytes: int) -> None:
         self._driver = driver

@@ -237,7 +237,7 @@ class SiteEngine:
         return self._scheduler.queue.push(request)
 
     def expect(self) -> None:
-        """Until a request comes that another engine gives up, launch no step ahead and start no others."""
+        """Launch no step ahead and start no others until a request comes that another engine gives up."""
         self._expects = EXPECTED_WITHIN
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:

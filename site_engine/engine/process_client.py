@@ -44,7 +44,7 @@ ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
 class Orphans(NamedTuple):
-    """What a lost process leaves: answers that it had admitted, and groups that wait for admission."""
+    """The requests of a lost process: answers that it had admitted, and groups that wait for admission."""
 
     answers: list[Answer]
     unadmitted: list[tuple[list[Answer], AdmissionReply]]

@@ -30,7 +30,7 @@ KEPT_ITERATIONS = 32
 
 
 class Job(Protocol):
-    """What the loop needs of a `Trainer`."""
+    """The part of a `Trainer` that the loop needs."""
 
     @property
     def following(self) -> NextSlice: ...
@@ -42,7 +42,7 @@ class Job(Protocol):
 
 
 class JobEvent(NamedTuple):
-    """What happened to a job. It ends with `Failed` or with the snapshot after its last step."""
+    """An event of a job, whose last is `Failed` or the snapshot after its last step."""
 
     job_id: str
     event: Event
@@ -86,7 +86,7 @@ class TrainingLoop:
         return self._mean_beside_s if self.jobs else 0.0
 
     def warm_up(self) -> None:
-        """On a GPU, compute what a job of the usual shape does, so that jobs find it ready.
+        """Compute on a GPU what a job of the usual shape does, so that jobs find kernels and costs ready.
 
         Raises TrainingRefused.
         """

@@ -18,7 +18,7 @@ MAX_DIMENSIONS = 8_192
 
 
 class _Embedding(msgspec.Struct):
-    """In base64, or as numbers by a server that does not know base64."""
+    """An embedding in base64, or as numbers by a server that does not know base64."""
 
     index: int
     embedding: str | list[float]
