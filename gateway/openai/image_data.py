@@ -31,7 +31,7 @@ class Image(NamedTuple):
 
 
 class BadImage(Exception):
-    """Its text continues a sentence that begins with the name of the field."""
+    """Raised for an image that is refused; the message continues a sentence that begins with the field."""
 
 
 def image_at(url: str) -> Image:

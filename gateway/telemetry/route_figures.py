@@ -27,7 +27,7 @@ BROKEN: Final = ("lost", "failed")
 
 
 class Routed(NamedTuple):
-    """What one target did with a query. `at` is unix time; without an answer `tokens` and `seconds` are 0."""
+    """The result of a query at a target. `at`: unix time; without an answer `tokens` and `seconds` are 0."""
 
     at: float
     route: str
