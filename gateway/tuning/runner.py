@@ -52,7 +52,6 @@ class Care:
         self.stopping_s: float | None = None
         self.recorded: RunReport | None = None
         self.recorded_s = float("-inf")
-        self.last_error = ""
         self.avoided: dict[str, float] = {}  # until when
         self.waits_told = False
         self.task: asyncio.Task[None] | None = None
