@@ -56,8 +56,8 @@ class LengthFactors:
         if len(self._ended) > MAX_KINDS:
             del self._ended[next(iter(self._ended))]
 
-    def look(self, running: Iterable[Request]) -> None:
-        """Estimate the factors anew: a step of expectation maximization, with what runs now."""
+    def update(self, running: Iterable[Request]) -> None:
+        """Estimate the factors anew by one step of expectation maximization, over ended and running lines."""
         found = dict(self._ended)
         for request in running if found else ():
             kind = Kind(request.tenant, request.prefill_heavy)

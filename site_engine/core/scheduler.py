@@ -88,7 +88,7 @@ class Scheduler:
         """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
 
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on. `fit`: of what iterations cost so far.
+        a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
         """
         self.pool = pool
         self.queue = queue
