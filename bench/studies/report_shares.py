@@ -116,7 +116,7 @@ class Shares(Federation):
             name: SitePace(paced[name], each, options, kind == "today") for name, each in often.items()
         }
         for number, view in enumerate(self._views):
-            view._seen.share = np.array([often[site.name][number] for site in view.directory.fleet.sites])  # type: ignore[attr-defined]
+            view._fleet.share = np.array([often[site.name][number] for site in view.directory.fleet.sites])  # type: ignore[attr-defined]
         decide._drawn = share_alone if kind == "share" else DRAW
 
     def _arrive(self, query: Query, expected: Expected, rest: Iterator[tuple[Query, Expected]]) -> None:
