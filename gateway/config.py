@@ -173,7 +173,7 @@ class GatewayConfig:
         )
 
     def worker_ports(self, own: int) -> tuple[int, ...]:
-        """Return the ports of all workers from this one's `own`; none where there is one process."""
+        """Return the ports of all workers, given the `own` port of this one; none for a single process."""
         first = own - WORKER_PORTS * (self.worker - 1)
         return tuple(first + WORKER_PORTS * each for each in range(self.workers)) if self.workers > 1 else ()
 

@@ -44,7 +44,7 @@ _AT_LEAST_ONE = (
     "tokens_per_min",
 )
 _AT_MOST = {"slots": 65_536, "threads": 4_096, "context_tokens": 100_000_000, "kv_tokens": 2**32 - 1}
-"""What is beyond is a slip: memory is laid out for it at the start, or no gateway takes it."""
+"""A larger value is a slip: memory is laid out for it at the start, or no gateway takes it."""
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
 """Settings that a group may have of its own, before those of its site."""
@@ -373,7 +373,7 @@ def _groups(value: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, Any]]) -> None:
-    """Check what several groups of one process need beyond each of them. Raises ConfigError."""
+    """Check the settings that groups of one process share. Raises ConfigError."""
     for name in ("identity", "tls_cert", "pool"):
         whose = "is of one site" if name != "pool" else "counts machines by their sites"
         _require(name not in settings, name, f"{whose}: run a process for each [[group]]")

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 10.0
 AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
-"""Of an answer that had ended before it came here."""
+"""The timings of an answer that had ended before its request came to the engine."""
 
 
 AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]

@@ -72,7 +72,7 @@ class Borrower:
                 other.close()
 
     async def _listen(self, other: socket.socket) -> None:
-        """Keep what one that sleeps lends, until it is gone."""
+        """Note what one lender allows, until its connection ends."""
         reader, writer = await asyncio.open_unix_connection(sock=other)
         with closing(writer), suppress(OSError, ValueError):
             try:
@@ -86,7 +86,7 @@ class Borrower:
                 self._changed.set()
 
     async def _follow(self) -> None:
-        """Let the engine hold what is lent, and confirm it."""
+        """Let the engine hold the sum of what lenders allow, and confirm it to each."""
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -83,13 +83,13 @@ def select_models(listed: Sequence[Card], config: SiteConfig) -> Selection:
 
 
 def _whole(card: Card, by_id: Mapping[str, Card]) -> Card:
-    """Return a card with what it leaves out of its parent's."""
+    """Return a card, completed by fields of its parent's card that its own leaves out."""
     own = {name: value for name, value in card.items() if value is not None}
     return {**by_id.get(parent_of(card), {}), **own}
 
 
 def parent_of(card: Card) -> str:
-    """Return the server's name of the model of which this one is an adapter; empty if it is none."""
+    """Return the server's name of the model that this adapter is of; empty for a model that is no adapter."""
     parent = card.get("parent")
     return parent if isinstance(parent, str) and parent != card["id"] else ""
 
@@ -157,7 +157,7 @@ def context_tokens_of(card: Card) -> int | None:
 
 
 def slot_context_tokens(about: Mapping[str, Any]) -> int:
-    """Return the context of llama.cpp's slots; its models tell that of their training. 0: it is not told."""
+    """Return the context of llama.cpp's slots, 0 if unknown; its list of models has that of training."""
     settings = about.get("default_generation_settings")
     found = settings.get("n_ctx") if isinstance(settings, dict) else None
     return found if isinstance(found, int) else 0

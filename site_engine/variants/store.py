@@ -190,7 +190,7 @@ class VariantStore:
 
 
 def own_blocks(found: Adapter, contents: Mapping[str, list[str]]) -> Iterator[Block]:
-    """Yield what a variant has of its own: its layers, embedding and head by content, and its adapter."""
+    """Yield the blocks that a variant has beside its base: layers, embedding and head by content, adapter."""
     owned: dict[tuple[BlockKind, int], list[str]] = {}
     for name in sorted(contents):
         owned.setdefault(_place(name), []).append(name)
