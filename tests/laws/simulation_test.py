@@ -100,6 +100,7 @@ def test_a_nearer_gateways_queries_see_the_smaller_round_trip() -> None:
     queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
     records, _ = simulate(queries, tuple(sites_of("1x8~5+250")), gateways=2)
     alone, _ = simulate(queries[:1], tuple(sites_of("1x8~5")))
+    assert len(records) == len(queries)
     for record in records:
         further_s = 0.245 * (record.query.number % 2)
         assert record.first_token_s == pytest.approx(alone[0].first_token_s + further_s)
