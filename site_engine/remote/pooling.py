@@ -11,7 +11,7 @@ import numpy as np
 from site_engine.core.request import Finish, Output, Pooled
 from site_engine.messages import PoolingPrompt
 from site_engine.remote.abilities import EMBED
-from site_engine.remote.stream import MalformedStream, Usage
+from site_engine.remote.stream import MalformedStream, Usage, possible_count
 
 MAX_ANSWER_BYTES = 128 << 20
 MAX_DIMENSIONS = 8_192
@@ -89,7 +89,7 @@ class PoolingResponse:
             pooled = to_scores(found if isinstance(found, list) else found.results)
         if sorted(each.index for each in pooled) != list(range(self._prompt.inputs)):
             raise MalformedStream(f"{len(pooled)} results for {self._prompt.inputs} inputs")
-        self.prompt_tokens = (usage and usage.prompt_tokens) or 0
+        self.prompt_tokens = (usage and possible_count(usage.prompt_tokens)) or 0
         return [
             Output(
                 self._request_id,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
 from site_engine.core.request import Finish, Output, TokenLogprob, ToolCall
 
 MAX_EVENT_BYTES = 8 << 20
+MAX_COUNT = 2**31 - 1
+"""A larger count of a server is none, like one below 0: it would not fit a message of the link."""
 
 
 class MalformedStream(Exception):
@@ -30,7 +33,7 @@ class FailedStream(MalformedStream):
 class _TopLogprob(msgspec.Struct):
     token: str = ""
     logprob: float = 0.0
-    bytes: list[int] | None = None
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]] | None = None
 
 
 class _ChatLogprob(_TopLogprob):
@@ -52,7 +55,7 @@ class _Function(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    index: int = 0
+    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     id: str | None = None
     function: _Function | None = None
 
@@ -201,20 +204,20 @@ class ResponseStream:
 
     def count(self, usage: Usage) -> None:
         """Take the server's own counts, the last ones of which hold."""
-        if usage.prompt_tokens:
-            self.prompt_tokens = max(1, usage.prompt_tokens - self.delivered)
-        if usage.completion_tokens is not None:
-            self._total = usage.completion_tokens + self.delivered
+        if prompt_tokens := possible_count(usage.prompt_tokens):
+            self.prompt_tokens = max(1, prompt_tokens - self.delivered)
+        if (completion_tokens := possible_count(usage.completion_tokens)) is not None:
+            self._total = completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
-            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            self.cached_tokens = possible_count(usage.prompt_tokens_details.cached_tokens)
         if len(self._choices) > 1:
             return
         (choice,) = self._choices
         if self._total is not None:
             choice.tokens = max(choice.tokens, self._total)
-        details = usage.completion_tokens_details
-        if details is not None and details.reasoning_tokens is not None:
-            choice.reasoning_tokens = details.reasoning_tokens
+        details = usage.completion_tokens_details or _Details()
+        if (reasoning_tokens := possible_count(details.reasoning_tokens)) is not None:
+            choice.reasoning_tokens = reasoning_tokens
         elif choice.reasoning_tokens and not choice.answers:
             choice.reasoning_tokens = choice.tokens  # all so far
 
@@ -255,6 +258,11 @@ class ResponseStream:
                 reasoning_tokens=progress.reasoning_tokens,
             )
         )
+
+
+def possible_count(tokens: int | None) -> int | None:
+    """Return a count of tokens that a server gave, None for one that cannot be."""
+    return tokens if tokens is not None and 0 <= tokens <= MAX_COUNT else None
 
 
 def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
