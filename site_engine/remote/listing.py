@@ -28,6 +28,8 @@ MAX_NAME_CHARS = 200
 """Gateways take no longer names."""
 MAX_CONTEXT_TOKENS = 100_000_000
 """Gateways take no longer contexts."""
+MAX_UNIX_S = 2**40
+"""A later time of creation is none."""
 
 Card: TypeAlias = dict[str, Any]
 """A model as a server describes it."""
@@ -41,12 +43,13 @@ class Selection(NamedTuple):
 
 
 def read_cards(status: int, body: bytes) -> list[Card]:
-    """Return the cards on a page of models, empty if it is none."""
+    """Return the cards with an id on a page of models, empty if it is no such page."""
     try:
         data = json.loads(body)["data"] if status == 200 else []
-        return [each for each in data if isinstance(each, dict) and each.get("id")]
+        cards = [each for each in data if isinstance(each, dict)]
     except (ValueError, KeyError, TypeError):
         return []
+    return [each for each in cards if each.get("id") and isinstance(each["id"], str)]
 
 
 def identity(cards: Iterable[Card]) -> tuple[tuple[str, ...], ...]:
@@ -126,14 +129,21 @@ def to_models(
         models.append(
             Model(
                 id=name,
-                revision=str(card.get("root") or card["id"]),
+                revision=_printable(str(card.get("root") or card["id"])),
                 context_tokens=context_tokens,
-                created_s=created if isinstance(created, int) else int(time.time()),
+                created_s=created
+                if type(created) is int and 0 <= created <= MAX_UNIX_S
+                else int(time.time()),
                 features=features,
-                parent=names.get(parent, parent)[:MAX_NAME_CHARS],
+                parent=_printable(names.get(parent, parent)),
             )
         )
     return tuple(models)
+
+
+def _printable(text: str) -> str:
+    """Return what gateways keep of a name: half a character, for one, can't be sent at all."""
+    return "".join(filter(str.isprintable, text[:MAX_NAME_CHARS]))
 
 
 def max_context_tokens(cards: Iterable[Card], config: SiteConfig) -> int | None:
@@ -152,7 +162,7 @@ def context_tokens_of(card: Card) -> int | None:
         (meta or {}).get("n_ctx"),
         (meta or {}).get("n_ctx_train"),
     )
-    found = (min(MAX_CONTEXT_TOKENS, each) for each in known if isinstance(each, int) and each > 0)
+    found = (min(MAX_CONTEXT_TOKENS, each) for each in known if type(each) is int and each > 0)
     return next(found, None)
 
 
@@ -160,4 +170,4 @@ def slot_context_tokens(about: Mapping[str, Any]) -> int:
     """Return the context of llama.cpp's slots, 0 if unknown; its list of models has that of training."""
     settings = about.get("default_generation_settings")
     found = settings.get("n_ctx") if isinstance(settings, dict) else None
-    return found if isinstance(found, int) else 0
+    return found if type(found) is int else 0

@@ -1,0 +1,41 @@
+"""Whatever a server lists as its models, its site can announce what it serves of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
+from site_engine.federation.model_codec import encode_models
+from site_engine.remote.dialects import DIALECTS, Dialect
+from site_engine.remote.listing import read_cards, select_models, slot_context_tokens, to_models
+
+CONFIG = SiteConfig(site="a", gateways=("gateway:1",), engine="openai", url="http://server")
+ABSURD = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([-1, 0, 2**32, 2**63, True, None, 0.5, [1], {"a": 1}, "\ud800", "x" * 2_000]),
+    st.text(max_size=3),
+)
+FIELDS = ("root", "parent", "created", "max_model_len", "context_tokens", "context_length", "meta")
+CARDS = st.fixed_dictionaries(
+    {"id": st.one_of(st.sampled_from("abc"), ABSURD)}, optional=dict.fromkeys(FIELDS, ABSURD)
+)
+
+
+@given(st.lists(CARDS, max_size=4), st.sampled_from(DIALECTS), ABSURD)
+def test_what_is_served_of_any_list_can_be_announced(
+    listed: list[dict[str, Any]], dialect: Dialect, n_ctx: Any
+) -> None:
+    cards = read_cards(200, json.dumps({"data": listed}).encode())
+    try:
+        wanted, _ = select_models(cards, CONFIG)
+    except ConfigError:
+        return
+    if slot_tokens := slot_context_tokens({"default_generation_settings": {"n_ctx": n_ctx}}):
+        wanted = [{**each, "context_tokens": slot_tokens} for each in wanted]
+    models = to_models(wanted, dialect, {}, CONFIG, {})
+    assert [each.id for each in encode_models(models)] == [card["id"] for card in wanted]
