@@ -13,16 +13,33 @@ from site_engine.errors import ConfigError
 from site_engine.federation.model_codec import encode_models
 from site_engine.remote.dialects import DIALECTS, Dialect
 from site_engine.remote.listing import read_cards, select_models, slot_context_tokens, to_models
+from site_engine.remote.ollama import described, loaded_contexts
 
 CONFIG = SiteConfig(site="a", gateways=("gateway:1",), engine="openai", url="http://server")
 ABSURD = st.one_of(
     st.integers(-(2**70), 2**70),
-    st.sampled_from([-1, 0, 2**32, 2**63, True, None, 0.5, [1], {"a": 1}, "\ud800", "x" * 2_000]),
+    st.sampled_from(
+        [-1, 0, 2**32, 2**63, True, None, 0.5, [1], {"a": 1}, "\ud800", "x" * 2_000, "9" * 5_000]
+    ),
     st.text(max_size=3),
 )
-FIELDS = ("root", "parent", "created", "max_model_len", "context_tokens", "context_length", "meta")
+FIELDS = (
+    "root",
+    "parent",
+    "created",
+    "max_model_len",
+    "context_tokens",
+    "context_length",
+    "meta",
+    "capabilities",
+    "features",
+)
 CARDS = st.fixed_dictionaries(
-    {"id": st.one_of(st.sampled_from("abc"), ABSURD)}, optional=dict.fromkeys(FIELDS, ABSURD)
+    {"id": st.one_of(st.sampled_from("abc"), ABSURD)},
+    optional={
+        **dict.fromkeys(FIELDS, ABSURD),
+        "architecture": st.builds(lambda each: {"input_modalities": each}, ABSURD),
+    },
 )
 
 
@@ -39,3 +56,14 @@ def test_what_is_served_of_any_list_can_be_announced(
         wanted = [{**each, "context_tokens": slot_tokens} for each in wanted]
     models = to_models(wanted, dialect, {}, CONFIG, {})
     assert [each.id for each in encode_models(models)] == [card["id"] for card in wanted]
+
+
+@given(ABSURD, ABSURD, ABSURD)
+def test_a_context_of_ollama_is_a_number_whatever_its_pages_say(
+    loaded: Any, trained: Any, parameter: Any
+) -> None:
+    body = json.dumps({"models": [{"name": "m", "context_length": loaded}]}).encode()
+    shown = {"model_info": {"llama.context_length": trained}, "parameters": f"num_ctx {parameter}"}
+    card = described({"id": "m"}, shown, loaded_contexts(body).get("m"))
+    assert type(card["context_length"]) is int
+    assert card["context_length"] > 0
