@@ -47,7 +47,7 @@ def read_cards(status: int, body: bytes) -> list[Card]:
     try:
         data = json.loads(body)["data"] if status == 200 else []
         cards = [each for each in data if isinstance(each, dict)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return [each for each in cards if each.get("id") and isinstance(each["id"], str)]
 

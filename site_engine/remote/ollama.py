@@ -57,5 +57,5 @@ def loaded_contexts(body: bytes) -> dict[str, int]:
         models = json.loads(body)["models"]
         found = {each["name"]: each.get("context_length") for each in models}
         return {name: tokens for name, tokens in found.items() if type(tokens) is int and tokens > 0}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from site_engine.federation.model_codec import encode_models
 from site_engine.remote.dialects import DIALECTS, Dialect
 from site_engine.remote.listing import read_cards, select_models, slot_context_tokens, to_models
 from site_engine.remote.ollama import described, loaded_contexts
+from site_engine.remote.server import MAX_PAGE_BYTES, Server, parse_error
 
 CONFIG = SiteConfig(site="a", gateways=("gateway:1",), engine="openai", url="http://server")
 ABSURD = st.one_of(
@@ -67,3 +71,30 @@ def test_a_context_of_ollama_is_a_number_whatever_its_pages_say(
     card = described({"id": "m"}, shown, loaded_contexts(body).get("m"))
     assert type(card["context_length"]) is int
     assert card["context_length"] > 0
+
+
+def test_pages_that_are_nested_too_deeply_say_nothing() -> None:
+    deep = b'{"data": ' + b"[" * 100_000
+    assert read_cards(200, deep) == []
+    assert loaded_contexts(deep) == {}
+    assert parse_error(deep)[1:] == ("", "")
+
+
+def test_of_a_long_page_no_more_is_read_than_is_kept() -> None:
+    sent: list[int] = []
+
+    async def long() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            sent.append(1 << 20)
+            yield bytes(sent[-1])
+
+    async def read() -> bytes:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=long()))
+        server = Server("http://server", "", silence_s=9, connections=1, transport=transport)
+        try:
+            return (await server.get("/metrics"))[1]
+        finally:
+            await server.close()
+
+    assert len(asyncio.run(read())) == MAX_PAGE_BYTES
+    assert sum(sent) <= MAX_PAGE_BYTES + (2 << 20)
