@@ -11,7 +11,7 @@ import numpy as np
 from site_engine.core.request import Finish, Output, Pooled
 from site_engine.messages import PoolingPrompt
 from site_engine.remote.abilities import EMBED
-from site_engine.remote.stream import MalformedStream, Usage, possible_count
+from site_engine.remote.stream import DECODE_ERRORS, MalformedStream, Usage, possible_count
 
 MAX_ANSWER_BYTES = 128 << 20
 MAX_DIMENSIONS = 8_192
@@ -78,7 +78,7 @@ class PoolingResponse:
         raw, self._received = b"".join(self._received), []
         try:
             found = _embeddings.decode(raw) if self._prompt.task == EMBED else _ranks.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except DECODE_ERRORS as exc:
             raise MalformedStream(f"no answer of the kind that was asked for: {exc}") from exc
         usage = None if isinstance(found, list) else found.usage
         if isinstance(found, _Embeddings):

@@ -16,6 +16,8 @@ from site_engine.core.request import Finish, Output, TokenLogprob, ToolCall
 MAX_EVENT_BYTES = 8 << 20
 MAX_COUNT = 2**31 - 1
 """A larger count of a server is none, like one below 0: it would not fit a message of the link."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of a server that are no JSON of the type asked for, or nest too deeply."""
 
 
 class MalformedStream(Exception):
@@ -190,7 +192,7 @@ class ResponseStream:
             return
         try:
             chunk = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except DECODE_ERRORS as exc:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
             raise FailedStream(bytes(chunk.error))

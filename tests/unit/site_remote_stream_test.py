@@ -177,6 +177,7 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
         [piece("x"), DONE],  # no finish
         [b"data: {nonsense\n\n"],
         [b'data: {"choices": 7}\n\n'],
+        [b'data: {"choices": [{"stop_reason": ' + b"[" * 10_000 + b"\n\n"],
         [b"data: \xff\xfe\n\n"],
         [b'data: {"choices": [{"text": "\xff"}]}\n\n'],
         [event(error={"message": "out of memory"})],
