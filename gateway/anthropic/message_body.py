@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.bounded_json import DECODE_ERRORS
 from gateway.domain import Finish, Usage
 from gateway.openai.error_body import ErrorResponse
 from gateway.openai.response_schema import ResponseHead
@@ -103,7 +104,7 @@ def _input(arguments: str) -> dict[str, object]:
     """Return the arguments as an object. What was cut off at the token limit is no JSON: it stays a text."""
     try:
         read = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         read = None
     return read if isinstance(read, dict) else {"arguments": arguments}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from gateway.bounded_json import DECODE_ERRORS
 from gateway.openai.fields import Fields
 from gateway.openai.tools import read_function
 
@@ -43,7 +44,7 @@ def custom_input(arguments: str) -> str:
     """Return the one argument of a custom tool's call, or all of `arguments` if it is missing."""
     try:
         read = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return arguments
     value = read.get(CUSTOM_INPUT) if isinstance(read, Mapping) else None
     return value if isinstance(value, str) else arguments
