@@ -100,6 +100,7 @@ def run(config: GatewayConfig) -> int:
 
 
 async def serve(config: GatewayConfig) -> int:
+    """Serve until a stop signal; return the exit code: 1 if the server for clients never started, else 0."""
     stop = stop_event()
     pepper = config.key_pepper or None
     async with (
@@ -141,9 +142,9 @@ async def serve(config: GatewayConfig) -> int:
         operators_server = _operators_http(config, core, backend)
         set_up_collector()
         serving = asyncio.create_task(server.serve())
-        telling = asyncio.create_task(operators_server.serve())
+        serving_operators = asyncio.create_task(operators_server.serve())
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, telling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, serving_operators, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.info("draining %d queries for at most %.0f s", core.query_context.live, config.drain_s)
             core.publisher.close()  # or listening pages would keep the server from ending
@@ -153,7 +154,7 @@ async def serve(config: GatewayConfig) -> int:
         stopping.cancel()
         await serving
         operators_server.should_exit = True
-        await telling
+        await serving_operators
         await core.query_context.wait_settled()
         return 0 if server.started else 1
 

@@ -35,9 +35,9 @@ class Block(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the models of a site take on each of its devices, equal parts once, and in host memory.
+    """The bytes that the models of a site take on each of its devices, equal parts once, and in host memory.
 
-    `own_bytes` are of parts that need no slot; the slots are as large whatever is in them.
+    `own_bytes` are those of parts that need no slot; slots have one size, whatever is in them.
     """
 
     base_bytes: int

@@ -19,8 +19,8 @@ SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
 LAST_PORT = 65_535
 WORKER_PORTS = 2
 """Of gRPC, of mTLS and of the metrics: a worker's ports are this much above those of the worker before it."""
-MOST_WORKERS = 64
-MOST_NAME_CHARS = 200
+MAX_WORKERS = 64
+MAX_NAME_CHARS = 200
 METRICS_ABOVE = 1_000
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -51,34 +51,24 @@ class GatewayConfig:
     pki: Path | None = None  # the folder of `mico pki init`: certificates for sites are issued and taken
     mtls_port: int = 8082  # where sites that have a certificate join; open with `pki`
     tls_names: tuple[str, ...] = ("localhost", "127.0.0.1")  # of this gateway, where `pki` issues its own
-    key_pepper: str = field(
-        default="", repr=False
-    )  # replicas on one database share one; empty: a file in `folder`
-    peers: tuple[str, ...] = ()
+    key_pepper: str = field(default="", repr=False)  # one for all replicas; empty: a file in `folder`
+    peers: tuple[str, ...] = ()  # host:port at which sites reach the other gateways
     workers: int = 1  # processes that share http_port, each a replica
     worker: int = 1  # which of them this is; no setting: `of_worker` says it
     policy: str = "mico"
     predictor: Path | None = None  # lexical, small or an artifact's folder; small when not set
-    outcomes: Path | None = (
-        None  # a folder to keep recent prompts in, with lengths, to update the predictor by
-    )
-    scaling: Path | None = (
-        None  # a TOML file: the pools whose machines this gateway may have more or fewer of
-    )
-    routes: Path | None = (
-        None  # a TOML file: names that stand for models, where operators have set none of the name
-    )
-    most_live: int = 10_000
-    most_tries: int = 4
+    outcomes: Path | None = None  # a folder for recent prompts and lengths, which update the predictor
+    scaling: Path | None = None  # a TOML file: the pools of machines that this gateway sizes
+    routes: Path | None = None  # a TOML file: names that stand for models; a route of an operator goes first
+    most_live: int = 10_000  # queries in progress
+    most_tries: int = 4  # sites at which a query may fail
     quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"
-    answer_within_s: float = 600.0
+    answer_within_s: float = 600.0  # from the arrival of a query to the end of its answer
     body_limit_bytes: int = 8 * 2**20
     keep_alive_s: float = 15.0
-    heartbeat_s: float = 1.0
-    stream_interval_s: float = (
-        0.02  # longest that text waits to go out with the next, while the gateway is busy
-    )
-    drain_s: float = 25.0
+    heartbeat_s: float = 1.0  # between two pings of a site in a small fleet; silent for three, it is down
+    stream_interval_s: float = 0.02  # longest that text waits for the next, while the gateway is busy
+    drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "INFO"
     otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
 
@@ -91,8 +81,8 @@ class GatewayConfig:
             raise ConfigError("tls_cert and tls_key belong together")
 
     def _check_words(self) -> None:
-        if not (0 < len(self.name) <= MOST_NAME_CHARS and self.name.isprintable()):
-            raise ConfigError(f"name is {self.name!r}; it has 1 to {MOST_NAME_CHARS} printable characters")
+        if not (0 < len(self.name) <= MAX_NAME_CHARS and self.name.isprintable()):
+            raise ConfigError(f"name is {self.name!r}; it has 1 to {MAX_NAME_CHARS} printable characters")
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; there are: {', '.join(POLICIES)}")
         if self.quotas_when_away not in tuple(WhenAway):
@@ -125,8 +115,8 @@ class GatewayConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it can't be negative")
 
     def _check_workers(self) -> None:
-        if not 1 <= self.workers <= MOST_WORKERS:
-            raise ConfigError(f"workers is {self.workers}; it is from 1 to {MOST_WORKERS}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"workers is {self.workers}; it is from 1 to {MAX_WORKERS}")
         if self.workers == 1 or self.worker > 1:
             return
         for name in ("http_port", "grpc_port"):
@@ -186,7 +176,7 @@ class GatewayConfig:
         )
 
     def worker_ports(self, own: int) -> tuple[int, ...]:
-        """Return the ports of all workers from this one's `own`; none where there is one process."""
+        """Return the ports of all workers, given the `own` port of this one; none for a single process."""
         first = own - WORKER_PORTS * (self.worker - 1)
         return tuple(first + WORKER_PORTS * each for each in range(self.workers)) if self.workers > 1 else ()
 

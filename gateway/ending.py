@@ -1,4 +1,4 @@
-"""How a query ended, as far as OpenTelemetry's conventions for generative AI ask beyond its outcome."""
+"""The facts of a query's end that OpenTelemetry's conventions for generative AI ask beyond its outcome."""
 
 from __future__ import annotations
 

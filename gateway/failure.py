@@ -1,4 +1,4 @@
-"""How an attempt failed, and the part of the answer that the client has by then. Plain values."""
+"""Values for failover: the failure of an attempt, and the part of the answer that the client has by then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INABILITIES = frozenset((FailureCause.CONTEXT_LENGTH, FailureCause.UNSUPPORTED))
 
 
 class AttemptFailure(NamedTuple):
-    """How an attempt failed at a site. `preferred_site` is the site that bid for a released attempt."""
+    """The failure of an attempt at a site. `preferred_site` is the site that bid for a released attempt."""
 
     site: str
     cause: FailureCause

@@ -14,9 +14,9 @@ switches, 1998).
 class MemoryBudget:
     """Counts the bytes that are held, in all and by tenant."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.used_bytes = 0
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._of_tenants: dict[str, int] = {}
 
     def hold(self, tenant: str) -> Hold:
@@ -24,7 +24,7 @@ class MemoryBudget:
 
     def take(self, tenant: str, count: int) -> bool:
         own, used = self._of_tenants.get(tenant, 0) + count, self.used_bytes + count
-        if own > TENANT_PARTS * (self._most_bytes - used):
+        if own > TENANT_PARTS * (self._max_bytes - used):
             return False
         self.used_bytes, self._of_tenants[tenant] = used, own
         return True

@@ -37,7 +37,7 @@ class SideWork:
             self._pass_on()
 
     async def run_if_large(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which takes as long as its input is large."""
+        """Return what `work` returns: called at once for a small input, else as `run` does."""
         return work() if size_bytes <= INLINE_BYTES else await self.run(tenant, work)
 
     async def _turn(self, tenant: str) -> None:

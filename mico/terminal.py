@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -57,6 +57,10 @@ class Terminal:
             table.add_row(*(Text(str(cell), style=STATE_COLOURS.get(str(cell), "")) for cell in row))
         piped = None if sys.stdout.isatty() else 10_000
         Console(width=piped, highlight=False).print(table)
+
+    def records(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Print a table of rows by column; all have the columns of the first. There is at least one."""
+        self.table(list(rows[0]), [list(row.values()) for row in rows])
 
     @contextmanager
     def spinner(self, text: str) -> Iterator[None]:

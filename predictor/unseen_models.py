@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +29,6 @@ EVIDENCE_WEIGHT = 0.7
 """Weight of one outcome's log-likelihood, below 1 since no known model fits exactly."""
 MAX_EVIDENCE_OUTCOMES = 200.0
 """Beyond this many outcomes older ones fade, so that the mixture follows a model that changes."""
-
-
-class NearestModel(NamedTuple):
-    """The known model of the largest share in an unseen one's mixture, and the outcomes behind it."""
-
-    model: str
-    share: float
-    outcomes: int
 
 
 @dataclass(slots=True)
@@ -104,15 +95,6 @@ class UnseenModelForecaster:
             row, share = max(posterior.mixture, key=lambda each: each[1])
             like = f"{10 * round(10 * share)}% like {self.base.card.models[row]}"
             posterior.source = f"{self.name}:{UNKNOWN_SUFFIX}:{like}"
-
-    def nearest_model(self, model: str) -> NearestModel | None:
-        """Return the nearest known model; None for a known model, or before the first outcome."""
-        with self._lock:
-            posterior = self._posteriors.get(model.casefold())
-        if posterior is None:
-            return None
-        row, share = max(posterior.mixture, key=lambda each: each[1])
-        return NearestModel(self.base.card.models[row], share, posterior.outcomes)
 
     def _mixture_of(self, model: str, parent: str) -> tuple[list[tuple[int, float]], str]:
         """Return rows with their shares, and the source of the forecast."""

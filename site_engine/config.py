@@ -44,7 +44,7 @@ _AT_LEAST_ONE = (
     "tokens_per_min",
 )
 _AT_MOST = {"slots": 65_536, "threads": 4_096, "context_tokens": 100_000_000, "kv_tokens": 2**32 - 1}
-"""What is beyond is a slip: memory is laid out for it at the start, or no gateway takes it."""
+"""A larger value is a slip: memory is laid out for it at the start, or no gateway takes it."""
 _PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _OF_GROUPS = ("served_model", "kv_tokens", "slots", *_PRICES)
 """Settings that a group may have of its own, before those of its site."""
@@ -114,12 +114,12 @@ class SiteConfig:
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     devices: tuple[str, ...] = ()  # an engine for each, as cuda:0, or for several together, as cuda:0+cuda:1
-    sleep: str = "disk"  # whence the weights come when the base wakes; host memory; or another GPU, as cuda:1
-    share_sleeping_memory: bool = False  # of bases that sleep, for keys and values of those awake, and theirs
+    sleep: str = "disk"  # where the weights are while the base sleeps: disk, host, or a GPU, as cuda:1
+    share_sleeping_memory: bool = False  # lend a sleeping base's memory to the KV caches of bases awake there
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
-    token_budget: int | None = None  # tokens computed in one iteration; absent: by the device (engine.py)
+    token_budget: int | None = None  # tokens of one iteration; absent: 8,192 on a GPU, else 512, or `slots`
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024
@@ -377,7 +377,7 @@ def _groups(value: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _check_shared(settings: Mapping[str, Any], groups: Collection[Mapping[str, Any]]) -> None:
-    """Check what several groups of one process need beyond each of them. Raises ConfigError."""
+    """Check the settings that groups of one process share. Raises ConfigError."""
     for name in ("identity", "tls_cert", "pool"):
         whose = "is of one site" if name != "pool" else "counts machines by their sites"
         _require(name not in settings, name, f"{whose}: run a process for each [[group]]")

@@ -83,8 +83,9 @@ class Prepared(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a site announces of its model. `weights_bytes` and `slots_bytes`, for adapters: on each device; 0:
-    unknown.
+    """The facts that a site announces of its model and engine.
+
+    `weights_bytes`, and `slots_bytes` of the slots for adapters, are on each device; 0: unknown.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Listener:
 
 
 class TrainingEngine(Protocol):
-    """What trains adapters. The listener hears what happens to jobs."""
+    """Trains adapters in an engine. Events of jobs go to `Listener.training`."""
 
     def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
         """Begin a job, read beside what is served; reply None, or why it is not trained here."""

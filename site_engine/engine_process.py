@@ -119,7 +119,7 @@ def settings_to_config(message: pm.Start) -> SiteConfig:
 
 
 class Described(Protocol):
-    """What is known of a model once it is loaded."""
+    """The facts of a loaded model."""
 
     @property
     def tokenizer(self) -> Any: ...

@@ -41,7 +41,7 @@ Reply: TypeAlias = Callable[[str], None]
 
 
 class Tuning(NamedTuple):
-    """How adapters of tenants come: `fetch` returns an archive, `unpack` writes it below `folder`.
+    """The source of tenants' adapters: `fetch` returns an archive, `unpack` writes it below `folder`.
 
     They raise TransferFailed and VariantRefused.
     """
@@ -90,7 +90,7 @@ class Group:
         site.held.wake = self.wake
 
     def load_wanted(self) -> None:
-        """Load what is wanted, one after the other; each is served as soon as it is certified."""
+        """Load the wanted variants one after the other; each is served as soon as it is certified."""
         for variant, asleep in list(self._wanted.values()):
             if variant.tenant:  # its folder went with the engine before: a gateway has it fetched anew
                 del self._wanted[variant.id]
@@ -344,7 +344,7 @@ class Group:
         return begin
 
     def _check_new(self, variant_id: str) -> None:
-        """Raise VariantRefused if there can be no such variant beside those that there are."""
+        """Raise VariantRefused for an id that is invalid or taken, and if there are too many variants."""
         if not 0 < len(variant_id) <= MAX_NAME_CHARS or not variant_id.isprintable():
             raise VariantRefused(f"an id has 1 to {MAX_NAME_CHARS} printable characters")
         if variant_id in self._models:
@@ -426,7 +426,7 @@ class Group:
         self._site.set_models((base, *models))
 
     def _placed(self, model: Model) -> Model:
-        """Return the model with its blocks where they are now."""
+        """Return the model; its blocks are not `in_host` while its adapter has a slot."""
         if self._wanted[model.id].variant.fingerprint not in self._resident:
             return model
         return replace(model, blocks=tuple(each._replace(in_host=False) for each in model.blocks))

@@ -191,7 +191,7 @@ class NativeEngine:
 
     @property
     def sleeping(self) -> PoolSleep | None:
-        """What lets the base sleep: the engine processes of a pool; None for any other engine."""
+        """The sleep of a pool's engine processes; None for an engine whose base cannot sleep."""
         return self._core.sleeping if isinstance(self._core, EnginePool) else None
 
     # ---- variants

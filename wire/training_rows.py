@@ -9,7 +9,7 @@ only a model's tokenizer can tell is checked at the site.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 MAX_FAULTS = 50
@@ -40,37 +40,13 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is wrong with a line; lines count from 1, and 0 is the file as a whole."""
+    """A bad line of a file, counted from 1, and the reason; line 0 is the file as a whole."""
 
     line: int
     message: str
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.message}" if self.line else self.message
-
-
-class CheckedFile(NamedTuple):
-    """The number of good lines, and the first `MAX_FAULTS` faults."""
-
-    rows: int
-    faults: tuple[Fault, ...]
-
-
-def check_file(lines: Iterable[bytes]) -> CheckedFile:
-    """Read all lines of a file, or up to the last fault that is named."""
-    rows, faults = 0, list[Fault]()
-    for number, line in enumerate(lines, 1):
-        try:
-            read_row(line)
-        except BadRow as bad:
-            faults.append(Fault(number, str(bad)))
-            if len(faults) == MAX_FAULTS:
-                break
-        else:
-            rows += 1
-    if not rows and not faults:
-        faults.append(Fault(0, "the file has no lines"))
-    return CheckedFile(rows, tuple(faults))
 
 
 def read_row(line: bytes) -> Row:

@@ -116,7 +116,7 @@ class Shares(Federation):
             name: SitePace(paced[name], each, options, kind == "today") for name, each in often.items()
         }
         for number, view in enumerate(self._views):
-            view._seen.share = np.array([often[site.name][number] for site in view.directory.fleet.sites])  # type: ignore[attr-defined]
+            view._fleet.share = np.array([often[site.name][number] for site in view.directory.fleet.sites])  # type: ignore[attr-defined]
         decide._drawn = share_alone if kind == "share" else DRAW
 
     def _arrive(self, query: Query, expected: Expected, rest: Iterator[tuple[Query, Expected]]) -> None:
@@ -163,7 +163,7 @@ class Shares(Federation):
 
 def share_alone(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, turn: int) -> Candidates:
     drawn = candidates.may & fleet.share  # type: ignore[attr-defined]
-    if np.count_nonzero(drawn) < min(decide.FEWEST_DRAWN, len(candidates.places)):
+    if np.count_nonzero(drawn) < min(decide.MIN_DRAWN, len(candidates.places)):
         return candidates
     return candidates.narrowed(drawn)
 

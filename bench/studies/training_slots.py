@@ -23,7 +23,7 @@ import transformers
 
 from bench.support.beside_chats import ALONE_S, Served, chats_of, engine_of, p99, serve
 from bench.tuning import DEMO, endless
-from site_engine.core.slack import Bounds, Deferral, NextSlice, Seen, Slack
+from site_engine.core.slack import Bounds, Deferral, NextSlice, Serving, Slack
 from site_engine.engine.engine import SiteEngine
 from site_engine.model import loader
 from site_engine.training.job import open_job
@@ -49,8 +49,8 @@ class PowerSlack(Slack):
         super().__init__(bounds)
         self._power = power
 
-    def takes(self, seen: Seen, following: NextSlice) -> bool:
-        return super().takes(seen._replace(free_share=seen.free_share**self._power), following)
+    def takes(self, serving: Serving, following: NextSlice) -> bool:
+        return super().takes(serving._replace(free_share=serving.free_share**self._power), following)
 
 
 def of_windows(pairs: Sequence[tuple[Served, Served]], alone_per_s: float) -> dict[str, float]:

@@ -39,13 +39,13 @@ MEAN_RESPONSE, MEAN_PROMPT = 200.0, 500
 class OwnWork:
     """Requests that other gateways are taken to have assigned: they come at random and end when due.
 
-    `rate_per_s` requests come in a second; each runs for its tokens at `SECONDS_PER_TOKEN`.
+    Each runs for its tokens at `SECONDS_PER_TOKEN`.
     """
 
     SECONDS_PER_TOKEN = COST.base_s + SLOTS / 2 * COST.per_row_s
 
     def __init__(self, share: float, random: Random, now_s: float) -> None:
-        """`share`: of the slots that are taken in the mean."""
+        """`share`: the mean share of the slots that are taken, which sets the rate of arrivals."""
         self._rate_per_s = share * SLOTS / (MEAN_RESPONSE * self.SECONDS_PER_TOKEN)
         self._random = random
         self._ends_s: list[float] = []

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-MOST_PROMPT, MOST_RESPONSE = 16_000, 16_000
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 16_000, 16_000
 SYSTEM_TOKENS = 32  # every source has a system prompt of its own
 SUBJECTS = 57  # of MMLU: each with a few-shot prefix of its own
 PER_DOCUMENT = 4
@@ -157,8 +157,8 @@ def _lengths(path: Path, source: str, model: str) -> tuple[np.ndarray, np.ndarra
 
 
 def _lines(group: int, prompts: np.ndarray, responses: np.ndarray) -> list[Line]:
-    prompts = np.clip(prompts, 4, MOST_PROMPT) + SYSTEM_TOKENS
-    responses = np.clip(responses, 1, MOST_RESPONSE)
+    prompts = np.clip(prompts, 4, MAX_PROMPT_TOKENS) + SYSTEM_TOKENS
+    responses = np.clip(responses, 1, MAX_RESPONSE_TOKENS)
     return [
         Line(group, SYSTEM_TOKENS, int(prompt), int(response))
         for prompt, response in zip(prompts, responses, strict=True)

@@ -9,6 +9,8 @@ from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES, Policy
 
 
 class Order(NamedTuple):
+    """The policy and the lane with which an engine takes the queries of a workload."""
+
     policy: Policy
     lane: Lane
 
@@ -18,9 +20,10 @@ def _longest_first(request: Request, _aged: float) -> float:
 
 
 ORDERS = {
-    "arrival": Order(POLICIES["fcfs"], Lane.CHAT),  # as vLLM and transformers take them
-    "chat": Order(DEFAULT_POLICY, Lane.CHAT),  # the least latency per token
-    "batch": Order(
-        Policy(score=_longest_first), Lane.BATCH
-    ),  # the whole in the least time: the longest first
+    "arrival": Order(POLICIES["fcfs"], Lane.CHAT),
+    "chat": Order(DEFAULT_POLICY, Lane.CHAT),
+    "batch": Order(Policy(score=_longest_first), Lane.BATCH),
 }
+"""`arrival`: as vLLM and transformers take them. `chat`: for the least latency per token.
+`batch`: the longest first, so that the whole ends soonest.
+"""

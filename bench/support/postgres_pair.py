@@ -34,7 +34,6 @@ class PostgresPair:
         self._folder = Path(tempfile.mkdtemp(prefix="mico-pair-"))
         self._user = "nobody" if os.geteuid() == 0 else None  # Postgres refuses to run as root
         self._ports = (free_port(), free_port())
-        self._servers: list[subprocess.Popen[bytes]] = []
         if self._user is not None:
             shutil.chown(self._folder, self._user)
 

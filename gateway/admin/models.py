@@ -40,7 +40,7 @@ class Addition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """To remove a variant, put it to sleep or wake it."""
+    """The body of an order to remove a variant, to let it sleep or to wake it."""
 
     site: str
     model: str

@@ -17,7 +17,7 @@ NO_MODELS: Mapping[str, Model] = MappingProxyType({})
 
 
 class Abilities(NamedTuple):
-    """What may differ among the sites of one model."""
+    """The properties of a model that may differ from site to site."""
 
     features: frozenset[str]
     context_tokens: int

@@ -29,8 +29,8 @@ class Donor(Protocol):
     def release(self, release_id: str, attempt_ids: list[str]) -> None: ...
 
 
-class Directory(Sites, Protocol):
-    """The part of the directory that the negotiation needs."""
+class CrowdedSites(Sites, Protocol):
+    """The part of the `Directory` that the negotiation needs."""
 
     def crowded(self, name: str) -> Site | None: ...
 
@@ -43,14 +43,16 @@ class _Round(NamedTuple):
 
 
 class Offloading:
-    """`links` is the live map of the federation, by site."""
+    """Runs the rounds of one gateway. `links` is the live map of the federation, by site."""
 
-    def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, links: Mapping[str, Donor], directory: CrowdedSites, clock: Callable[[], float]
+    ) -> None:
         self._links = links
         self._directory = directory
         self._clock = clock
         self._rounds: dict[str, _Round] = {}  # by release id, oldest first
-        self._ends_s = inf  # no round is late before
+        self._oldest_ends_s = inf  # no open round times out before
         self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
         self._changed: set[str] = set()  # since the last bid
 
@@ -86,7 +88,7 @@ class Offloading:
         """Return the offers of all crowded sites that could still give something, each worked out once as
         long as nothing changes there.
         """
-        if self._clock() >= self._ends_s:
+        if self._clock() >= self._oldest_ends_s:
             self._end_late_rounds()
         if not self._changed:
             return self._offers.values()
@@ -108,10 +110,10 @@ class Offloading:
         while self._rounds:
             release_id, oldest = next(iter(self._rounds.items()))
             if now_s - oldest.began_s < ROUND_TIMEOUT_S:
-                self._ends_s = oldest.began_s + ROUND_TIMEOUT_S
+                self._oldest_ends_s = oldest.began_s + ROUND_TIMEOUT_S
                 return
             self.close_round(release_id)
-        self._ends_s = inf
+        self._oldest_ends_s = inf
 
     def _asked(self) -> set[str]:
         """Return the attempts that are in open rounds."""
@@ -130,6 +132,6 @@ class Offloading:
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex
         self._rounds[release_id] = _Round(bidder, donor, tuple(attempt_ids), now_s)
-        self._ends_s = min(self._ends_s, now_s + ROUND_TIMEOUT_S)
+        self._oldest_ends_s = min(self._oldest_ends_s, now_s + ROUND_TIMEOUT_S)
         self._changed.add(donor)
         self._links[donor].release(release_id, attempt_ids)

@@ -59,7 +59,7 @@ class EngineReport(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """What a site owes, and for how long beyond what its work explains."""
+    """A sign that nothing moves at a site: what it owes, and for how long beyond what its work explains."""
 
     what: str
     lasts_s: float

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gateway.domain import Credit, LoadReport
-from gateway.routing.demand import Demand
+from gateway.routing.demand import Demand, credit_with
 
 
 class UnreportedDemands:
@@ -20,7 +20,7 @@ class UnreportedDemands:
 
     def add(self, attempt_id: str, demand: Demand) -> None:
         self._demands[attempt_id] = demand
-        self.credit = _plus(self.credit, demand)
+        self.credit = credit_with(self.credit, demand)
 
     def remove(self, attempt_id: str) -> bool:
         """Remove the demand of an attempt; return False if there is none."""
@@ -40,7 +40,7 @@ class UnreportedDemands:
         kept = {attempt_id: each for attempt_id, each in self._demands.items() if is_kept(attempt_id)}
         self._demands, self.credit = kept, Credit()
         for each in kept.values():
-            self.credit = _plus(self.credit, each)
+            self.credit = credit_with(self.credit, each)
 
 
 def without_ended(load: LoadReport, kv_tokens: int) -> LoadReport:
@@ -56,12 +56,4 @@ def without_ended(load: LoadReport, kv_tokens: int) -> LoadReport:
         running=load.running - 1,
         running_remaining=lengths,
         kv_free_tokens=load.kv_free_tokens + kv_tokens,
-    )
-
-
-def _plus(credit: Credit, demand: Demand) -> Credit:
-    return Credit(
-        credit.requests + 1,
-        credit.prompt_tokens + demand.prompt_tokens,
-        credit.response_tokens + demand.response_tokens,
     )

@@ -33,8 +33,8 @@ class ClientGone(Exception):
 class BodyReader:
     """Reads the JSON bodies of all tenants. Large ones are decoded one at a time, the tenants' by turns."""
 
-    def __init__(self, side_work: SideWork | None = None, most_bytes: int = MAX_BODIES_BYTES) -> None:
-        self.memory = MemoryBudget(most_bytes)
+    def __init__(self, side_work: SideWork | None = None, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.memory = MemoryBudget(max_bytes)
         self._side_work = side_work or SideWork()
 
     async def read_json(

@@ -34,7 +34,7 @@ from gateway.openai.fields import Fields, Problems, echo
 
 PATH: Final = "/v1/messages/batches"
 ID_PREFIX: Final = "msgbatch_"
-"""Tells these batches from those of /v1/batches, which lists both."""
+"""The prefix that tells these batches from those of /v1/batches, which lists both."""
 MAX_PAGE: Final = 1_000
 DEFAULT_PAGE: Final = 20
 MAX_RESULT_BYTES: Final = 2**30

@@ -15,20 +15,20 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 _NAMES = re.compile(rb"[a-z0-9\n-]+")
 _CONTROL = bytes([*range(9), *range(10, 32), 127])
-"""What must not be in the value of a header, or it could end there: all controls but the tab."""
+"""The bytes that a header value must not have, since it could end there: all controls but the tab."""
 _READ_BY_UVICORN = frozenset((b"connection", b"transfer-encoding"))
 _WITHOUT_BODY = frozenset((204, 304))
 
 
 class ResponseWriter:
-    """Writes one response. `sent` is done: it stands for what is written at once."""
+    """Writes one response. `sent`: a future that is done, returned for what is written at once."""
 
     __slots__ = ("_cycle", "_in_chunks", "_sent")
 
     def __init__(self, cycle: RequestResponseCycle, sent: Future[None]) -> None:
         self._cycle = cycle
         self._sent = sent
-        self._in_chunks = False  # the response has no length that is known before
+        self._in_chunks = False  # the response has no content-length
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the application. Raises what uvicorn raises for it."""

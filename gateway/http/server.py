@@ -56,7 +56,7 @@ class ConnectionLimits:
 
 
 class HeadTooLarge(Exception):
-    """What precedes a request's body is larger than the limit."""
+    """Raised for a request whose line and headers are larger than the limit."""
 
 
 class WriteBuffer:

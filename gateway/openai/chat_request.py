@@ -147,7 +147,7 @@ def _tool_calls(message: Fields) -> str:
 
 
 def _tool_call(call: Fields) -> dict[str, object]:
-    """Read one call. That of a custom tool becomes one of the function that stands for it."""
+    """Read one call. A call of a custom tool becomes a call of the function that stands for the tool."""
     call_id, kind = call.required_text("id"), call.required("type")
     if kind not in (None, "function", "custom"):
         call.refuse("type", "can be 'function' or 'custom'")

@@ -17,7 +17,7 @@ PIECE_CHARS: Final = 2**18
 
 PATCH: Final = 28
 """Pixels of the side of the square that most models read as one token (Qwen2-VL, §2.1)."""
-LEAST_TOKENS, MOST_TOKENS, UNSEEN_TOKENS = 64, 4_096, 1_024
+MIN_TOKENS, MAX_TOKENS, UNSEEN_TOKENS = 64, 4_096, 1_024
 """Bounds of the guess: models enlarge tiny images and shrink huge ones. The last: the size is unknown."""
 
 
@@ -31,7 +31,7 @@ class Image(NamedTuple):
 
 
 class BadImage(Exception):
-    """Its text continues a sentence that begins with the name of the field."""
+    """Raised for an image that is refused; the message continues a sentence that begins with the field."""
 
 
 def image_at(url: str) -> Image:
@@ -78,7 +78,7 @@ def guess_tokens(width: int, height: int) -> int:
     """Guess the tokens of an image: one for each square of PATCH pixels, within bounds."""
     if not width or not height:
         return UNSEEN_TOKENS
-    return min(MOST_TOKENS, max(LEAST_TOKENS, ceil(width / PATCH) * ceil(height / PATCH)))
+    return min(MAX_TOKENS, max(MIN_TOKENS, ceil(width / PATCH) * ceil(height / PATCH)))
 
 
 def image_size(raw: bytes) -> tuple[int, int] | None:

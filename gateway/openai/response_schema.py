@@ -15,7 +15,7 @@ from gateway.openai.tool_calls import merge_tool_calls
 
 
 class ChoiceParts(NamedTuple):
-    """What one choice says, joined."""
+    """All output of one choice, with its deltas joined."""
 
     text: str
     tool_calls: Sequence[ToolCall]

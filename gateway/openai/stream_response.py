@@ -29,7 +29,7 @@ class ChunkEncoder:
 
     def __init__(
         self,
-        shape: ResponseSchema,
+        schema: ResponseSchema,
         head: ResponseHead,
         choices: int,
         stream_options: StreamOptions,
@@ -37,15 +37,15 @@ class ChunkEncoder:
         *,
         custom_tools: Collection[str] = (),
     ) -> None:
-        self._shape = shape
+        self._schema = schema
         self._stream_options = stream_options
         self._prompt_tokens = prompt_tokens
-        self._start = b"data: " + _encode(head.fields(shape.chunk_object_type))[:-1] + b',"choices":['
+        self._start = b"data: " + _encode(head.fields(schema.chunk_object_type))[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if stream_options.include_usage else b"]}\n\n"
         self._choice = [self._start + b'{"index":%d,' % index for index in range(choices)]
-        self._text = [choice + shape.text_prefix for choice in self._choice]
+        self._text = [choice + schema.text_prefix for choice in self._choice]
         continuous = stream_options.continuous_usage
-        self._text_end = shape.text_suffix + _UNFINISHED + (b"" if continuous else self._end)
+        self._text_end = schema.text_suffix + _UNFINISHED + (b"" if continuous else self._end)
         self._tokens = [0] * choices
         self._unfinished = set(range(choices))
         self._has_usage = False
@@ -70,9 +70,9 @@ class ChunkEncoder:
 
     def _encode_opening(self) -> bytes:
         """Encode the role of each choice, before any text. Text completions have none."""
-        if not self._shape.first:
+        if not self._schema.first:
             return b""
-        return b"".join(choice + self._shape.first + _UNFINISHED + self._suffix() for choice in self._choice)
+        return b"".join(choice + self._schema.first + _UNFINISHED + self._suffix() for choice in self._choice)
 
     def _encode_delta(self, delta: Delta) -> bytes:
         self._tokens[delta.index] = delta.completion_tokens
@@ -91,12 +91,12 @@ class ChunkEncoder:
             if self._custom is not None:
                 frames += self._encode_calls(delta.index, self._custom.end(delta.index))
             self._unfinished.discard(delta.index)
-            frames += self._choice[delta.index] + self._shape.last + _FINISHES[delta.finish] + self._suffix()
+            frames += self._choice[delta.index] + self._schema.last + _FINISHES[delta.finish] + self._suffix()
         return frames
 
     def _encode_beside_text(self, delta: Delta) -> bytes:
         """Encode reasoning and a refusal, for which text completions have no place."""
-        if not self._shape.first:
+        if not self._schema.first:
             return b""
         fields: dict[str, str] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
         if delta.refusal:
@@ -106,9 +106,9 @@ class ChunkEncoder:
 
     def _encode_logprobs(self, delta: Delta) -> bytes:
         tokens = delta.prompt_logprobs + delta.logprobs
-        logprobs = _encode(self._shape.logprobs(tokens, self._offset_chars[delta.index]))
+        logprobs = _encode(self._schema.logprobs(tokens, self._offset_chars[delta.index]))
         self._offset_chars[delta.index] += sum(map(text_chars, tokens))
-        text = self._text[delta.index] + _encode(delta.text) + self._shape.text_suffix
+        text = self._text[delta.index] + _encode(delta.text) + self._schema.text_suffix
         return text + b',"logprobs":' + logprobs + b',"finish_reason":null}' + self._suffix()
 
     def _encode_tool_calls(self, delta: Delta) -> bytes:

@@ -88,7 +88,7 @@ def _read_single(fields: Fields) -> bool:
 
 
 def offered_tools(functions: Sequence[dict[str, object]], choice: ToolChoice, *, single: bool) -> Tools:
-    """Return what a model is told of its tools: those that are allowed, unless it is to call none."""
+    """Return the tools that a model is offered: the allowed ones, none if it is to call none."""
     if choice.allowed is not None:
         functions = [function for function in functions if function["name"] in choice.allowed]
     if not functions or choice.choice == "none":

@@ -38,13 +38,13 @@ class Choice:
         self.stop_sequence = delta.stop_sequence or self.stop_sequence
 
     def body(
-        self, shape: ResponseSchema, index: int, with_logprobs: bool, custom_tools: Collection[str]
+        self, schema: ResponseSchema, index: int, with_logprobs: bool, custom_tools: Collection[str]
     ) -> dict[str, object]:
-        logprobs = shape.logprobs(self.logprobs, 0) if with_logprobs else None
+        logprobs = schema.logprobs(self.logprobs, 0) if with_logprobs else None
         text, reasoning, refusal = map("".join, (self.texts, self.reasoning, self.refusals))
         return {
             "index": index,
-            **shape.render(ChoiceParts(text, self.tool_calls, reasoning, refusal, custom_tools)),
+            **schema.render(ChoiceParts(text, self.tool_calls, reasoning, refusal, custom_tools)),
             "logprobs": logprobs,
             "finish_reason": self.finish,
         }
@@ -60,17 +60,17 @@ class UnaryResponse:
 
     def body(
         self,
-        shape: ResponseSchema,
+        schema: ResponseSchema,
         head: ResponseHead,
         with_logprobs: bool,
         custom_tools: Collection[str] = (),
     ) -> bytes:
         choices = [
-            choice.body(shape, index, with_logprobs, custom_tools)
+            choice.body(schema, index, with_logprobs, custom_tools)
             for index, choice in enumerate(self.choices)
         ]
         return msgspec.json.encode(
-            head.fields(shape.object_type) | {"choices": choices, "usage": usage_fields(self.usage)}
+            head.fields(schema.object_type) | {"choices": choices, "usage": usage_fields(self.usage)}
         )
 
 

@@ -13,13 +13,13 @@ RETRY_AFTER_S = 1.0
 
 
 class Live(NamedTuple):
-    """Queries in progress, and the memory of their prompts."""
+    """Number of queries in progress, and the bytes that their prompts hold in memory."""
 
     queries: int = 0
     prompt_bytes: int = 0
 
 
-NOBODY = Live()
+NOTHING_LIVE = Live()
 
 
 def admit(
@@ -27,31 +27,33 @@ def admit(
     *,
     models: Mapping[str, Model],
     live: Live,
-    of_tenant: Live,
-    most: Live,
+    tenant_live: Live,
+    max_live: Live,
     has_room: bool,
     fleet_complete: bool = True,
 ) -> None:
     """Raise what `check_model` raises, or Overloaded; a query that passes will end exactly once.
 
-    `live` is in progress, the prompt of this query included, `of_tenant` of it already of this tenant, and
-    `most` may be: memory is bounded, and no tenant fills it alone. `has_room`: whether the usage
-    of the query could be recorded; nothing is served that cannot be. `fleet_complete` as in `check_model`.
+    `live`: all queries in progress, and the prompt of this one; `tenant_live`: those of its tenant, without
+    it. `max_live` bounds `live`, and a tenant may have `TENANT_PARTS` times what is free, so that none fills
+    the memory alone. `has_room`: whether the usage of the query could be recorded; nothing is served that
+    cannot be. `fleet_complete` as in `check_model`.
     """
     check_model(query, models=models, fleet_complete=fleet_complete)
     if not has_room:
         raise Overloaded("the database is away and the journal of usage is full", retry_after_s=RETRY_AFTER_S)
-    if live.queries >= most.queries:
+    if live.queries >= max_live.queries:
         raise Overloaded(
             f"{live.queries} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
         )
-    if live.prompt_bytes > most.prompt_bytes:
+    if live.prompt_bytes > max_live.prompt_bytes:
         raise Overloaded("the prompts being answered fill the memory for them", retry_after_s=RETRY_AFTER_S)
     if any(
-        own > TENANT_PARTS * (limit - used) for own, used, limit in zip(of_tenant, live, most, strict=True)
+        own > TENANT_PARTS * (limit - used)
+        for own, used, limit in zip(tenant_live, live, max_live, strict=True)
     ):
         raise Overloaded(
-            f"{of_tenant.queries} queries of {query.caller.tenant} are being answered,"
+            f"{tenant_live.queries} queries of {query.caller.tenant} are being answered,"
             " and there is little room left",
             retry_after_s=RETRY_AFTER_S,
         )

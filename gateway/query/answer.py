@@ -111,8 +111,8 @@ class QueryRun:
             query,
             models=context.directory.models,
             live=Live(context.live, context.prompt_bytes + self.state.prompt_bytes),
-            of_tenant=context.live_of(query.caller.tenant),
-            most=Live(context.max_live, context.max_prompt_bytes),
+            tenant_live=context.live_of(query.caller.tenant),
+            max_live=Live(context.max_live, context.max_prompt_bytes),
             has_room=context.has_room(),
             fleet_complete=context.fleet_complete,
         )

@@ -15,7 +15,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
 from gateway.prices import NANO_USD
-from gateway.query.admission import NOBODY, Live
+from gateway.query.admission import NOTHING_LIVE, Live
 from gateway.query.forecasting import ForecastService
 from gateway.query.state import QueryState
 from gateway.quotas.ledger import QuotaLedger
@@ -94,7 +94,7 @@ class QueryContext:
         return len(self.live_queries)
 
     def live_of(self, tenant: str) -> Live:
-        return self._of_tenants.get(tenant, NOBODY)
+        return self._of_tenants.get(tenant, NOTHING_LIVE)
 
     def place(
         self,

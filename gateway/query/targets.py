@@ -56,12 +56,13 @@ class Targets:
 
     def after(self, error: MicoError, query: Query, models: Mapping[str, Model]) -> Query:
         """Return the query as it goes to the next target. Raises the first target's error if none is left."""
-        self._error = self._error or copy(error)  # whose traceback would hold this object
+        self._error = self._error or copy(error)  # the traceback of `error` would hold this object
         while self._left:
             target = self._left.pop(0)
-            if not (
-                isinstance(error, ContextTooLong) and _context(target, models) <= _context(query, models)
-            ):
+            is_too_short = isinstance(error, ContextTooLong) and (
+                _context_tokens(target, models) <= _context_tokens(query, models)
+            )
+            if not is_too_short:
                 return _turned(query, target)
         raise copy(self._error)
 
@@ -163,13 +164,13 @@ def _draw_key(query_id: str) -> str:
 
 
 def _is_long_enough(model: Model, query: Query) -> bool:
-    prompt, most = query.prompt, query.sampling.max_tokens or 0
-    ids = len(prompt) if isinstance(prompt, tuple) else 0
-    if not model.context_tokens > 0:
+    if model.context_tokens <= 0:  # unknown
         return True
+    prompt, max_tokens = query.prompt, query.sampling.max_tokens or 0
+    prompt_tokens = len(prompt) if isinstance(prompt, tuple) else 0
     fits = not model.max_prompt_chars or least_chars(prompt) <= model.max_prompt_chars
-    return fits and ids < model.context_tokens and most <= model.context_tokens
+    return fits and prompt_tokens < model.context_tokens and max_tokens <= model.context_tokens
 
 
-def _context(of: Target | Query, models: Mapping[str, Model]) -> int:
+def _context_tokens(of: Target | Query, models: Mapping[str, Model]) -> int:
     return models[of.model].context_tokens if of.model in models else 0

@@ -23,11 +23,13 @@ from gateway.routing.policies import REPORTS_EVERY_S
 MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
-FEWEST_DRAWN = 4
+MIN_DRAWN = 4
 DRAWN_TIMES = 2.0
 """Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
 docs/decisions/many-gateways.md.
 """
+XXH_PRIMES = np.uint32(2654435761), np.uint32(2246822519)
+"""The multipliers of xxHash32, which spread consecutive numbers evenly."""
 NOT_HEARD = "has not reported lately, and a try elsewhere failed"
 ASLEEP = "the model sleeps there, and is awake or waking elsewhere"
 NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -67,7 +69,7 @@ def decide(
     at = fleet.figures
     allowed = may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
     if tried:
-        allowed = _heard_lately(allowed, at, now_s)
+        allowed = _reported_lately(allowed, at, now_s)
     found = _with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet)
     candidates = Candidates(fleet.sites, allowed, allowed.nonzero()[0], at, found, now_s)
     count = len(candidates.places)
@@ -96,12 +98,12 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
     """
     allowed = candidates.may
     count = len(candidates.places)
-    keep = max(FEWEST_DRAWN, ceil(DRAWN_TIMES * count / gateways))
+    keep = max(MIN_DRAWN, ceil(DRAWN_TIMES * count / gateways))
     if keep >= count:
         return candidates
-    mixed = (np.arange(len(allowed), dtype=np.uint32) + np.uint32(turn & 0xFFFFFFFF)) * np.uint32(2654435761)
+    mixed = (np.arange(len(allowed), dtype=np.uint32) + np.uint32(turn & 0xFFFFFFFF)) * XXH_PRIMES[0]
     mixed ^= mixed >> np.uint32(15)
-    mixed *= np.uint32(2246822519)
+    mixed *= XXH_PRIMES[1]
     mixed ^= mixed >> np.uint32(13)
     drawn: NDArray[np.bool_] = allowed & (mixed < np.uint32(keep / count * 2**32))
     for site in demand.cached.by_site:
@@ -130,7 +132,7 @@ def _with_more_cached(
     return candidates.narrowed(may)
 
 
-def _heard_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
+def _reported_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
     """Leave out the sites that have not reported lately, as long as others are left.
 
     For a query whose site failed: many may be lost with it that are not known to be lost yet, and a query

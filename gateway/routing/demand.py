@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gateway.decision import PlacementLimits
-from gateway.domain import Lane, Sampling
+from gateway.domain import Credit, Lane, Sampling
 from gateway.routing.prefixes import NOTHING_CACHED, Cached
 from predictor.forecast import Forecast
 
@@ -75,3 +75,12 @@ class Demand:
             cached=cached.times(prompt_tokens),
             limits=limits,
         )
+
+
+def credit_with(credit: Credit, demand: Demand) -> Credit:
+    """Return the credit of a site once one more demand is assigned to it."""
+    return Credit(
+        credit.requests + 1,
+        credit.prompt_tokens + demand.prompt_tokens,
+        credit.response_tokens + demand.response_tokens,
+    )

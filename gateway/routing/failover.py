@@ -90,11 +90,15 @@ def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -
 
 def _check_text(failure: AttemptFailure, resume: Resume, sampling: Sampling) -> None:
     """Raise where text alone is not enough to resume from."""
-    what = "a call of a function had begun" if resume.tool_calls else ""
-    what = what or ("its reasoning or its refusal was delivered" if resume.beside_text else "")
-    what = what or ("an answer drawn from a seed" if _is_drawn_from_seed(sampling) else "")
-    if what:
-        raise UpstreamLost(f"{failure.message}; {what}, and no site named the tokens to go on from")
+    if resume.tool_calls:
+        lost = "a call of a function had begun"
+    elif resume.beside_text:
+        lost = "its reasoning or its refusal was delivered"
+    elif _is_drawn_from_seed(sampling):
+        lost = "an answer drawn from a seed"
+    else:
+        return
+    raise UpstreamLost(f"{failure.message}; {lost}, and no site named the tokens to go on from")
 
 
 def resume_options(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:

@@ -25,7 +25,7 @@ def may(
     """
     serving = fleet.serving(demand.model, demand.needs, demand.regions)
     fresh_s = now_s - STALE_AFTER_S
-    found = serving.copy() if least(at.heard_s) >= fresh_s else serving & (at.heard_s >= fresh_s)
+    found = serving.copy() if least(at.quiet_until_s) >= fresh_s else serving & (at.quiet_until_s >= fresh_s)
     for name in tried:
         place = fleet.place(name)
         if place is not None:

@@ -24,8 +24,7 @@ REMAINING_VALUES = 64
 PROMPT_TOKEN_WORK = 0.02
 """The work of a prompt token in relation to a response token, by which a site orders its queue."""
 ALL_AHEAD = 1e9
-"""For `per_pending_size`: any demand is large beside the pending ones, so that all of them start before it.
-"""
+"""As `per_pending_size`: any demand is larger than the pending ones, so that all of them start before it."""
 NO_MODELS: Mapping[str, Model] = MappingProxyType({})
 MAX_CACHED = 1_000
 """Kinds of demands whose mask of serving sites is cached: each costs a pass over every site."""
@@ -34,19 +33,19 @@ MAX_CACHED = 1_000
 class Figures(NamedTuple):
     """The inputs of a decision, each `[sites]`. Assignments since the report count as pending."""
 
-    heard_s: Numbers  # time of the last report, and what it may be quiet after; -inf: it takes no work
-    received_s: Numbers  # time of the last report
+    quiet_until_s: Numbers  # last report, and a longer pause that the site may make; -inf: takes no work
+    received_s: Numbers  # when the last report came
     slots: Numbers
-    running: Numbers
+    running: Numbers  # requests
     requests: Numbers  # running and pending
-    crowding: Numbers  # of these
+    crowding: Numbers  # what `_crowding` makes of the requests per slot
     iteration_s: Numbers  # with one more row
     prefill_s: Numbers  # of pending and unfinished prompts, with the round trip and one iteration
-    running_tokens: Numbers  # expected of running requests; the next of pending ones
-    pending_tokens: Numbers
-    pending_kv_tokens: Numbers  # these and their prompts
-    per_pending_size: Numbers  # 1 / size of the pending requests; ALL_AHEAD where the part ahead is known
-    too_many: Numbers  # requests that must end before one more has a slot
+    running_tokens: Numbers  # still expected of the answers of running requests
+    pending_tokens: Numbers  # expected of the answers of pending requests
+    pending_kv_tokens: Numbers  # `pending_tokens` and the prompts of those requests
+    per_pending_size: Numbers  # 1 / mean size of the pending requests; ALL_AHEAD: all start before a demand
+    too_many: Numbers  # requests that must end before one more has a slot; not positive: a slot is free
     per_remaining: Numbers  # requests that one value of `remaining` stands for
     kv_room_tokens: Numbers  # not used, reserved or expected by pending requests; may be negative
     kv_each_tokens: Numbers  # freed by a request that ends

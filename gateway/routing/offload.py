@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Credit, Lane, ModelState, Site
-from gateway.routing.demand import Demand
+from gateway.domain import Lane, ModelState, Site
+from gateway.routing.demand import Demand, credit_with
 from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
@@ -47,9 +47,10 @@ class Pending(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The queue of one site. `beaten_by`: for each query that waits there, its prompt and response tokens,
-    the latest finish elsewhere, in seconds, at which a move is worth it, whichever of the others moved, and
-    the prompt tokens that sites have in their caches.
+    """The pending queries of one site, and how soon another must finish each for a move to be worth it.
+
+    `beaten_by`, one entry a query: prompt tokens, response tokens, the latest finish elsewhere in seconds
+    from now, whichever of the other queries move, and the prompt tokens that each site has cached.
     """
 
     donor: Site
@@ -57,8 +58,9 @@ class Offer(NamedTuple):
 
 
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
-    """Build the offer. Of any choice of demands, the k-th by length has at most (k - 1)/k of the queue before
-    it.
+    """Build the offer of a site where `demands` are pending.
+
+    Whichever of them move, the k-th shortest of those has at most (k - 1)/k of the queue before it.
     """
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     size = of_demands((each, donor.name) for each in by_length)
@@ -80,6 +82,12 @@ def _min_gain_s(wait_s: Numbers) -> Numbers:
     return np.maximum(MIN_GAIN_S, MIN_GAIN_SHARE * wait_s)
 
 
+_bid_figures = itemgetter(
+    *map(Figures._fields.index, ("prefill_s", "per_token_s", "per_kv_token_s", "iteration_s"))
+)
+"""Picks the figures of a `Bid` from those of a site."""
+
+
 class Bid(NamedTuple):
     """A site with a free slot, and what a query costs that starts there at once."""
 
@@ -94,11 +102,8 @@ class Bid(NamedTuple):
         """Return the bid of a site; None if it has no slot free."""
         if _free_slots(site) <= 0:
             return None
-        prefill_s, *costs_s = BID(figures(site, site.credit))
+        prefill_s, *costs_s = _bid_figures(figures(site, site.credit))
         return cls(site.name, prefill_s - ROUNDING_S, *costs_s)
-
-
-BID = itemgetter(*map(Figures._fields.index, ("prefill_s", "per_token_s", "per_kv_token_s", "iteration_s")))
 
 
 def _free_slots(site: Site) -> int:
@@ -196,11 +201,7 @@ def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
     credit, rows = bidder.credit, []
     for each in chosen:
         rows.append(figures(bidder, credit, 1.0))
-        credit = Credit(
-            credit.requests + 1,
-            credit.prompt_tokens + each.demand.prompt_tokens,
-            credit.response_tokens + each.demand.response_tokens,
-        )
+        credit = credit_with(credit, each.demand)
     size = of_demands((each.demand, bidder.name) for each in chosen)
     remaining = np.tile(remaining_row(bidder), (len(chosen), 1))
     waits = estimates(size, Figures(*np.array(rows).T), remaining).wait_s > 0

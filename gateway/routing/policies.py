@@ -53,8 +53,8 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     found, at = candidates.estimates, candidates.at
     cost_s = found.finish_s + _cost_to_others(demand, candidates)
     due_s = candidates.now_s - REPORTS_EVERY_S
-    if least(at.heard_s) < due_s:
-        cost_s += STALE_PENALTY * np.maximum(0.0, due_s - at.heard_s)
+    if least(at.quiet_until_s) < due_s:
+        cost_s += STALE_PENALTY * np.maximum(0.0, due_s - at.quiet_until_s)
     cost_s += found.price_usd / USD_PER_SECOND[demand.lane]
     if demand.lane is Lane.INTERACTIVE:
         cost_s += FIRST_TOKEN_WEIGHT * found.first_token_s

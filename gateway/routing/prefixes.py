@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 HASH_BYTES: Final = 8
 FIRST_BLOCK_BYTES = 64
 BLOCKS_PER_SIZE = 6
-"""Blocks of one size, then as many of twice that: a block is at most a quarter of what it ends."""
+"""Blocks of one size, then as many of twice that size: beyond the first size, a block is at most a quarter of
+the beginning that it ends.
+"""
 SIZES = 10  # 384 KiB in all
 BLOCK_BYTES = tuple(FIRST_BLOCK_BYTES << size for size in range(SIZES) for _ in range(BLOCKS_PER_SIZE))
 ENDS = tuple(accumulate(BLOCK_BYTES))
 """The bytes up to the end of each block."""
 READ_BYTES = 256
-"""Of a longer block only its end is read, so that a prompt of megabytes costs little more than a short one.
-What is put in or left out before shows there, as all later text moves; a change that moves nothing may not.
+"""Of a longer block only its last bytes are hashed, so that a prompt of megabytes costs little more than a
+short one. Text that is inserted or removed before them moves them, and so changes the hash; a replacement of
+the same length may not.
 """
 SAMPLES = tuple((end - min(size, READ_BYTES), end) for size, end in zip(BLOCK_BYTES, ENDS, strict=True))
+"""The bytes [begin, end) of each block that are hashed."""
 MAX_CHARS = ENDS[-1]
 """Prompts are compared up to this length."""
 MAX_PREFIXES = 2**20
@@ -42,7 +46,7 @@ MAX_PREFIXES = 2**20
 MAX_AGE_S = 600.0
 """An entry that was of no use for this long is forgotten, within twice the time."""
 MAX_HOLDERS = 4
-"""What more sites hold favours none of them."""
+"""A beginning that more sites hold is expected at every site, so that it favours none."""
 HINTED_SHARE = 0.5
 """The part of a prompt that is expected at the site of its conversation if only a hint names it."""
 EPOCH_S = 5.0
@@ -101,17 +105,21 @@ class Evidence(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """How much of a prompt is expected in the cache of each site; `elsewhere` is for those not named."""
+    """How much of a prompt is expected in the cache of each site; `elsewhere` is for those not named.
+
+    Shares of the prompt, from 0 to 1, as `PrefixIndex.expected` returns them; its tokens after `times`.
+    """
 
     by_site: Mapping[str, float]
     elsewhere: float = 0.0
     evidence: Mapping[str, Evidence] = MappingProxyType({})
 
     def at(self, site: str) -> float:
+        """Return the share or the tokens that are expected at a site."""
         return self.by_site.get(site, self.elsewhere)
 
     def times(self, tokens: float) -> Cached:
-        """Return shares of a prompt as tokens of it."""
+        """Return the shares as tokens of a prompt of so many."""
         if not self.by_site:
             return NOTHING_CACHED
         by_site = {site: share * tokens for site, share in self.by_site.items()}
@@ -194,21 +202,20 @@ class _SiteCache:
         self.computed_tokens = 0  # since the site started; 0: unknown
         self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_EPOCHS)
         """The beginning of each epoch, and `computed_tokens` at its end."""
-        self.compute(site, now_s)
+        self.begin_epoch(site, now_s)
 
-    def compute(self, site: str, now_s: float) -> None:
-        """Begin a new epoch."""
+    def begin_epoch(self, site: str, now_s: float) -> None:
         self.holding = Holding(site, now_s)
         self.alone: Holders = (self.holding,)
 
-    def extend(self) -> None:
-        """Let the epoch end now, or later."""
+    def extend_epoch(self) -> None:
+        """Note the count of computed tokens: the epoch does not end before it."""
         if self._ends and self._ends[-1][0] == self.holding.since_s:
             self._ends.pop()
         self._ends.append((self.holding.since_s, self.computed_tokens))
 
     def advance(self, computed_tokens: int, room_tokens: int) -> None:
-        """Take for lost what has been evicted."""
+        """Record the site's count of computed tokens; take for lost what has been evicted by it."""
         if not self.computed_tokens:
             self._ends.clear()  # at unknown counts
         self.computed_tokens = computed_tokens
@@ -231,8 +238,8 @@ class PrefixIndex:
     was evicted counts as evicted, too.
     """
 
-    def __init__(self, most: int = MAX_PREFIXES, max_age_s: float = MAX_AGE_S) -> None:
-        self._most = most // 2
+    def __init__(self, max_prefixes: int = MAX_PREFIXES, max_age_s: float = MAX_AGE_S) -> None:
+        self._max_young = max_prefixes // 2
         self._max_age_s = max_age_s
         self._began_s = 0.0
         self._young: dict[bytes, Holders] = {}
@@ -318,19 +325,19 @@ class PrefixIndex:
                 if holding.site not in held and self._is_kept(holding):
                     held[holding.site] = (end, holding.since_s, b"")
         if prefix.hint:
-            told_bytes = HINTED_SHARE * prefix.prompt_bytes
+            hinted_bytes = HINTED_SHARE * prefix.prompt_bytes
             for holding in self._holders(prefix.hint):
-                if self._is_kept(holding) and held.get(holding.site, (0.0,))[0] < told_bytes:
-                    held[holding.site] = (told_bytes, holding.since_s, prefix.hint)
+                if self._is_kept(holding) and held.get(holding.site, (0.0,))[0] < hinted_bytes:
+                    held[holding.site] = (hinted_bytes, holding.since_s, prefix.hint)
         return held, common_bytes
 
     def _held_differently(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, Holders]]:
-        """Yield the bytes and the holders of the longest beginning that is known, then of each next one that
-        others hold.
+        """Yield the length in bytes and the holders of the longest beginning that is known, then of each
+        shorter one whose holders differ from those of the one before.
 
-        Who has a beginning has the shorter ones, and those between two with the same holders are not looked
-        at: a lookup in a map of a million takes longer than a comparison. What another gateway announced of
-        one of these stays unseen.
+        A site that holds a beginning holds all shorter ones, so a binary search finds where holders change:
+        a lookup in a map of a million takes longer than a comparison. A beginning that another gateway
+        announced, between two with the same holders, is not found.
         """
         at, holders = len(hashes), NOBODY
         while at and not holders:
@@ -349,8 +356,8 @@ class PrefixIndex:
             at, holders = low, lower
             yield ENDS[at], holders
 
-    def _holders(self, each: bytes) -> Holders:
-        return self._young.get(each) or self._old.get(each) or NOBODY
+    def _holders(self, hashed: bytes) -> Holders:
+        return self._young.get(hashed) or self._old.get(hashed) or NOBODY
 
     def _is_kept(self, holding: Holding) -> bool:
         """Return whether what a site has computed then is still in its cache, as far as known."""
@@ -359,15 +366,15 @@ class PrefixIndex:
 
     def _cache_of(self, site: str, new: int, now_s: float) -> _SiteCache:
         """Return the cache of a site, in the epoch of now, once there is room for so many new entries."""
-        if now_s - self._began_s > self._max_age_s or len(self._young) + new > self._most:
+        if now_s - self._began_s > self._max_age_s or len(self._young) + new > self._max_young:
             self._caches = {k: v for k, v in self._caches.items() if v.holding.since_s >= self._began_s}
             self._old, self._young, self._began_s = self._young, {}, now_s
         cache = self._caches.get(site)
         if cache is None:
             cache = self._caches[site] = _SiteCache(site, now_s)
         elif now_s - cache.holding.since_s > EPOCH_S or cache.holding.since_s <= cache.lost_s:
-            cache.compute(site, now_s)
-        cache.extend()
+            cache.begin_epoch(site, now_s)
+        cache.extend_epoch()
         return cache
 
     def _put(self, hashes: Iterable[bytes], cache: _SiteCache) -> None:

@@ -10,9 +10,9 @@ from gateway.routing.demand import Arriving, Demand
 
 RECENT: Final = 32
 """The number of queries by which the traffic of a model is measured."""
-FEWEST: Final = 8
+MIN_QUERIES: Final = 8
 """Fewer queries do not tell how fast they arrive."""
-SHORTEST_S: Final = 1e-6
+MIN_SPAN_S: Final = 1e-6
 MAX_MODELS: Final = 4096
 """Models come and go, above all tuned ones."""
 
@@ -54,8 +54,8 @@ class _Recent:
         queries.append((now_s, response_tokens))
         self._tokens += response_tokens
         self._returning += (returns - self._returning) / len(queries)
-        if len(queries) < FEWEST:
+        if len(queries) < MIN_QUERIES:
             return Arriving(returning=self._returning)
         first_s, first_tokens = queries[0]
         tokens = max(0.0, self._tokens - first_tokens)
-        return Arriving(tokens / max(SHORTEST_S, now_s - first_s), self._returning)
+        return Arriving(tokens / max(MIN_SPAN_S, now_s - first_s), self._returning)

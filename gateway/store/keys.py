@@ -92,8 +92,6 @@ class KeyRing:
         self._wanted = asyncio.Event()
         self._round = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.refreshed_at: float | None = None
-        """Unix time of the last successful refresh."""
 
     async def start(self) -> None:
         """Raises StoreUnavailable: without a first refresh no key is known."""
@@ -206,7 +204,6 @@ class KeyRing:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
-        self.refreshed_at = self._clock()
 
     async def _read(self, connection: AsyncConnection, patience: asyncio.Timeout, *, check: bool) -> None:
         """Read what changed. `check`: read everything if that leaves a difference, as changes by SQL do."""

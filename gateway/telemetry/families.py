@@ -45,7 +45,7 @@ class Counters(Collector):
 
 
 class Histogram:
-    """How many observed values lie in each bucket, and their sum."""
+    """The number of observed values in each bucket, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 

@@ -27,7 +27,7 @@ BROKEN: Final = ("lost", "failed")
 
 
 class Routed(NamedTuple):
-    """What one target did with a query. `at` is monotonic; without an answer `tokens` and `seconds` are 0."""
+    """The result of a query at a target. `at`: monotonic time; `tokens` and `seconds` are 0 without answer."""
 
     at: float
     route: str
@@ -71,7 +71,7 @@ class TargetFigures:
 
 
 class RouteFigures(Collector):
-    """`routes` returns those that there are now: what is counted of others is forgotten at a scrape."""
+    """Counts queries and copies by route. Counts of a route that `routes` returns no more go at a scrape."""
 
     def __init__(self) -> None:
         self.routes: Callable[[], Mapping[str, ModelRoute]] = dict

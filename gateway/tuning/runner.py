@@ -53,7 +53,6 @@ class Care:
         self.stopping_s: float | None = None
         self.recorded: RunReport | None = None
         self.recorded_s = float("-inf")
-        self.last_error = ""
         self.avoided: dict[str, float] = {}  # until when
         self.waits_since: float | None = None  # for a site, in unix seconds
         self.task: asyncio.Task[None] | None = None

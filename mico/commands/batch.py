@@ -134,9 +134,7 @@ def list_batches(
     if as_json:
         session.terminal.json(found)
     elif found:
-        session.terminal.table(
-            list(table_row(found[0])), [list(table_row(batch).values()) for batch in found]
-        )
+        session.terminal.records([table_row(batch) for batch in found])
     else:
         session.terminal.info("no batch was submitted yet")
 

@@ -108,7 +108,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
         session.terminal.json({"base_url": running.base_url, "model": running.model, "processes": rows})
     else:
         session.terminal.info(f"{running.base_url}, since {running.started_at}")
-        session.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
+        session.terminal.records(rows)
     if set(current.values()) != {"ready"}:
         raise typer.Exit(ExitCode.PARTLY_FAILED)
 

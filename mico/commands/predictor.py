@@ -260,6 +260,6 @@ def print_rows(session: Session, rows: list[dict[str, Any]], *, as_json: bool, f
     if as_json:
         session.terminal.data(json.dumps(full))
     elif rows:
-        session.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
+        session.terminal.records(rows)
     else:
         session.terminal.info("nothing to show: the corpus has too few held-out rows of any model")

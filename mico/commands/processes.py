@@ -64,7 +64,7 @@ def site(
     if context.invoked_subcommand:
         return
     from site_engine.config import load_groups
-    from site_engine.engine.process_spawn import begun, spawn
+    from site_engine.engine.process_spawn import prestarted, spawn
     from site_engine.errors import ConfigError
 
     try:
@@ -76,7 +76,8 @@ def site(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
     separates = any(each.separates_engine for each in loaded)
-    start = begun() if separates else spawn  # it imports torch while this process imports what a site needs
+    # A process that is started now imports torch while this one imports what a site needs.
+    start = prestarted() if separates else spawn
     from site_engine.app import run
 
     exit_at_once(run(loaded, start))

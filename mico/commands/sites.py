@@ -25,7 +25,7 @@ def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json
     if as_json:
         session.terminal.json(sites)
     elif sites:
-        session.terminal.table(list(table_row(sites[0])), [list(table_row(site).values()) for site in sites])
+        session.terminal.records([table_row(site) for site in sites])
     else:
         session.terminal.info("no site has joined")
 

@@ -95,8 +95,7 @@ def list_jobs(
     if as_json:
         session.terminal.json(found)
     elif found:
-        rows = [table_row(job) for job in found]
-        session.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
+        session.terminal.records([table_row(job) for job in found])
     else:
         session.terminal.info("no job was created yet")
 

@@ -1,4 +1,4 @@
-"""Tell simulated gateways of the sites, once for all gateways that have the same round trips to them."""
+"""Report sites to simulated gateways, once for all gateways that have the same round trips to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mico.simulation.gateway import Gateway, Link
 
 NO_CREDIT = Credit()
-CROWDING = itemgetter(
+_waiting_figures = itemgetter(
     *(Figures._fields.index(each) for each in ("too_many", "kv_room_tokens", "kv_each_tokens"))
 )
 
@@ -33,41 +33,42 @@ class Assigned(NamedTuple):
     column: tuple[float, ...]
 
 
-class SeenFleet(Fleet):
-    """A fleet with the assignments of one gateway at a time, beside the fleet that the sites told of.
+class GatewayFleet(Fleet):
+    """The fleet as one gateway at a time knows it: as the sites reported it, with that gateway's assignments.
 
-    It copies only what has changed since, and what is another gateway's.
+    `show` chooses the gateway. It copies only the columns that have changed since, and those in which the
+    gateway before had assignments.
     """
 
-    def __init__(self, told: Fleet) -> None:
+    def __init__(self, reported: Fleet) -> None:
         super().__init__()
-        self._told = told
-        self._places, self._serving, self._asleep = told._places, told._serving, told._asleep
-        self._remaining, self.sites = told._remaining, told.sites.copy()
-        self._values = np.empty_like(told._values)
+        self._reported = reported
+        self._places, self._serving, self._asleep = reported._places, reported._serving, reported._asleep
+        self._remaining, self.sites = reported._remaining, reported.sites.copy()
+        self._values = np.empty_like(reported._values)
         self._stale = set(range(len(self.sites)))
         self._shown: Mapping[str, Assigned] = {}
         self._assigned: set[int] = set()  # places of `_shown`
 
     def changed(self, name: str) -> None:
-        """Note that a site told of itself, or that what is assigned to it changed."""
+        """Note that a site has reported, or that what is assigned to it changed."""
         self._stale.add(self._places[name])
 
     def show(self, assigned: Mapping[str, Assigned]) -> None:
-        """Take over what the sites told, and what a gateway has `assigned` since, in its own mapping."""
-        told, stale = self._told, self._stale
+        """Show what the sites reported, and what a gateway has `assigned` since, in its own mapping."""
+        reported, stale = self._reported, self._stale
         if assigned is not self._shown:
             stale |= self._assigned
             stale.update(self._places[name] for name in assigned)
             self._shown = assigned
         if not stale:
             return
-        told_figures = told.figures  # computes what is outdated
-        added = {place: each for place in stale if (each := assigned.get(told.sites[place].name))}
+        reported_figures = reported.figures  # computes what is outdated
+        added = {place: each for place in stale if (each := assigned.get(reported.sites[place].name))}
         copied = [place for place in stale if place not in added]
         for place in copied:
-            self.sites[place] = told.sites[place]
-        self._values[:, copied] = told._values[:, copied]
+            self.sites[place] = reported.sites[place]
+        self._values[:, copied] = reported._values[:, copied]
         for place, each in added.items():
             self.sites[place] = each.site
         if added:
@@ -76,7 +77,7 @@ class SeenFleet(Fleet):
         self._assigned.update(added)
         stale.clear()
         if self._figures is None:
-            self._figures = Figures(*self._values[:, : len(told_figures.slots)])
+            self._figures = Figures(*self._values[:, : len(reported_figures.slots)])
 
 
 class View:
@@ -95,7 +96,7 @@ class View:
         self._watching: dict[str, set[Link]] = {spec.name: set() for spec in specs}
         for spec in specs:
             self._join(spec)
-        self._seen = SeenFleet(self.directory.fleet)
+        self._fleet = GatewayFleet(self.directory.fleet)
 
     def _join(self, spec: SiteSpec) -> None:
         now_s = self._clock()
@@ -107,17 +108,17 @@ class View:
     def join(self, name: str) -> None:
         """Add a site that was lost; it is idle."""
         self._join(self._specs[name])
-        self._seen.changed(name)
+        self._fleet.changed(name)
 
     def leave(self, name: str) -> None:
         """Mark a site as lost."""
         self.directory.leave(name)
-        self._seen.changed(name)
+        self._fleet.changed(name)
 
     def drain(self, name: str) -> None:
         """Give a site no more work."""
         self.directory.set_state(name, SiteState.DRAINING)
-        self._seen.changed(name)
+        self._fleet.changed(name)
 
     def watch(self, name: str, link: Link) -> None:
         """Tell a link of the reports of its site."""
@@ -128,24 +129,24 @@ class View:
 
     def fleet(self, gateway: Gateway) -> Fleet:
         """Return the fleet as one gateway knows it now."""
-        self._seen.show(gateway.assigned)
-        return self._seen
+        self._fleet.show(gateway.assigned)
+        return self._fleet
 
     def assigned(self, gateway: Gateway, name: str, credit: Credit, ended_tokens: Sequence[int]) -> None:
         """Note what a gateway has assigned to a site since its report, and the KV of what it saw end."""
         if credit.requests or ended_tokens:
             fleet = self.directory.fleet
-            told = fleet.sites[fleet.place(name) or 0]
-            site = replace(told, load=reduce(without_ended, ended_tokens, told.load), credit=credit)
+            reported = fleet.sites[fleet.place(name) or 0]
+            site = replace(reported, load=reduce(without_ended, ended_tokens, reported.load), credit=credit)
             gateway.assigned[name] = Assigned(site, figures(site, credit))
         else:
             gateway.assigned.pop(name, None)
-        self._seen.changed(name)
+        self._fleet.changed(name)
 
     def crowded(self, gateway: Gateway, name: str) -> Site | None:
         """Return a site where one more query of a gateway would have to wait, None if it would not."""
         if (assigned := gateway.assigned.get(name)) is not None:
-            return assigned.site if has_to_wait(*CROWDING(assigned.column)) else None
+            return assigned.site if has_to_wait(*_waiting_figures(assigned.column)) else None
         return self.directory.crowded(name)
 
     def report(self, name: str, load: LoadReport, taken_s: float) -> None:
@@ -154,7 +155,7 @@ class View:
         A site with room bids for what waits elsewhere.
         """
         self.directory.report(name, load, NO_CREDIT)
-        self._seen.changed(name)
+        self._fleet.changed(name)
         for link in list(self._watching[name]):
             link.reported(taken_s)
         if self.contesting and load.pending == 0 and load.running < self._specs[name].slots:
@@ -166,8 +167,8 @@ class View:
         What a gateway has assigned to the bidder makes the bid worse, so that comparisons without any of it
         end most bids.
         """
-        told = self.directory.site(bidder)
-        bid = Bid.of(told) if told is not None else None
+        reported = self.directory.site(bidder)
+        bid = Bid.of(reported) if reported is not None else None
         if bid is None:
             return
         rivals = [gateway for _, gateway in sorted(self.contesting.items())]

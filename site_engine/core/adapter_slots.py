@@ -1,9 +1,10 @@
-"""Places for adapters beside the model: each rank class has a fixed number, used like pages of a pool.
+"""Assign slots on the device to adapters: each rank class has a fixed number of slots.
 
-Does not hold tensors. An adapter keeps its place while requests of it run, and after them until another needs
-it: the one that was used least recently makes room. All adapters also lie in host memory. Requests start with
-an adapter that has a place while others wait for one. When the first of these has waited for long, no more
-start with the adapter that fewest requests run with, but for those that waited for it when it was placed.
+Does not hold tensors. An adapter keeps its slot while requests of it run, and after them until another needs
+the slot: the adapter that was used least recently makes room. All adapters also lie in host memory. Requests
+of adapters that have a slot start while others wait for one. When the first of those that wait has waited for
+long, no more requests start with the adapter that fewest run with, but for those that waited for that adapter
+when it got its slot.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from site_engine.core.request import Request
 
 RANK_CLASSES = (8, 16, 32, 64)
 PATIENCE_S = 1.0
-"""How long a request waits for a place before an adapter is kept from running on for ever."""
+"""Time that a request waits for a slot before an adapter is kept from running on for ever."""
 
 
 class AdapterSlots:
-    """`slots` places in each rank class. `place` copies an adapter into one, before the next step."""
+    """`slots` slots in each rank class. `place` copies an adapter into a slot, before the next step."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class AdapterSlots:
         return min((each for each in self._held if self._class(each) == size), key=self._held.__getitem__)
 
     def hold(self, request: Request, waiting: Iterable[Request], rows: int) -> None:
-        """Take a slot for a request that starts and fits; its adapter is placed if it has none.
+        """Hold the slot of a request that starts and fits; its adapter gets a slot if it has none.
 
-        An adapter is placed for those of the `waiting` that need it, too, as many as there are `rows`.
+        A new slot is also for the `waiting` requests of the adapter, for as many as there are `rows`.
         """
         variant = request.variant
         if variant is None or not request.has_adapter:

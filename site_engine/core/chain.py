@@ -25,7 +25,7 @@ class Variant(NamedTuple):
 
 
 class ServedVariant(Protocol):
-    """What the scheduler and the rules of sampling know of a variant that is served."""
+    """The part of a served variant that the scheduler and the rules of sampling read."""
 
     @property
     def fingerprint(self) -> str:

@@ -1,22 +1,22 @@
-"""Describe inboxes, in which an engine takes keys and values from other engines of its host."""
+"""Describe inboxes: memory of an engine into which other engines of its host copy keys and values."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PLACES = 4
-"""Of an inbox: requests that can be on their way to an engine with their keys and values."""
+"""The number of places of an inbox, each for the keys and values of one request that moves."""
 
 
 class InboxAddress(NamedTuple):
-    """By which other processes find an inbox, and the bytes of each of its places."""
+    """The name under which other processes open an inbox, and the size of each of its places."""
 
     name: str
     place_bytes: int
 
 
 class InboxPlace(NamedTuple):
-    """Of one request until it was received."""
+    """A place in an inbox, numbered from 0. It belongs to one request until its engine has received that."""
 
     inbox: InboxAddress
     number: int

@@ -20,8 +20,8 @@ DOUBTED_LINES = 8
 """Lines that agree on a factor before it is believed by half."""
 REMEMBERED_LINES = 256
 """Ended lines after which the older ones count half: a tenant's next batch may be of another kind."""
-MOST_KINDS = 256
-LEAST_DEVIATION = 0.05
+MAX_KINDS = 256
+MIN_DEVIATION = 0.05
 
 
 class Kind(NamedTuple):
@@ -53,11 +53,11 @@ class LengthFactors:
             lines, total = lines / 2, total / 2
         mean, _ = _log_lengths(request.remaining)
         self._ended[kind] = lines + 1, total + log(request.generated) - mean
-        if len(self._ended) > MOST_KINDS:
+        if len(self._ended) > MAX_KINDS:
             del self._ended[next(iter(self._ended))]
 
-    def look(self, running: Iterable[Request]) -> None:
-        """Estimate the factors anew: a step of expectation maximization, with what runs now."""
+    def update(self, running: Iterable[Request]) -> None:
+        """Estimate the factors anew by one step of expectation maximization, over ended and running lines."""
         found = dict(self._ended)
         for request in running if found else ():
             kind = Kind(request.tenant, request.prefill_heavy)
@@ -74,7 +74,7 @@ class LengthFactors:
 def _log_lengths(curve: RemainingCurve) -> tuple[float, float]:
     """Return mean and standard deviation of the logarithms of the likely lengths."""
     logs = [log(max(1.0, length)) for length in likely_lengths(curve)]
-    return fmean(logs), max(LEAST_DEVIATION, pstdev(logs))
+    return fmean(logs), max(MIN_DEVIATION, pstdev(logs))
 
 
 def _mean_above(least: float) -> float:

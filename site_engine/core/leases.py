@@ -8,36 +8,41 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Of one engine: the bytes that it was told last, and the most that it may still hold of earlier ones."""
+    """The memory that one engine may use: the bytes last allowed, and those it may still hold from before.
+
+    An engine that is allowed less keeps what it holds until it confirms the new size.
+    """
 
     allowed_bytes: int = 0
     held_bytes: int = 0
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
+        """Return the most that the engine can hold now."""
         return max(self.allowed_bytes, self.held_bytes)
 
     def confirm(self, size_bytes: int) -> None:
-        """Note that the engine holds no more than what it was told once."""
+        """Note that the engine holds `size_bytes` at most; only the size that was allowed last counts."""
         if size_bytes == self.allowed_bytes:
             self.held_bytes = size_bytes
 
 
 def divide(size_bytes: int, leases: Collection[Lease]) -> list[Lease]:
-    """Allow each an equal part of the memory, or what of it others do not hold any more; return what changed.
+    """Allow each engine an equal part of the memory, or as much of that as others hold no more.
 
-    To be called again whenever one has confirmed, has come or has gone: together they never hold more.
+    Returns the leases that changed. Call again whenever an engine has confirmed, was added or was removed:
+    the sum of `max_bytes` never exceeds `size_bytes`.
     """
     before = [each.allowed_bytes for each in leases]
     part = size_bytes // max(1, len(leases))
     for each in leases:
         if each.allowed_bytes > part:
-            each.held_bytes = each.most_bytes
+            each.held_bytes = each.max_bytes
             each.allowed_bytes = part
-    free_bytes = size_bytes - sum(each.most_bytes for each in leases)
+    free_bytes = size_bytes - sum(each.max_bytes for each in leases)
     for each in leases:
-        more = min(part - each.most_bytes, free_bytes)
-        if more > 0 and each.allowed_bytes == each.most_bytes:
+        more = min(part - each.max_bytes, free_bytes)
+        if more > 0 and each.allowed_bytes == each.max_bytes:
             each.allowed_bytes += more
             free_bytes -= more
     return [each for each, was in zip(leases, before, strict=True) if each.allowed_bytes != was]

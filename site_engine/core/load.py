@@ -140,7 +140,7 @@ class CostFit:
 
 
 class _Sums:
-    """What least squares need of past iterations."""
+    """The sums of squares and products of past iterations from which least squares are solved."""
 
     def __init__(self) -> None:
         self.squares = [[0.0] * 4 for _ in range(4)]

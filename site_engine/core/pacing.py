@@ -22,7 +22,7 @@ BESIDE_CHATS = 4.0
 """The time that prompts of batches take in an iteration beside chats, times its fixed part: a chat that comes
 meanwhile waits for its end. Smaller pieces cost throughput where no row decodes beside them.
 """
-LEAST_BESIDE_CHATS = 256
+MIN_BESIDE_CHATS = 256
 CHATS_GONE_S = 60.0
 """Seconds without a chat after which batches have a site for themselves."""
 
@@ -44,7 +44,7 @@ class Pace:
     def beside_chats(self, budget: int) -> int:
         """Return the prompt tokens of batches, of `budget` at most, for an iteration that chats wait for."""
         self._read()
-        most = max(LEAST_BESIDE_CHATS, int(BESIDE_CHATS * self._fixed))
+        most = max(MIN_BESIDE_CHATS, int(BESIDE_CHATS * self._fixed))
         return min(budget, most) if self._fixed else budget
 
     def _read(self) -> None:

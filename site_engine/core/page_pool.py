@@ -35,8 +35,8 @@ class SwapSpace(Protocol):
 class PagePool:
     """A pool of reference-counted pages of `page_size` tokens each, up to an end that can move.
 
-    Pages beyond those of the start are used when no others are free, so that few are in use when the end
-    moves back.
+    The pages that it begins with are its own; extra ones after them come and go with `move_end`. Extra pages
+    are used only when no own ones are free, so that few are in use when the end moves back.
     """
 
     def __init__(self, pages: int, page_size: int, observer: PoolObserver | None = None) -> None:
@@ -46,7 +46,7 @@ class PagePool:
         self.capacity = self._own = pages
         self._references = [0] * (pages + 1)
         self._free = list(range(pages, NULL_PAGE, -1))
-        self._free_beyond: list[int] = []  # of the pages after the first `_own`
+        self._free_extra: list[int] = []  # pages after number `_own`
         self._cached = bytearray(pages + 1)
         self._observer = observer
         self.idle = 0  # pages that only the prefix cache references
@@ -54,15 +54,15 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return len(self._free) + len(self._free_beyond)
+        return len(self._free) + len(self._free_extra)
 
     @property
     def used(self) -> int:
         return self.capacity - self.free
 
     @property
-    def beyond(self) -> int:
-        """Return the pages after those of the start."""
+    def extra(self) -> int:
+        """Return the number of extra pages."""
         return self.capacity - self._own
 
     @property
@@ -80,7 +80,7 @@ class PagePool:
         """Allocate `count` pages with one reference each; return None if fewer are free."""
         if count > self.free:
             return None
-        pages = [(self._free or self._free_beyond).pop() for _ in range(count)]
+        pages = [(self._free or self._free_extra).pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         if self._observer is not None:
@@ -117,20 +117,20 @@ class PagePool:
                 self.idle += 1
                 self.on_idle(page)
         for page in freed:
-            (self._free if page <= self._own else self._free_beyond).append(page)
+            (self._free if page <= self._own else self._free_extra).append(page)
         if self._observer is not None and freed:
             self._observer.freed(freed)
 
     def move_end(self, pages: int) -> None:
-        """Allocate pages up to number `pages`, at least those of the start.
+        """Let page number `pages` be the last, at or after the last own page.
 
-        Raises ValueError while a page above it is in use.
+        Raises ValueError while a page after it is in use.
         """
         if pages < self._own or any(self._references[pages + 1 :]):
             raise ValueError(f"the end cannot move from page {self.capacity} to {pages}")
         more = max(0, pages + 1 - len(self._references))
         self._references += [0] * more
         self._cached += bytes(more)
-        kept = [page for page in self._free_beyond if page <= pages]
-        self._free_beyond = [*range(pages, self.capacity, -1), *kept]
+        kept = [page for page in self._free_extra if page <= pages]
+        self._free_extra = [*range(pages, self.capacity, -1), *kept]
         self.capacity = pages

@@ -101,7 +101,7 @@ class Admission(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What another engine of this host knows of a request that it has begun, beside its tokens.
+    """The state of a request, beside its tokens, that moves with it from one engine of a host to another.
 
     Times are on the host's monotonic clock. Keys and values of the first `computed` tokens are at `place`;
     without them these tokens are computed again.

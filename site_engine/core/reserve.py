@@ -31,8 +31,8 @@ batch takes up to 5% longer.
 """
 ENDS_LATE = 2
 """Iterations for which an overlapped step holds the pages of a request that has its last token."""
-LOOK_AGAIN = 16
-"""Iterations after which forecasts are read again: that of an answer which has not ended is longer."""
+REFRESH_EVERY = 16
+"""Iterations after which forecasts are read again: the forecast of an answer grows while it does not end."""
 
 Remaining = Callable[[Request], Sequence[float]]
 """Returns equally likely numbers of the remaining tokens of a request, ascending."""
@@ -142,7 +142,9 @@ class Reservation:
     """
 
     def __init__(self, pool: PagePool, remaining: Remaining, chunk: Callable[[], int]) -> None:
-        """Create a book without requests; `chunk` returns the prompt tokens that an iteration computes."""
+        """`remaining` returns the likely remaining tokens of a request, `chunk` the prompt tokens that an
+        iteration computes.
+        """
         self.iteration = 0
         self.factors = LengthFactors()
         self._pool, self._remaining, self._chunk = pool, remaining, chunk
@@ -177,7 +179,7 @@ class Reservation:
         """Return whether memory suffices at every time for those that count for a request, with it."""
         if all(each.lane > request.lane for each in self._spans):
             return True
-        self._look_again()
+        self._refresh_forecasts()
         span, future, page_size = self._span(request, 0), self._futures[request.lane], self._pool.page_size
         room = self._pool.available + self._own_pages()
         chats = self._futures[Lane.CHAT].peak() if request.lane is Lane.BATCH else 0.0
@@ -190,10 +192,10 @@ class Reservation:
 
     def refused(self, request: Request) -> bool:
         """Return whether a request was just found not to fit, and nothing has changed since."""
-        return request in self._refused and self.iteration - self._read_at < LOOK_AGAIN
+        return request in self._refused and self.iteration - self._read_at < REFRESH_EVERY
 
     def start(self, request: Request) -> None:
-        """Enter a request that starts; the pages that it has are from the prefix cache."""
+        """Enter a request that starts. The pages that it has by now are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
         self._futures[request.lane].put(request, self._spans[request])
@@ -235,18 +237,18 @@ class Reservation:
         """Return the tokens that running requests will hold at once beyond those that they hold now."""
         if not self._spans:
             return 0
-        self._look_again()
+        self._refresh_forecasts()
         peaks = sum(future.peak() for future in self._futures.values())
         return max(0, round(peaks) - self._own_pages() * self._pool.page_size)
 
     def _own_pages(self) -> int:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
-    def _look_again(self) -> None:
+    def _refresh_forecasts(self) -> None:
         """Read the forecasts again unless that was a few iterations ago."""
-        if self.iteration - self._read_at < LOOK_AGAIN:
+        if self.iteration - self._read_at < REFRESH_EVERY:
             return
-        self.factors.look(self._spans)
+        self.factors.update(self._spans)
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
         for each, span in self._spans.items():
             self._futures[each.lane].put(each, span)

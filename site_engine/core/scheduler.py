@@ -88,7 +88,7 @@ class Scheduler:
         """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
 
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on. `fit`: of what iterations cost so far.
+        a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
         """
         self.pool = pool
         self.queue = queue
@@ -279,7 +279,7 @@ class Scheduler:
         started = self._started
         while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
             candidates = (one for one in self._candidates(now) if one.lane < before)
-            request = next(filter(self._fits, candidates), None)
+            request = next(filter(self._claim_prefix, candidates), None)
             if request is None:
                 return
             self._start(request, now)
@@ -303,8 +303,8 @@ class Scheduler:
                 yield from lines[fitting : min(fitting + 1, paced)]
             yield from lines[paced : paced + 1]
 
-    def _fits(self, request: Request) -> bool:
-        """Take the cached pages of a request that can start now; it has none if it can't."""
+    def _claim_prefix(self, request: Request) -> bool:
+        """Give a request its cached pages if it can start now, and none if not; return whether it can."""
         if self.reservation.refused(request) or not self._has_slot(request):
             return False
         if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
@@ -325,14 +325,14 @@ class Scheduler:
         """
         for first in self._next_to_start(now):
             preempted = False
-            while (victim := self._in_the_way_of(first)) is not None:
+            while (victim := self._victim_for(first)) is not None:
                 self._preempt(victim)
                 preempted = True
             if preempted:
                 return
 
-    def _in_the_way_of(self, first: Request) -> Request | None:
-        """Return the running request of a lower lane that is to be preempted for another, if there is one."""
+    def _victim_for(self, first: Request) -> Request | None:
+        """Return the running request of a lower lane to preempt for `first`, None if there is none."""
         if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
             return None
         if not self._has_slot(first):

@@ -13,16 +13,20 @@ from enum import StrEnum
 from typing import NamedTuple
 
 KEPT_COSTS = 100
-LEAST_CHUNK_TOKENS = 16
-"""Of a prompt beside answers, for which slices leave time: slices stop, and the next iteration has more."""
+MIN_CHUNK_TOKENS = 16
+"""Tokens of a new prompt for which slices leave time beside answers. Once one waits, slices stop, and the
+next iteration computes more of it.
+"""
 NEWCOMER_SHARE = 0.25
-"""Of what the bound leaves, at most, kept for them."""
+"""The largest share of the time that the bound leaves which is kept for those tokens."""
 LATE_CHUNK_TOKENS = 128
-"""Where an iteration without prompts takes longer than the bound."""
+"""The least prompt tokens of an iteration where one without prompts takes longer than the bound."""
 KEPT_DELAYS = 400
-"""Of times between tokens: all but the longest delay fit the bound, so that of new ones 1 in 200 does not."""
-FIRST_DELAY_SHARE, LARGEST_DELAY_SHARE = 0.2, 0.5
-"""Of the bound: the delay expected before KEPT_DELAYS were seen, and the longest that time is left for."""
+"""Times between tokens that are kept: all their delays but the longest fit the bound, so that of new ones
+about one in 200 does not.
+"""
+FIRST_DELAY_SHARE, MAX_DELAY_SHARE = 0.2, 0.5
+"""Shares of the bound: the delay expected at first, and the longest delay that time is left for."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
 
@@ -34,10 +38,11 @@ class Deferral(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What training may cost those that are served, as the operator sets it.
+    """Limits on what training may cost the requests that are served, as the operator sets them.
 
-    Beside batches alone, `batch_share` of the time is theirs; `least_share` is training's whatever is served
-    beside it. `wait_s` is the longest wait of a query by the rule "iteration".
+    `between_tokens_s`: slices of training may stretch the time between two tokens of a chat to this.
+    `batch_share`: the share of the time that batches keep where no chat is served; `least_share`: the share
+    that training has whatever is served. `wait_s`: the longest wait of a query by the rule "iteration".
     """
 
     between_tokens_s: float = 0.02
@@ -53,13 +58,13 @@ class Bounds:
             raise ValueError("between_tokens_s and wait_s must be positive")
 
 
-class Seen(NamedTuple):
-    """The state of an engine between two iterations.
+class Serving(NamedTuple):
+    """The requests that an engine serves between two iterations, as far as training has to wait for them.
 
-    A chat waits while it has no place or its prompt is read. `since_tokens_s`: since answers got their last
-    tokens; `iteration_s`: what the next iteration takes; `newcomer_s`: what LEAST_CHUNK_TOKENS add to it;
-    `sliced`: whether a slice ran since answers got their last tokens; `free_share`: of the slots, which no
-    chat has.
+    `chat_waits`: a chat has no slot yet, or its prompt is being read. `batch`: a line of a batch is there.
+    `since_tokens_s`: since answers got their last tokens; `sliced`: a slice ran since then. `iteration_s`:
+    the length of the next iteration; `newcomer_s`: what MIN_CHUNK_TOKENS add to it. `free_share`: the share
+    of the slots that no chat has.
     """
 
     chat_waits: bool = False
@@ -73,13 +78,13 @@ class Seen(NamedTuple):
     free_share: float = 1.0
 
     @property
-    def served(self) -> bool:
-        """Whether anything is."""
+    def active(self) -> bool:
+        """Return whether any request is served."""
         return self.chat_waits or self.chat_decodes or self.batch
 
 
 class NextSlice(NamedTuple):
-    """What comes next in training: its seconds, those of a whole micro-batch, and whether it begins one."""
+    """The next slice of training: its seconds, those of a whole micro-batch, and whether it begins one."""
 
     seconds: float
     micro_batch_s: float = 0.0
@@ -105,34 +110,34 @@ class Slack:
         self._batch_s = 0.0  # beyond training's, by the shares: start-time fair
         self._debt_s = 0.0  # that training was promised and did not get
 
-    def takes(self, seen: Seen, following: NextSlice) -> bool:
+    def takes(self, serving: Serving, following: NextSlice) -> bool:
         """Return whether the slice runs now, before the next iteration."""
         bounds = self.bounds
         if bounds.deferral is Deferral.ITERATION:
             if not following.begins:
                 return True
-            if seen.chat_decodes or not seen.served:
-                return not seen.served
-            return seen.oldest_wait_s + following.micro_batch_s <= bounds.wait_s
-        if not seen.served:
+            if serving.chat_decodes or not serving.active:
+                return not serving.active
+            return serving.oldest_wait_s + following.micro_batch_s <= bounds.wait_s
+        if not serving.active:
             return True
-        if seen.chat_waits:
+        if serving.chat_waits:
             return False
         if 0.0 < self._debt_s >= following.seconds:
             return True
-        if seen.chat_decodes:
-            whole_s = self.aim_s - seen.iteration_s
-            kept_s = min(seen.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
-            share = seen.free_share if seen.sliced else 1.0
-            return following.seconds <= share * whole_s - kept_s - seen.since_tokens_s
+        if serving.chat_decodes:
+            whole_s = self.aim_s - serving.iteration_s
+            kept_s = min(serving.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
+            share = serving.free_share if serving.sliced else 1.0
+            return following.seconds <= share * whole_s - kept_s - serving.since_tokens_s
         return self._batch_s > 0.0
 
-    def trained(self, seconds: float, seen: Seen, following: NextSlice) -> None:
+    def trained(self, seconds: float, serving: Serving, following: NextSlice) -> None:
         """Count a slice that ran, as `following` foresaw it."""
-        foreseen_s = seen.since_tokens_s + following.seconds + seen.iteration_s
-        self._foreseen_s = foreseen_s if seen.chat_decodes else None
+        foreseen_s = serving.since_tokens_s + following.seconds + serving.iteration_s
+        self._foreseen_s = foreseen_s if serving.chat_decodes else None
         self._debt_s = max(0.0, self._debt_s - (1.0 - self.bounds.least_share) * seconds)
-        if seen.batch and not seen.chat_decodes:
+        if serving.batch and not serving.chat_decodes:
             share = self.bounds.batch_share
             self._batch_s = max(-DEBT_LIMIT_S, self._batch_s - seconds * share / (1.0 - share))
 
@@ -142,7 +147,7 @@ class Slack:
         if self._foreseen_s is not None:
             delay_s = max(0.0, between_s - max(self._foreseen_s, self.aim_s))
         self._foreseen_s = None
-        self._delays_s.append(min(delay_s, LARGEST_DELAY_SHARE * bound_s))
+        self._delays_s.append(min(delay_s, MAX_DELAY_SHARE * bound_s))
         left_out = len(self._delays_s) // KEPT_DELAYS
         self.aim_s = bound_s - sorted(self._delays_s)[-1 - left_out]
 
@@ -152,16 +157,16 @@ class Slack:
         if batch_alone:
             self._batch_s = min(DEBT_LIMIT_S, self._batch_s + seconds)
 
-    def chunk_tokens(self, seen: Seen, base_s: float, per_token_s: float) -> int | None:
+    def chunk_tokens(self, serving: Serving, base_s: float, per_token_s: float) -> int | None:
         """Return the prompt tokens beside answers that decode; None: as many as without training.
 
         `base_s`: of an iteration without prompts. The prompts get what `aim_s` leaves after the slices
         since the last tokens.
         """
-        if not seen.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
+        if not serving.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
             return None
-        least = LEAST_CHUNK_TOKENS if base_s < self.bounds.between_tokens_s else LATE_CHUNK_TOKENS
-        return max(least, int((self.aim_s - base_s - seen.since_tokens_s) / per_token_s))
+        least = MIN_CHUNK_TOKENS if base_s < self.bounds.between_tokens_s else LATE_CHUNK_TOKENS
+        return max(least, int((self.aim_s - base_s - serving.since_tokens_s) / per_token_s))
 
 
 class SliceCosts:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KV_SHARE = 0.85
-LEAST_KV_SHARE = 0.5
+MIN_KV_SHARE = 0.5
 SPARE_BYTES = 1_500_000_000
 """Of CUDA graphs, and of the workspaces of cuBLAS and NCCL."""
 ALLOCATOR_TIMES = 1.5
@@ -19,7 +19,7 @@ def kv_room(free_bytes: int, step_bytes: int) -> int:
     """Return the bytes for keys and values: 85% of what is free, less where iterations need more than the
     rest, but at least half.
     """
-    return min(int(free_bytes * KV_SHARE), max(free_bytes - step_bytes, int(free_bytes * LEAST_KV_SHARE)))
+    return min(int(free_bytes * KV_SHARE), max(free_bytes - step_bytes, int(free_bytes * MIN_KV_SHARE)))
 
 
 def step_bytes(config: Mapping[str, Any], tokens: int, rows: int, item_bytes: int, ranks: int = 1) -> int:

@@ -21,7 +21,7 @@ BY_ROWS = ("o_proj", "down_proj")
 
 
 class Sizes(NamedTuple):
-    """What is divided."""
+    """The sizes of a model that are divided over the ranks."""
 
     heads: int
     kv_heads: int

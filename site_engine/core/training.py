@@ -104,7 +104,7 @@ TrainingEvent: TypeAlias = StepDone | Saved | Failed
 
 @dataclass(frozen=True, slots=True)
 class Trains:
-    """What a site announces of its training. `runs` at once; 0 dollars: free, or paid by the hour."""
+    """The training that a site offers: `runs` at once, at a price; 0 dollars: free, or paid by the hour."""
 
     runs: int
     max_rank: int
@@ -151,14 +151,14 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class StopTraining:
-    """With `snapshot` the run is stored, and ends; without, it is dropped, also if it has ended."""
+    """The order to end a run: with `snapshot` it is stored first, else dropped, also if it has ended."""
 
     run: str
     snapshot: bool
 
 
 class Kind(IntEnum):
-    """What a run stores; numbers as on the wire."""
+    """The kinds of content that a run stores; numbers as on the wire."""
 
     SNAPSHOT = 0
     CHECKPOINT = 1
@@ -166,7 +166,7 @@ class Kind(IntEnum):
 
 
 class End(IntEnum):
-    """How a run ended; numbers as on the wire."""
+    """The ways in which a run ends; numbers as on the wire."""
 
     RUNNING = 0
     SUCCEEDED = 1

@@ -37,7 +37,7 @@ COUNTER_NUMBERS = 4  # of which one counts: Triton compiles again for addresses 
 
 
 class Packed(NamedTuple):
-    """One adapter for one projection, as a slot of the arena holds it."""
+    """The factors of one adapter for one projection, in the layout of a slot of the `Arena`."""
 
     down: torch.Tensor  # [layers, groups * rank, depth]
     up: torch.Tensor  # [layers, columns, rank]
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """The slots of one projection; `spans` says which columns belong to which module."""
+    """The slots of one projection; `spans` says which of its columns belong to which module."""
 
     down: torch.Tensor  # [slots, layers, groups * rank, depth]
     up: torch.Tensor  # [slots, layers, columns, rank]
@@ -233,7 +233,7 @@ class AdapterArenas:
         self.slot_of[variant] = slot
 
     def tiles(self, tokens: int) -> int:
-        """Return the tiles that any plan of so many tokens fits: each adapter fills all of its but one."""
+        """Return the most tiles of a plan of so many tokens: of an adapter all but the last are full."""
         return min(tokens, 1 + self.slots + tokens // TILE_ROWS)
 
     def fill(self, tiles: np.ndarray, plan: SchedulePlan, padded: int) -> None:
@@ -296,7 +296,7 @@ class AdapterArenas:
         own: torch.Tensor | None,
         arrived: torch.Tensor,
     ) -> Adapters:
-        """Return what the kernel of a product needs to add to it what adapters do."""
+        """Return the arguments with which the kernel of a product adds the products of adapters."""
         down, up, scales, biases, _ = self._arenas[projection]
         ends = [int(end) for end in np.cumsum(self._sizes[projection].columns)]
         if projection is Projection.GATE_UP:  # whose groups are side by side in each program
@@ -330,7 +330,7 @@ class StepAdapters:
         return self._arenas.add(layer, projection, self._rows.tiles, given, out)
 
     def product(self, layer: int, projection: Projection) -> Adapters:
-        """Return what the kernel of a product needs to add to it what adapters do."""
+        """Return the arguments with which the kernel of a product adds the products of adapters."""
         versions = self.versions(layer, projection)
         own = None if versions is None else versions.own
         return self._arenas.product(layer, projection, self._rows, own, self._arrived[layer, projection])

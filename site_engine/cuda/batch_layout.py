@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
     @property
     def kernels(self) -> Shape:
-        """Return what decides which kernels run: items only change how many programs they have."""
+        """Return the part of the shape that decides which kernels run; `items` only change their programs."""
         return self._replace(items=0)
 
     @property

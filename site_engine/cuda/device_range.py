@@ -149,10 +149,10 @@ class Driver:
 
 
 class DeviceRange:
-    """Of a GPU: as many addresses as it has memory, of which the front is taken."""
+    """An `AddressRange` of a GPU: as many addresses as it has memory, taken from the front."""
 
     def __init__(self, driver: Driver, neighbour: torch.device | None = None) -> None:
-        """`neighbour`: the GPU that has copies, in place of the host."""
+        """`neighbour`: the GPU that holds the copies, instead of the host."""
         self._driver = driver
         self._neighbour = neighbour
         self.copies_in_host = neighbour is None
@@ -228,13 +228,13 @@ class DeviceRange:
 
 
 class DeviceRoom:
-    """Of a GPU."""
+    """A `Room` of a GPU."""
 
-    def __init__(self, driver: Driver, most_bytes: int) -> None:
+    def __init__(self, driver: Driver, max_bytes: int) -> None:
         self._driver = driver
         self.granularity = driver.granularity
-        self._most_bytes = whole(most_bytes, driver)
-        self._address = driver.reserve(self._most_bytes)
+        self._max_bytes = whole(max_bytes, driver)
+        self._address = driver.reserve(self._max_bytes)
         self._parts: list[tuple[_Part, int]] = []  # with the driver's names of their memory
 
     @property
@@ -243,7 +243,7 @@ class DeviceRoom:
 
     @property
     def bytes(self) -> torch.Tensor:
-        return self._driver.bytes_at(self._address, self._most_bytes)
+        return self._driver.bytes_at(self._address, self._max_bytes)
 
     def resize(self, size_bytes: int) -> None:
         wanted = whole(size_bytes, self)

@@ -57,7 +57,7 @@ class Versions(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """What adapters add to the rows of one product: the factors of all slots, and which rows have which."""
+    """The adapters of one product: the factors of all slots, and which rows have which."""
 
     down: torch.Tensor  # [slots, groups * rank, depth]
     up: torch.Tensor  # [slots, columns, rank]

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain as joined
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +61,8 @@ def build_engine(
             driver = Driver(model.device, neighbour)
             make_room = partial(DeviceRoom, driver) if settings.share_sleeping_memory else None
             memory = SleepMemory(model.device, partial(DeviceRange, driver, neighbour), make_room)
-            joined = forward.weights if isinstance(forward, LlamaForward) else []
-            memory.keep([*_weights(model), *joined])
+            fused = forward.weights if isinstance(forward, LlamaForward) else []
+            memory.keep([*_weights(model), *fused])
     with startup.part("logits compared with the reference"):
         engine = overlapped_engine(model, settings, clock, forward, memory)
     with startup.part("graphs"):
@@ -123,16 +123,16 @@ def overlapped_engine(
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
     trials: Iterable[LoadedVariant] = () if arenas is None else arenas.trials(model)
-    for variant in joined((None,), trials):  # each trial takes the place of the one before
+    for variant in chain((None,), trials):  # each trial takes the place of the one before
         limit = certify.limit(model.dtype, len(model.layers))
         if variant is not None and variants is not None:
             limit = variants.certifier.reference(variant).limit
-        off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
-        if not off <= limit:
+        difference = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
+        if not difference <= limit:  # true of NaN, too
             raise ModelNotSupported(
                 f"{type(model.model).__name__} computes other logits here than the reference"
                 f"{'' if variant is None else ', with a variant'}: "
-                f"they differ by {off:.1e} of the largest (limit {limit:.1e})"
+                f"they differ by {difference:.1e} of the largest (limit {limit:.1e})"
             )
     return SiteEngine(model, runner, settings, clock, variants)
 

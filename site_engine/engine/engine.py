@@ -46,7 +46,7 @@ from site_engine.variants.store import VariantStore
 MAX_NEW_WHILE_OVERLAPPED = 32
 """Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
 EXPECTED_WITHIN = 32
-"""Steps within which a request comes that another engine is about to give up."""
+"""Steps for which an engine waits for a request that another engine is about to give up."""
 
 
 class SiteEngine:
@@ -108,7 +108,7 @@ class SiteEngine:
         self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
-        self._expects = 0  # steps within which a request may come that is begun
+        self._expected_within = 0  # steps within which a request comes from another engine; 0: none does
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
@@ -119,8 +119,8 @@ class SiteEngine:
                 return self._take_outputs()
             if self._pending is None and self.training.run_slice(self._published_s):
                 return self._take_outputs()
-        if self._expects:
-            self._expects -= 1
+        if self._expected_within:
+            self._expected_within -= 1
             if self._pending is not None:
                 self._publish_pending()  # what comes would wait for one more step that is launched ahead
                 return self._take_outputs()
@@ -135,8 +135,8 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        most_new, most_prompts = 0 if self._expects else None, self.training.prompt_tokens
-        plan = self._scheduler.plan(began, max_new=most_new, max_prompt_tokens=most_prompts)
+        max_new = 0 if self._expected_within else None
+        plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         if plan:
             try:
                 self._rules.begin(plan)
@@ -156,8 +156,8 @@ class SiteEngine:
         began = self._clock()
         self._measure_last(began)
         self._apply_control(began)
-        most_new = 0 if self._expects else MAX_NEW_WHILE_OVERLAPPED
-        plan = self._scheduler.plan(began, most_new, self.training.prompt_tokens)
+        max_new = 0 if self._expected_within else MAX_NEW_WHILE_OVERLAPPED
+        plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
         self._pending, self._launched_s = None, began
         if plan:
@@ -228,7 +228,7 @@ class SiteEngine:
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
         if moved is not None:
-            self._expects = 0
+            self._expected_within = 0
             request.take_up(moved)
             if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)) is not None:
                 self._swap.put(request.id, kept)
@@ -237,8 +237,8 @@ class SiteEngine:
         return self._scheduler.queue.push(request)
 
     def expect(self) -> None:
-        """Until a request comes that another engine gives up, launch no step ahead and start no others."""
-        self._expects = EXPECTED_WITHIN
+        """Launch no step ahead and start no others until a request comes that another engine gives up."""
+        self._expected_within = EXPECTED_WITHIN
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
         """Begin to copy what a request has computed to a place; return whether to ask again after a step."""

@@ -58,4 +58,4 @@ class Engine(Protocol):
 
     @property
     def training(self) -> TrainingLoop:
-        """Its jobs; without any, nothing of it is called."""
+        """The training of this engine; the thread calls nothing of it while there are no jobs."""

@@ -115,7 +115,7 @@ class EngineThread:
             self._calls.append(partial(reply, self._admit(group, moved)))
             self._load_wanted = True  # older figures, sent after the reply, would not count this request
 
-        self._ask(run)
+        self._enqueue(run)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests; those that have ended are ignored."""
@@ -126,7 +126,7 @@ class EngineThread:
                 if request_id in self._live and not self._broken:
                     self._engine.cancel(request_id)
 
-        self._ask(run)
+        self._enqueue(run)
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
@@ -152,19 +152,19 @@ class EngineThread:
             self._calls.append(partial(reply, moved))
             self._post_calls()  # before the next iteration
 
-        self._ask(run)
+        self._enqueue(run)
 
     def expect(self) -> None:
         """Be ready for a request that another engine is about to give up."""
-        self._ask(self._engine.expect)
+        self._enqueue(self._engine.expect)
 
     def meet(self, inboxes: Sequence[InboxAddress]) -> None:
         """Open the ways to other engines, to which requests may move from here."""
-        self._ask(partial(self._engine.inbox.meet, inboxes))
+        self._enqueue(partial(self._engine.inbox.meet, inboxes))
 
     def request_load(self) -> None:
         """Report the load with the next pass."""
-        self._ask(partial(setattr, self, "_load_wanted", True))
+        self._enqueue(partial(setattr, self, "_load_wanted", True))
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
         """Load a variant beside the iterations and publish it; reply with its chain or the refusal."""
@@ -179,7 +179,7 @@ class EngineThread:
                 publish = partial(
                     _raise, VariantRefused(f"{variant.id} could not be loaded: {_describe(exc)}")
                 )
-            self._ask(lambda: self._calls.append(partial(reply, _outcome(publish))))
+            self._enqueue(lambda: self._calls.append(partial(reply, _outcome(publish))))
 
         self._loader.submit(load)
 
@@ -190,7 +190,7 @@ class EngineThread:
 
     def between(self, act: Callable[[], T], reply: Callable[[T], None]) -> None:
         """Run `act` between two iterations; reply with what it returns."""
-        self._ask(lambda: self._calls.append(partial(reply, act())))
+        self._enqueue(lambda: self._calls.append(partial(reply, act())))
 
     @property
     def trainer(self) -> EngineThread:
@@ -208,7 +208,7 @@ class EngineThread:
                 log.exception("job %s could not be read", order.job_id)
                 reason = f"the job could not be read: {_describe(exc)}"
                 begin = partial(_raise, TrainingRefused(reason, elsewhere=True))
-            self._ask(partial(run, begin))
+            self._enqueue(partial(run, begin))
 
         def run(begin: Callable[[], None]) -> None:
             answer = None
@@ -235,9 +235,9 @@ class EngineThread:
             else:
                 self._loader.submit(self._save, reply, stopped, last=False)
 
-        self._ask(run)
+        self._enqueue(run)
 
-    def _ask(self, operation: Callable[[], None]) -> None:
+    def _enqueue(self, operation: Callable[[], None]) -> None:
         with self._wakeup:
             self._operations.append(operation)
             self._wakeup.notify()
@@ -303,7 +303,7 @@ class EngineThread:
             saved: Saved | Failed = snapshot.saved(last=last)
         except Exception as exc:  # noqa: BLE001 - somebody waits for the reply
             saved = _unsaved(exc)
-        self._ask(lambda: self._calls.append(partial(reply, saved)))
+        self._enqueue(lambda: self._calls.append(partial(reply, saved)))
 
     def _publish(self, outputs: Sequence[Output]) -> None:
         known = [output for output in outputs if output.request_id in self._live]

@@ -40,7 +40,7 @@ def load_figures(
         longest_iteration_s=max(longest_s, floor_s),
         training=len(training.jobs),
         training_s_per_iteration=training.added_s,
-        kv_extra_tokens=pool.beyond * pool.page_size,
+        kv_extra_tokens=pool.extra * pool.page_size,
         computed_tokens_total=meter.computed_tokens_total,
         resident=scheduler.resident_adapters,
     )

@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
-
-
 LONGER_THAN_A_GRAPH = 1_500
 """Tokens left of a prompt after a full iteration that no CUDA graph computes."""
 

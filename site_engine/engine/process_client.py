@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 10.0
 AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
-"""Of an answer that had ended before it came here."""
+"""The timings of an answer that had ended before its request came to the engine."""
 
 
 AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]
@@ -44,7 +44,7 @@ ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
 class Orphans(NamedTuple):
-    """What a lost process leaves: answers that it had admitted, and groups that wait for admission."""
+    """The requests of a lost process: answers that it had admitted, and groups that wait for admission."""
 
     answers: list[Answer]
     unadmitted: list[tuple[list[Answer], AdmissionReply]]

@@ -274,7 +274,7 @@ class RankedToken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Detail(msgspec.Struct, array_like=True, frozen=True):
-    """What a row has beside its token, of which few rows have any. `has_token`: its token is one."""
+    """The rest of a row beside its token, which few rows have. `has_token`: the row's token id counts."""
 
     row: int
     has_token: bool

@@ -36,12 +36,12 @@ MAX_BACKLOG_BYTES = 256 << 20
 class Sender:
     """Sends at once what the socket takes; a thread sends the rest, so that no iteration waits for the site.
 
-    May be used by several threads. `most_bytes`: of the rest.
+    May be used by several threads. `max_bytes` bounds the backlog: what was not sent at once.
     """
 
-    def __init__(self, connection: socket.socket, most_bytes: int = MAX_BACKLOG_BYTES) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_BACKLOG_BYTES) -> None:
         self._connection = connection
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._backlog = bytearray()
         self._changed = threading.Condition()
         threading.Thread(target=self._send_backlog, name="backlog", daemon=True).start()
@@ -60,7 +60,7 @@ class Sender:
             if sent == len(data):
                 return
             self._backlog += data[sent:]
-            if len(self._backlog) > self._most_bytes:
+            if len(self._backlog) > self._max_bytes:
                 raise ConnectionError(f"the site has not read {len(self._backlog)} bytes")
             self._changed.notify()
 

@@ -61,8 +61,8 @@ def _resolve(answer: asyncio.Future[pm.Turned], value: pm.Turned) -> None:
 
 
 class Turns(Protocol):
-    """What lets an engine sleep, by which it gives up `freed_bytes`. `shares`: the device whose memory it
-    shares with other engines meanwhile, empty if with none.
+    """The part of a `Sleeper` that messages reach. `freed_bytes`: given up by the last sleep. `shares`: the
+    device whose memory the engine shares with others while it sleeps, empty if with none.
     """
 
     @property
@@ -71,7 +71,7 @@ class Turns(Protocol):
     def freed_bytes(self) -> int: ...
 
     def sleep(self) -> str:
-        """Return why nothing has changed, or nothing, as `wake` does."""
+        """Return why the engine does not sleep, an empty text if it does; `wake` likewise."""
 
     def wake(self) -> str: ...
 

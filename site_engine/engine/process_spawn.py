@@ -14,7 +14,7 @@ COMMAND = (sys.executable, "-m", "site_engine.engine_process")
 
 
 class Spawned(NamedTuple):
-    """A process that waits for its first message, and this end of its socket, with which it ends."""
+    """A process that waits for its first message, and our end of its socket: it ends when that closes."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -36,7 +36,7 @@ def spawn(command: Sequence[str] = COMMAND) -> Spawned:
     return Spawned(process, ours)
 
 
-def begun(spawn: Spawn = spawn) -> Spawn:
-    """Start a process now; return what hands it to the first caller, and starts others for later ones."""
+def prestarted(spawn: Spawn = spawn) -> Spawn:
+    """Start a process now; return a function that hands it out at its first call, and starts others later."""
     first = [spawn()]
     return lambda: first.pop() if first else spawn()

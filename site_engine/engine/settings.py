@@ -26,10 +26,8 @@ class EngineSettings:
     swap_tokens: int = 0  # host memory for preempted requests, in tokens; 0: they are computed again
     adapter_slots: int | None = None  # adapters that run at once; None: any number on a CPU, none on a GPU
     adapter_rank: int = 16  # of a slot on a GPU
-    sleep: str = (
-        "disk"  # else its memory can come and go, with the weights in the host's or a GPU's meanwhile
-    )
-    share_sleeping_memory: bool = False  # keys and values can grow into memory of other bases that sleep
+    sleep: str = "disk"  # disk: its process ends instead; host or a GPU, as cuda:1: where its weights wait
+    share_sleeping_memory: bool = False  # the KV cache can grow into the memory of other bases that sleep
     variant_bytes: int | None = None  # that variants may own; None: half of the free memory
     policy: Policy = DEFAULT_POLICY
     training: Bounds = field(default_factory=Bounds)  # what it may cost those that are served

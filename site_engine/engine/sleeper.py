@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """To be used between two iterations. To sleep, nothing may run in the engine.
+    """Lets one engine sleep and wake. Use it between two iterations, and to sleep only while nothing runs.
 
     Keys and values of an engine that is awake can have memory beyond its own, of engines that sleep.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.scheduler import SchedulePlan, Scheduler
-from site_engine.core.slack import LEAST_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Seen, Slack, SliceCosts
+from site_engine.core.slack import MIN_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Serving, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
 from site_engine.core.training import AdapterShape, TrainingOrder
 from site_engine.errors import TrainingRefused
@@ -30,7 +30,7 @@ KEPT_ITERATIONS = 32
 
 
 class Job(Protocol):
-    """What the loop needs of a `Trainer`."""
+    """The part of a `Trainer` that the loop needs."""
 
     @property
     def following(self) -> NextSlice: ...
@@ -42,7 +42,7 @@ class Job(Protocol):
 
 
 class JobEvent(NamedTuple):
-    """What happened to a job. It ends with `Failed` or with the snapshot after its last step."""
+    """An event of a job, whose last is `Failed` or the snapshot after its last step."""
 
     job_id: str
     event: Event
@@ -86,7 +86,7 @@ class TrainingLoop:
         return self._mean_beside_s if self.jobs else 0.0
 
     def warm_up(self) -> None:
-        """On a GPU, compute what a job of the usual shape does, so that jobs find it ready.
+        """Compute on a GPU what a job of the usual shape does, so that jobs find kernels and costs ready.
 
         Raises TrainingRefused.
         """
@@ -151,11 +151,11 @@ class TrainingLoop:
         due = self._due(tokens_s, running=False)
         if due is None:
             return False
-        seen, following = due
+        serving, following = due
         tenant, job = self.jobs[self._current]
-        taken_s = job.run_slice(ahead=not seen.served)
-        self._slack.trained(taken_s, seen, following)
-        if seen.chat_decodes or seen.batch:
+        taken_s = job.run_slice(ahead=not serving.active)
+        self._slack.trained(taken_s, serving, following)
+        if serving.chat_decodes or serving.batch:
             self._beside_s += taken_s
         self._used_s[tenant] += taken_s
         self.trained_s += taken_s
@@ -164,7 +164,7 @@ class TrainingLoop:
             self._forget(self._current)
         return True
 
-    def _due(self, tokens_s: float, *, running: bool) -> tuple[Seen, NextSlice] | None:
+    def _due(self, tokens_s: float, *, running: bool) -> tuple[Serving, NextSlice] | None:
         """Return the slice that is due and what is served beside it; without one, set how many tokens of
         prompts the next iteration may have.
         """
@@ -177,12 +177,14 @@ class TrainingLoop:
             self._cost = self._fit.cost()
         now_s = self._clock()
         bounds = self._slack.bounds
-        seen = see(self._scheduler, self._cost, now_s, now_s if running else tokens_s, bounds.deferral)
-        seen = seen._replace(sliced=self._beside_s > 0.0 and not running)
+        serving = serving_of(
+            self._scheduler, self._cost, now_s, now_s if running else tokens_s, bounds.deferral
+        )
+        serving = serving._replace(sliced=self._beside_s > 0.0 and not running)
         following = self.jobs[self._current].job.following
-        if self._slack.takes(seen, following):
-            return seen, following
-        self.prompt_tokens = self._slack.chunk_tokens(seen, seen.iteration_s, self._cost.per_token_s)
+        if self._slack.takes(serving, following):
+            return serving, following
+        self.prompt_tokens = self._slack.chunk_tokens(serving, serving.iteration_s, self._cost.per_token_s)
         return None
 
     def served(self, plan: SchedulePlan, seconds: float) -> None:
@@ -202,8 +204,10 @@ class TrainingLoop:
             self.prompt_tokens = None
 
 
-def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, deferral: Deferral) -> Seen:
-    """Return the state of an engine that matters for training."""
+def serving_of(
+    scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, deferral: Deferral
+) -> Serving:
+    """Return the requests that an engine serves now. `tokens_s`: when answers got their last tokens."""
     running, queue, slots = scheduler.running, scheduler.queue, scheduler.free_slots + len(scheduler.running)
     decoding = [each for each in running if each.state is not State.PREFILL]
     waiting = [each for each in running if each.state is State.PREFILL] + scheduler.preempted
@@ -215,13 +219,13 @@ def see(scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, 
     if deferral is Deferral.ITERATION:
         oldest_wait_s = max((now - each.arrived_s for each in (*queue, *waiting)), default=0.0)
     kv_tokens = sum([each.computed for each in decoding])
-    return Seen(
+    return Serving(
         chat_waits=chats(waiting) or queue.has_lane(Lane.CHAT),
         chat_decodes=chats(decoding),
         batch=bool(queue) or not all(each.lane is Lane.CHAT for each in (*running, *scheduler.preempted)),
         since_tokens_s=now - tokens_s,
         iteration_s=cost.seconds(len(decoding), len(decoding), kv_tokens),
-        newcomer_s=LEAST_CHUNK_TOKENS * cost.per_token_s,
+        newcomer_s=MIN_CHUNK_TOKENS * cost.per_token_s,
         oldest_wait_s=oldest_wait_s,
         free_share=1.0 - len([each for each in running if each.lane is Lane.CHAT]) / slots,
     )

@@ -5,7 +5,6 @@ Checks everything that comes in; an invalid Assign becomes a Rejected.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -17,6 +16,7 @@ from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoin
 from site_engine.core.training import Training
 from site_engine.errors import NotServed, Reason, WrongMessage
 from site_engine.federation import training_codec
+from site_engine.federation.client_json import decode_json
 from site_engine.federation.model_codec import encode_models
 from wire import federation_pb2 as pb
 
@@ -149,7 +149,7 @@ def checked_assign(body: pb.Assign) -> m.Assign:
         prefill_heavy=body.any_order and body.prefill_heavy,
     )
     if assign.guided_json:
-        _json(assign.guided_json, dict, "response_format")
+        decode_json(assign.guided_json, dict, "response_format")
     check_resumed(assign)
     return assign
 
@@ -176,7 +176,7 @@ def decode_prompt(body: pb.Assign) -> m.Prompt:
             raise _invalid("a chat needs at least one message", "messages")
         messages = tuple(decode_chat_message(i, each) for i, each in enumerate(body.chat.messages))
         written = body.chat.template_kwargs_json
-        kwargs = _json(written, dict, "chat_template_kwargs") if written else {}
+        kwargs = decode_json(written, dict, "chat_template_kwargs") if written else {}
         return m.ChatPrompt(messages, decode_tools(body.chat), kwargs, body.chat.reasoning_effort)
     if kind == "text":
         return m.TextPrompt(body.text)
@@ -188,7 +188,7 @@ def decode_prompt(body: pb.Assign) -> m.Prompt:
         pooling = body.pooling
         if not pooling.inputs:
             raise _invalid("there is no input", "input")
-        found = _json(pooling.body_json, dict, "input")
+        found = decode_json(pooling.body_json, dict, "input")
         return m.PoolingPrompt(pooling.task, found, pooling.inputs, pooling.tokens)
     message = "there is no prompt, or one of a kind that only newer sites know"
     raise NotServed(Reason.UNSUPPORTED, message, "prompt")
@@ -198,7 +198,7 @@ def decode_chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
     if not body.role:
         raise _invalid("every message has a role", f"messages.{place}.role")
     if body.tool_calls_json:
-        _json(body.tool_calls_json, list, f"messages.{place}.tool_calls")
+        decode_json(body.tool_calls_json, list, f"messages.{place}.tool_calls")
     return m.ChatMessage(
         body.role,
         body.content,
@@ -206,14 +206,14 @@ def decode_chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
         body.tool_calls_json,
         body.tool_call_id,
         reasoning=body.reasoning,
-        parts=_json(body.content_json, list, f"messages.{place}.content") if body.content_json else (),
+        parts=decode_json(body.content_json, list, f"messages.{place}.content") if body.content_json else (),
     )
 
 
 def decode_tools(body: pb.Chat) -> m.Tools | None:
     if not body.tools_json:
         return None
-    offered = _json(body.tools_json, list, "tools")
+    offered = decode_json(body.tools_json, list, "tools")
     if not all(is_function(each) for each in offered):
         raise _invalid("every tool is a function with a name", "tools")
     choice = body.tool_choice or m.ToolChoice.AUTO
@@ -233,16 +233,6 @@ def is_function(tool: Any) -> bool:
         and isinstance(function.get("name"), str)
         and isinstance(function.get("parameters") or {}, dict)
     )
-
-
-def _json(text: str, kind: type, param: str) -> Any:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise _invalid(f"{param} is not JSON: {exc}", param) from exc
-    if not isinstance(found, kind):
-        raise _invalid(f"{param} is not what it should be, but {type(found).__name__}", param)
-    return found
 
 
 def decode_sampling(body: pb.Sampling) -> Sampling:

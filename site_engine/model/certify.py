@@ -18,9 +18,10 @@ PROMPT_TOKENS = (37, 12, 1)
 DECODED_TOKENS = 3  # at the end of each prompt, one by one, as if they had been generated
 CHUNK_TOKENS = 16
 PAGE_TOKENS = 4
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""The largest difference of two logits that counts as equal, relative to the largest logit."""
 TOLERANT_LAYERS = 32
-"""What a model of so many layers may be off; in a deeper one more roundings add up."""
+"""The tolerances hold up to this number of layers; in a deeper model more roundings add up."""
 
 
 def limit(dtype: torch.dtype, layers: int) -> float:
@@ -49,7 +50,8 @@ def largest_difference(
 ) -> float:
     """Return the largest difference of the engine's logits from `expected`, relative to the largest logit.
 
-    `expected` holds [tokens, vocabulary] for each prompt; `variants`, which answers it, if not the base.
+    `expected` holds logits [tokens, vocabulary] for each prompt, `variants` the variant that answers it, None
+    for the base.
     """
     requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
     for request, variant in zip(requests, variants, strict=False):
@@ -72,9 +74,14 @@ def largest_difference(
             for request, start, length, _ in plan.chunks
         ]
         wanted = torch.stack([expected[row][place] for row, place in places]).float()
-        off = float((rows - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
-        worst = max(worst, inf if isnan(off) else off)
+        worst = max(worst, _relative_difference(rows, wanted))
     return worst
+
+
+def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of logits, relative to the largest expected one; inf for a NaN."""
+    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    return inf if isnan(difference) else difference
 
 
 def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
@@ -100,8 +107,8 @@ def runner_difference(
     """Return the largest difference between two runners' logits, relative to the largest logit.
 
     Both share one KV cache, whose first pages are overwritten. The prompt is computed as two chunks and one
-    decoded token, so that prefill, continued prefill and decode are all compared. `variant`: that answers the
-    prompt, instead of the base.
+    decoded token, so that prefill, continued prefill and decode are all compared. `variant`: answers the
+    prompt instead of the base.
     """
     tokens = sample_prompts(vocab_size)[0][: limit_tokens - 1]
     request = Request("certify", tokens, Sampling(temperature=0.0))
@@ -116,8 +123,5 @@ def runner_difference(
     worst = 0.0
     for plan in plans:
         expected = reference.run(plan).rows.float()
-        off = float(
-            (runner.run(plan).rows.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
-        )
-        worst = max(worst, inf if isnan(off) else off)
+        worst = max(worst, _relative_difference(runner.run(plan).rows.float(), expected))
     return worst

@@ -81,7 +81,7 @@ def is_given(name: str) -> bool:
 
 
 class Store(Protocol):
-    """What ranks know each other by: `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` by which ranks find each other."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes:

@@ -30,7 +30,7 @@ class LayerShape(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Pages that get one number in all their places."""
+    """The order to fill pages with one number."""
 
     pages: list[int]
     number: float
@@ -91,16 +91,16 @@ class KVCache:
 
     @property
     def end(self) -> int:
-        """Return the last page for which there is memory."""
+        """Return the number of the last page that has memory."""
         return self._ends[-1]
 
     @property
     def extra_bytes(self) -> int:
-        """Return the memory beyond that of the first `pages`."""
+        """Return the bytes of the pages after the first `pages`."""
         return self._bytes(self.end) - self._bytes(self.pages)
 
     def pages_with(self, extra_bytes: int) -> int:
-        """Return the pages that fit so many bytes beyond the memory of the first `pages`."""
+        """Return the number of pages that fit the first `pages` and so many bytes more."""
         if not (self._rooms and extra_bytes):
             return self.pages
         fit = self._bytes(self.pages) + extra_bytes

@@ -187,7 +187,7 @@ def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -
 
 
 class Ranking:
-    """What `rank` returns, queued on the device: `read` it when the device is known to be past it."""
+    """The result of `rank`, queued on the device: `read` it when the device is known to be past it."""
 
     def __init__(self, logprobs: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int]) -> None:
         best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)

@@ -10,7 +10,7 @@ import torch
 
 
 class SharedMemory(Protocol):
-    """Makes and maps such memory of one device."""
+    """Creates and maps shared memory of one device."""
 
     def create(self, size_bytes: int) -> tuple[int, torch.Tensor]:
         """Return a descriptor of zeros, and their bytes. Raises NoMemory."""
@@ -23,7 +23,7 @@ class SharedMemory(Protocol):
 
 
 class SharedHostMemory:
-    """Of the host."""
+    """Creates and maps shared memory of the host."""
 
     def create(self, size_bytes: int) -> tuple[int, torch.Tensor]:
         descriptor = os.memfd_create("mico")

@@ -19,10 +19,10 @@ MEMORY_OF_HOST = Path("/proc/meminfo")
 
 
 class AddressRange(Protocol):
-    """Addresses. What is taken of them has memory at first, and again after each `map`."""
+    """A range of addresses. What is taken of them has memory at first, and again after each `map`."""
 
     copies_in_host: bool
-    """Else they are in another device's memory, which is not for those that are awake."""
+    """Whether copies are in host memory; else they are in another GPU's, which engines awake there lack."""
 
     @property
     def mapped_bytes(self) -> int: ...
@@ -48,7 +48,7 @@ class Room(Protocol):
 
     @property
     def granularity(self) -> int:
-        """Return the bytes of which whole ones are mapped."""
+        """Return the unit of mapping, in bytes."""
 
     @property
     def mapped_bytes(self) -> int: ...
@@ -58,13 +58,13 @@ class Room(Protocol):
         """Return the bytes of all addresses; nothing may use those without memory."""
 
     def resize(self, size_bytes: int) -> None:
-        """Let the front have so many bytes, rounded up. New ones have any contents, and so has a part that
-        is not kept whole. Raises NoMemory, with the parts that are kept whole.
+        """Map so many bytes at the front, rounded up. The contents of new bytes, and of a part that is not
+        kept whole, are undefined. Raises NoMemory, with the parts that are kept whole still mapped.
         """
 
 
 class HostRange:
-    """Of host memory."""
+    """An `AddressRange` of host memory."""
 
     copies_in_host = True
 
@@ -97,12 +97,12 @@ class HostRange:
 
 
 class HostRoom:
-    """Of host memory."""
+    """A `Room` of host memory."""
 
     granularity = mmap.PAGESIZE
 
-    def __init__(self, most_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, whole(most_bytes, self), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, max_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, whole(max_bytes, self), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.mapped_bytes = 0
 
     @property
@@ -121,12 +121,14 @@ class Granular(Protocol):
 
 
 def whole(size_bytes: int, memory: Granular) -> int:
-    """Return bytes, rounded up to what is mapped."""
+    """Return a size rounded up to a multiple of the memory's granularity."""
     return -(-size_bytes // memory.granularity) * memory.granularity
 
 
 class SleepMemory:
-    """What is kept has a copy elsewhere, in the host's memory from the first sleep on; rooms are lost."""
+    """Gives up a device's memory for sleep: kept tensors are copied elsewhere at the first sleep, to the host
+    or another GPU, and rooms lose their contents.
+    """
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class SleepMemory:
 
     @property
     def grows(self) -> bool:
-        """Whether rooms can grow."""
+        """Return whether rooms can grow."""
         return self._make_room is not None
 
     @property
@@ -180,13 +182,13 @@ class SleepMemory:
         """Return zeros, which are zeros again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
-    def growing_room(self, size_bytes: int, most_bytes: int) -> Room:
+    def growing_room(self, size_bytes: int, max_bytes: int) -> Room:
         """Return a room of zeros that its user resizes; after sleep it has `size_bytes` of zeros again.
 
         Raises NoMemory.
         """
         assert self._make_room is not None, "the rooms of this memory can grow"
-        room = self._make_room(most_bytes)
+        room = self._make_room(max_bytes)
         room.resize(size_bytes)
         room.bytes[:size_bytes].zero_()
         self._growing[room] = size_bytes

@@ -33,10 +33,10 @@ GIVEN_BACK_WITHIN_S = 10.0
 
 
 class Borrower:
-    """Of an engine that is awake: `hold` lets it hold so many bytes beyond its own."""
+    """The side of an engine that is awake. `hold` lets the engine use so many bytes beyond its own."""
 
     def __init__(self, device: str, hold: Callable[[int], Awaitable[object]]) -> None:
-        """Listen for those that sleep on a device."""
+        """Listen for engines that sleep on a device."""
         self._hold = hold
         self._lent: dict[asyncio.StreamWriter, int] = {}
         self._unconfirmed: set[asyncio.StreamWriter] = set()
@@ -51,7 +51,7 @@ class Borrower:
         self._tasks = {accepting, asyncio.create_task(self._follow())}
 
     def give_back(self) -> None:
-        """Say that the engine holds nothing more; to be closed after it."""
+        """Tell all lenders that the engine holds nothing more; call `close` after it."""
         for writer in self._lent:
             if not writer.is_closing():
                 writer.write(_line(GIVEN_BACK))
@@ -72,7 +72,7 @@ class Borrower:
                 other.close()
 
     async def _listen(self, other: socket.socket) -> None:
-        """Keep what one that sleeps lends, until it is gone."""
+        """Note what one lender allows, until its connection ends."""
         reader, writer = await asyncio.open_unix_connection(sock=other)
         with closing(writer), suppress(OSError, ValueError):
             try:
@@ -86,7 +86,7 @@ class Borrower:
                 self._changed.set()
 
     async def _follow(self) -> None:
-        """Let the engine hold what is lent, and confirm it."""
+        """Let the engine hold the sum of what lenders allow, and confirm it to each."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -99,7 +99,7 @@ class Borrower:
 
 
 class Lender:
-    """Of an engine that sleeps, whose device has `size_bytes` free meanwhile."""
+    """The side of an engine that sleeps, whose device has `size_bytes` free meanwhile."""
 
     def __init__(self, device: str, size_bytes: int) -> None:
         self._device = device
@@ -115,12 +115,12 @@ class Lender:
             each.cancel()
 
     def lend(self) -> None:
-        """Lend all of it again."""
+        """Lend all of the memory again."""
         self._lent_bytes = self._size_bytes
         self._divide()
 
     async def take_back(self) -> bool:
-        """Ask for all of it; return whether nobody holds any of it in time."""
+        """Ask for all of the memory; return whether it is free within GIVEN_BACK_WITHIN_S."""
         self._lent_bytes = 0
         self._divide()
         with suppress(TimeoutError):
@@ -132,15 +132,17 @@ class Lender:
 
     @property
     def awaits_end(self) -> bool:
-        """Whether memory may become free soon, when a process has ended: its lease has, just now."""
+        """Return whether a lease has just ended while its engine held memory: that is free once the engine's
+        process has ended.
+        """
         return time.monotonic() - self._abandoned_s < GIVEN_BACK_WITHIN_S
 
     @property
     def held_bytes(self) -> int:
-        return sum(lease.most_bytes for lease, _ in self._leases.values())
+        return sum(lease.max_bytes for lease, _ in self._leases.values())
 
     async def _look(self) -> None:
-        """Find those that listen, now and again."""
+        """Look for engines that listen, every LOOK_EVERY_S."""
         while True:
             for name in names(self._device) - self._connecting:
                 self._connecting.add(name)
@@ -167,7 +169,7 @@ class Lender:
             self._connecting.discard(name)
             if name in self._leases:
                 gone, _ = self._leases.pop(name)
-                if gone.most_bytes and not given_back:
+                if gone.max_bytes and not given_back:
                     self._abandoned_s = time.monotonic()
                 self._divide()
 

@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Act(Enum):
-    """What the pool has to do after a change."""
+    """The action of the pool that a change of a request requires."""
 
     NOTHING = "nothing"
     EXPORT = "export"  # ask the engine for the request

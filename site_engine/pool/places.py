@@ -6,16 +6,16 @@ from site_engine.core.inbox import PLACES, InboxAddress, InboxPlace
 
 
 class Places:
-    """A place is one request's from the beginning of its move until its engine has taken it, or it stays."""
+    """Assigns a place to each request that moves, until its new engine has it or the move is given up."""
 
     def __init__(self) -> None:
         self._given: dict[str, InboxPlace] = {}  # by request
         self._turn = 0
 
     def give(self, request_id: str, inbox: InboxAddress | None) -> InboxPlace | None:
-        """Give a request a place in an inbox; None if it is full, or there is none.
+        """Give a request a place in an inbox; None if the inbox is full, or there is none.
 
-        By turns: what a lost engine has begun to copy may go on for a moment.
+        Places are given by turns: an engine that was lost may go on copying into its last one for a moment.
         """
         taken = {each.number for each in self._given.values() if each.inbox == inbox}
         self._turn += 1
@@ -27,7 +27,7 @@ class Places:
 
     @property
     def are_free(self) -> bool:
-        """Return whether no request has any."""
+        """Return whether no request has a place."""
         return not self._given
 
     def free(self, *request_ids: str) -> None:

@@ -20,15 +20,15 @@ from site_engine.core.load import IterationCost
 
 LOOK_EVERY_S = 1.0
 MOVE_S = 0.02
-"""That a move takes whatever the request's length: messages, and the iterations under way."""
+"""The part of a move's time that does not depend on length: messages, and the iterations under way."""
 REST_S = 10.0
-"""A request that has come over stays for so long: the speed of its new neighbours has to tell first."""
-MOST_MOVES = 4
-"""At once: each lands the iteration under way in two engines."""
+"""A request that has moved stays for so long: first the speed of its new neighbours has to be measured."""
+MAX_MOVES = 4
+"""Moves at a time: for each, two engines wait for the iteration under way."""
 WORTH = 2.0
-"""What a move saves, in what it costs: forecasts and fitted costs are off by as much."""
-LEAST_SHARE = 0.05
-"""What a move saves at least, of the seconds that the request still takes: less is noise."""
+"""The seconds that a move must save, as a multiple of its cost: forecasts and fits err by as much."""
+MIN_SHARE = 0.05
+"""The share of its remaining seconds that a move must save: less is noise."""
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -44,14 +44,16 @@ class Placed(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What an engine has for further requests, after all that its own are expected to need."""
+    """The slots and the KV tokens that an engine has left once its own requests have all they need."""
 
     slots: int
     tokens: float
 
 
 class Move(NamedTuple):
-    """`gain_s`: by which all requests together finish sooner. `cost_s`: what the way takes of that."""
+    """A move of a request to engine `to`. `gain_s`: how much sooner all requests together end; `cost_s`: how
+    much later by the move itself.
+    """
 
     request_id: str
     to: int
@@ -66,13 +68,13 @@ def plan_moves(
     move_s_per_token: float,
     resting: Iterable[str] = (),
 ) -> list[Move]:
-    """Return the moves that are worth their cost, at most MOST_MOVES, the best first.
+    """Return the moves that are worth their cost, at most MAX_MOVES, the best first.
 
     `move_s_per_token`: of the context, beside MOVE_S. What waits goes before what runs.
     """
     left, rooms, stays = list(placed), dict(rooms), set(resting)
     moves: list[Move] = []
-    while len(moves) < MOST_MOVES:
+    while len(moves) < MAX_MOVES:
         best = _best_waiting(left, rooms, cost, stays) or _best_running(
             left, rooms, cost, move_s_per_token, stays
         )
@@ -155,7 +157,7 @@ def _best_running(
         own = np.flatnonzero(engines == source)
         before_s = _delay_s(row_s[here], remaining[here], row_s[own], remaining[own])
         before_s -= 2 * row_s[here] * remaining[here]  # each is no neighbour of itself
-        least_s = LEAST_SHARE * remaining[here] * (cost.base_s + row_s[own].sum())
+        least_s = MIN_SHARE * remaining[here] * (cost.base_s + row_s[own].sum())
         for to, room in rooms.items():
             if to == source or room.slots < 1 or to in waits:
                 continue

@@ -1,4 +1,4 @@
-"""One engine of a pool as the pool sees it: its process, its last report, what it was given since."""
+"""One engine of a pool as the pool sees it: its process, its last report, the requests it was given since."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from site_engine.pool.routing import Engine, PrefixIndex, Work, work_of
 log = logging.getLogger(__name__)
 
 HUNG_AFTER_S = 20.0
-"""An engine without progress for so long is given up, where another moves."""
+"""An engine without progress for so long is given up, if another engine makes some."""
 AGAIN_AFTER_S = 0.05
-"""Until one that wakes asks for memory again which one that has ended had."""
+"""Pause before an engine that wakes asks again for the memory of a process that has just ended."""
 
 
 class Replica:
@@ -58,7 +58,7 @@ class Replica:
         self._share()
 
     def reported(self, seen: LoadSeen) -> None:
-        """Take a report, which counts all that was admitted before."""
+        """Take a report, which counts every request that was admitted before it."""
         self.seen = seen
         for request_id in self.admitted:
             self.given.pop(request_id, None)
@@ -83,7 +83,7 @@ class Replica:
 
     @property
     def load(self) -> LoadFigures:
-        """The figures of the last report, with what was admitted and without what has left since."""
+        """Return the last report with the requests that came since, and without those that left."""
         load = self.seen.figures
         came = sum_of(self.given[each] for each in self._taken.union(self.admitted) & self.given.keys())
         return load._replace(
@@ -103,7 +103,7 @@ class Replica:
         self._sleeps = False
 
     async def rest(self) -> None:
-        """Let the process, in which nothing runs, sleep; end it if it can't."""
+        """Let the process sleep, while nothing runs in it; end the process if it cannot sleep."""
         async with self.turning:
             if not self.serves:
                 return
@@ -122,9 +122,9 @@ class Replica:
                 self._lender = Lender(self.process.shares, self.process.sleeper.freed_bytes)
 
     async def wake(self) -> bool:
-        """Wake the process, if it is there and sleeps; return whether it serves now.
+        """Wake the process if it sleeps; return whether it serves now, False if it has ended.
 
-        Raises ConfigError, and it sleeps on.
+        Raises ConfigError where there is no memory for it; it then sleeps on.
         """
         lender = self._lender
         if lender is not None and not await lender.take_back():
@@ -148,13 +148,13 @@ class Replica:
         return True
 
     def _share(self) -> None:
-        """Take part in the memory of engines that sleep on its device, from now on."""
+        """Borrow from now on the memory of other engines that sleep on the device."""
         self.share_nothing()
         if self.process.shares:
             self._borrower = Borrower(self.process.shares, self.process.sleeper.hold)
 
     def share_nothing(self) -> None:
-        """End what it has lent, or holds of others."""
+        """End all leases: of memory lent to other engines, and borrowed from them."""
         if self._borrower is not None:
             self._borrower.close()
         if self._lender is not None:

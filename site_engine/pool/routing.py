@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An engine as it is now: its last report, and what it was given since."""
+    """The state of an engine: its last report, and the work that it was given since."""
 
     load: LoadFigures
     slots: int
@@ -43,7 +43,7 @@ class Engine(NamedTuple):
     given: Work
 
     def room(self) -> Room:
-        """Return what is left for others, once its requests have all that they are expected to need."""
+        """Return the room for further requests, after all that the engine's own are expected to need."""
         load, given = self.load, self.given
         waiting_tokens = load.pending_prompt_tokens + load.pending_response_tokens
         growing_tokens = load.kv_reserved_tokens + load.running_weight * sum(load.running_remaining)
@@ -55,7 +55,7 @@ class Engine(NamedTuple):
 
 
 def work_of(request: Request, generated: int = 0) -> Work:
-    """Return what a request with `generated` tokens is expected to take."""
+    """Return the work that a request with `generated` tokens is expected to bring."""
     begun = len(request.resumed) + generated
     limit = request.sampling.max_tokens
     left = None if limit is None else float(max(1, limit - begun))

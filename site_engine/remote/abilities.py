@@ -49,11 +49,11 @@ def read_abilities(listed: Mapping[str, Any], about: Mapping[str, Any]) -> froze
     features = listed.get("features")  # another gateway of this project
     if isinstance(features, list):
         return frozenset(FEATURES).intersection(each for each in features if isinstance(each, str))
-    modalities = _within(listed, "architecture").get("input_modalities")  # OpenRouter
+    inputs = _within(listed, "architecture").get("input_modalities")  # OpenRouter
     sees = (
         _within(about, "modalities").get("vision") is True  # llama.cpp
         or about.get("has_image_understanding") is True  # SGLang
-        or (isinstance(modalities, list) and "image" in modalities)
+        or (isinstance(inputs, list) and "image" in inputs)
     )
     return frozenset({CHAT, VISION}) if sees else frozenset()
 

@@ -9,7 +9,7 @@ from site_engine.messages import Assign
 from site_engine.remote.dialects import Counting, Dialect
 from site_engine.remote.request import build_request
 from site_engine.remote.server import Server
-from site_engine.remote.stream import checked_count
+from site_engine.remote.stream import possible_count
 
 _READ_BY_TEMPLATES = ("messages", "tools", "chat_template_kwargs")
 
@@ -36,6 +36,6 @@ async def count_tokens(server: Server, dialect: Dialect, model: str, assign: Ass
     else:
         message = f"this server ({dialect.name}) counts no tokens of a prompt"
         raise NotServed(Reason.UNSUPPORTED, message)
-    if not isinstance(tokens, int) or checked_count(tokens) is None:
+    if not isinstance(tokens, int) or possible_count(tokens) is None:
         raise NotServed(Reason.INTERNAL, "the server's answer has no count of tokens")
     return tokens

@@ -21,7 +21,7 @@ class EffortStyle(Enum):
 
 
 class Counting(Enum):
-    """How a server counts the tokens of a prompt."""
+    """The ways in which servers count the tokens of a prompt."""
 
     TOKENIZE = "/tokenize reads a chat"
     TEMPLATE_FIRST = "/apply-template makes a text of a chat, which /tokenize reads"

@@ -147,7 +147,7 @@ async def fetch_about(server: Server, dialect: Dialect) -> dict[str, Any]:
     status, body = await server.get(dialect.about_path)
     try:
         found = json.loads(body) if status == 200 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         found = {}
     return found if isinstance(found, dict) else {}
 

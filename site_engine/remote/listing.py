@@ -28,6 +28,8 @@ MAX_NAME_CHARS = 200
 """Gateways take no longer names."""
 MAX_CONTEXT_TOKENS = 100_000_000
 """Gateways take no longer contexts."""
+MAX_UNIX_S = 2**40
+"""A later time of creation is none."""
 
 Card: TypeAlias = dict[str, Any]
 """A model as a server describes it."""
@@ -41,13 +43,13 @@ class Selection(NamedTuple):
 
 
 def read_cards(status: int, body: bytes) -> list[Card]:
-    """Return the cards on a page of models, empty if it is none."""
+    """Return the cards with an id on a page of models, empty if it is no such page."""
     try:
         data = json.loads(body)["data"] if status == 200 else []
-        named = [each for each in data if isinstance(each, dict) and isinstance(each.get("id"), str)]
-        return [each for each in named if each["id"]]
-    except (ValueError, KeyError, TypeError):
+        cards = [each for each in data if isinstance(each, dict)]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
+    return [each for each in cards if each.get("id") and isinstance(each["id"], str)]
 
 
 def identity(cards: Iterable[Card]) -> tuple[tuple[str, ...], ...]:
@@ -84,13 +86,13 @@ def select_models(listed: Sequence[Card], config: SiteConfig) -> Selection:
 
 
 def _whole(card: Card, by_id: Mapping[str, Card]) -> Card:
-    """Return a card with what it leaves out of its parent's."""
+    """Return a card, completed by fields of its parent's card that its own leaves out."""
     own = {name: value for name, value in card.items() if value is not None}
     return {**by_id.get(parent_of(card), {}), **own}
 
 
 def parent_of(card: Card) -> str:
-    """Return the server's name of the model of which this one is an adapter; empty if it is none."""
+    """Return the server's name of the model that this adapter is of; empty for a model that is no adapter."""
     parent = card.get("parent")
     return parent if isinstance(parent, str) and parent != card["id"] else ""
 
@@ -127,14 +129,21 @@ def to_models(
         models.append(
             Model(
                 id=name,
-                revision=str(card.get("root") or card["id"]),
+                revision=_printable(str(card.get("root") or card["id"])),
                 context_tokens=context_tokens,
-                created_s=created if isinstance(created, int) else int(time.time()),
+                created_s=created
+                if type(created) is int and 0 <= created <= MAX_UNIX_S
+                else int(time.time()),
                 features=features,
-                parent=names.get(parent, parent)[:MAX_NAME_CHARS],
+                parent=_printable(names.get(parent, parent)),
             )
         )
     return tuple(models)
+
+
+def _printable(text: str) -> str:
+    """Return what gateways keep of a name: half a character, for one, can't be sent at all."""
+    return "".join(filter(str.isprintable, text[:MAX_NAME_CHARS]))
 
 
 def max_context_tokens(cards: Iterable[Card], config: SiteConfig) -> int | None:
@@ -153,12 +162,12 @@ def context_tokens_of(card: Card) -> int | None:
         (meta or {}).get("n_ctx"),
         (meta or {}).get("n_ctx_train"),
     )
-    found = (min(MAX_CONTEXT_TOKENS, each) for each in known if isinstance(each, int) and each > 0)
+    found = (min(MAX_CONTEXT_TOKENS, each) for each in known if type(each) is int and each > 0)
     return next(found, None)
 
 
 def slot_context_tokens(about: Mapping[str, Any]) -> int:
-    """Return the context of llama.cpp's slots; its models tell that of their training. 0: it is not told."""
+    """Return the context of llama.cpp's slots, 0 if unknown; its list of models has that of training."""
     settings = about.get("default_generation_settings")
     found = settings.get("n_ctx") if isinstance(settings, dict) else None
-    return found if isinstance(found, int) else 0
+    return found if type(found) is int else 0

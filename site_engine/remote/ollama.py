@@ -12,7 +12,7 @@ DEFAULT_CONTEXT_TOKENS = 4096
 """Ollama's own on small GPUs. On larger ones, or by OLLAMA_CONTEXT_LENGTH, it is longer: then `/api/ps` says
 so once the model is loaded, or the operator does by `context_tokens`.
 """
-_NUM_CTX = re.compile(r"^num_ctx\s+(\d+)", re.MULTILINE)
+_NUM_CTX = re.compile(r"^num_ctx\s+0*([1-9]\d{0,8})\b", re.MULTILINE | re.ASCII)
 
 
 async def is_ollama(server: Server) -> bool:
@@ -24,7 +24,7 @@ async def is_ollama(server: Server) -> bool:
 async def describe(server: Server, listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the list of models, each with its `context_length` and its `capabilities`."""
     status, body = await server.get("/api/ps")
-    loaded = _loaded_contexts(body) if status == 200 else {}
+    loaded = loaded_contexts(body) if status == 200 else {}
     return [described(each, await _show(server, each["id"]), loaded.get(each["id"])) for each in listed]
 
 
@@ -39,7 +39,7 @@ def described(
     trained = next((value for name, value in facts if name.endswith(".context_length")), None)
     parameter = _NUM_CTX.search(str(shown.get("parameters") or ""))
     context_tokens = loaded_context_tokens or (int(parameter[1]) if parameter else DEFAULT_CONTEXT_TOKENS)
-    if isinstance(trained, int) and trained > 0:
+    if type(trained) is int and trained > 0:
         context_tokens = min(context_tokens, trained)
     return {**listed, "context_length": context_tokens, "capabilities": shown.get("capabilities")}
 
@@ -51,10 +51,11 @@ async def _show(server: Server, model: str) -> dict[str, Any]:
         return {}  # it was deleted meanwhile, or lives elsewhere
 
 
-def _loaded_contexts(body: bytes) -> dict[str, int]:
+def loaded_contexts(body: bytes) -> dict[str, int]:
     """Return the contexts of the models that are in memory, by name."""
     try:
         models = json.loads(body)["models"]
-        return {each["name"]: each["context_length"] for each in models if each.get("context_length")}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = {each["name"]: each.get("context_length") for each in models}
+        return {name: tokens for name, tokens in found.items() if type(tokens) is int and tokens > 0}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -52,5 +52,5 @@ async def _ask(server: Server, request: HttpRequest) -> None:
         return
     try:
         json.loads(data)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise MalformedStream("what the server answers is no JSON") from exc

@@ -11,14 +11,14 @@ import numpy as np
 from site_engine.core.request import Finish, Output, Pooled
 from site_engine.messages import PoolingPrompt
 from site_engine.remote.abilities import EMBED
-from site_engine.remote.stream import MalformedStream, Usage, checked_count
+from site_engine.remote.stream import DECODE_ERRORS, MalformedStream, Usage, possible_count
 
 MAX_ANSWER_BYTES = 128 << 20
 MAX_DIMENSIONS = 8_192
 
 
 class _Embedding(msgspec.Struct):
-    """In base64, or as numbers by a server that does not know base64."""
+    """An embedding in base64, or as numbers by a server that does not know base64."""
 
     index: int
     embedding: str | list[float]
@@ -78,7 +78,7 @@ class PoolingResponse:
         raw, self._received = b"".join(self._received), []
         try:
             found = _embeddings.decode(raw) if self._prompt.task == EMBED else _ranks.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except DECODE_ERRORS as exc:
             raise MalformedStream(f"no answer of the kind that was asked for: {exc}") from exc
         usage = None if isinstance(found, list) else found.usage
         if isinstance(found, _Embeddings):
@@ -90,7 +90,7 @@ class PoolingResponse:
         if sorted(each.index for each in pooled) != list(range(self._prompt.inputs)):
             raise MalformedStream(f"{len(pooled)} results for {self._prompt.inputs} inputs")
         if usage is not None:  # nothing is generated, so that the sum is that of the prompts
-            counts = checked_count(usage.prompt_tokens), checked_count(usage.total_tokens)
+            counts = possible_count(usage.prompt_tokens), possible_count(usage.total_tokens)
             self.prompt_tokens = next(filter(None, counts), 0)
         return [
             Output(

@@ -11,6 +11,15 @@ from math import isfinite
 _LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
+MAX_REQUESTS = 65_536
+"""The most requests at a server that are believed: the load of a site has an entry for each."""
+MAX_KV_TOKENS = 2**32 - 1
+"""The most tokens that a load report carries."""
+MAX_TOTAL = 2**53
+"""The most tokens of a counter: floats are exact up to this."""
+MAX_DIGITS = 10
+"""Longer numbers in labels are no sizes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -75,13 +84,13 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
         raise UnknownMetrics(f"it has no {' or '.join(names.running)}")
     usage = _first(metrics, names.usage)
     return ServerLoad(
-        running=round(_sum(running)),
-        waiting=_total(_first(metrics, names.waiting)),
+        running=round(min(MAX_REQUESTS, _sum(running))),
+        waiting=_total(_first(metrics, names.waiting), MAX_REQUESTS),
         kv_usage=None if usage is None else min(1.0, max(0.0, _sum(usage) / len(usage))),
-        kv_capacity_tokens=_total(_first(metrics, names.capacity))
+        kv_capacity_tokens=_total(_first(metrics, names.capacity), MAX_KV_TOKENS)
         or label_products(metrics, names.capacity_of),
-        tokens_total=_total(_first(metrics, names.generated)),
-        prompt_tokens_total=_total(_first(metrics, names.prompted)),
+        tokens_total=_total(_first(metrics, names.generated), MAX_TOTAL),
+        prompt_tokens_total=_total(_first(metrics, names.prompted), MAX_TOTAL),
     )
 
 
@@ -93,19 +102,19 @@ def _sum(found: Sequence[Sample]) -> float:
     return sum(max(0.0, each.value) for each in found)
 
 
-def _total(found: Sequence[Sample] | None) -> int | None:
-    return None if found is None else round(_sum(found))
+def _total(found: Sequence[Sample] | None, limit: int) -> int | None:
+    return None if found is None else round(min(limit, _sum(found)))
 
 
 def label_products(
     metrics: Mapping[str, Sequence[Sample]], source: tuple[str, Sequence[str]] | None
 ) -> int | None:
-    """Sum over engines the product of labels, such as block_size x num_gpu_blocks."""
+    """Sum over engines the product of labels, such as block_size x num_gpu_blocks, up to MAX_KV_TOKENS."""
     total = 0
     for each in metrics.get(source[0], ()) if source else ():
         product = 1
         for label in source[1] if source else ():
             text = each.labels.get(label, "")
-            product *= int(text) if text.isdecimal() else 0
-        total += product
+            product *= int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
+        total = min(MAX_KV_TOKENS, total + product)
     return total or None

@@ -79,8 +79,13 @@ class Server:
         """Return the status and the body, cut at MAX_PAGE_BYTES. Raises ServerLost."""
         try:
             response = await self._send(self._client.build_request("GET", path, timeout=PROBE_S))
+            body = bytearray()
             try:
-                return response.status_code, (await response.aread())[:MAX_PAGE_BYTES]
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) >= MAX_PAGE_BYTES:
+                        break
+                return response.status_code, bytes(body[:MAX_PAGE_BYTES])
             finally:
                 await response.aclose()
         except (httpx.HTTPError, OSError) as exc:
@@ -93,7 +98,7 @@ class Server:
             data = b"".join([part async for part in received])
         try:
             found = json.loads(data)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise ServerLost(f"{self.root}{path} answers what is no JSON") from exc
         if not isinstance(found, dict):
             raise ServerLost(f"{self.root}{path} answers no JSON object")
@@ -148,7 +153,7 @@ def parse_error(body: bytes) -> tuple[str, str, str]:
     """Return message, code and field from the shapes of error that servers use; else the body's beginning."""
     try:
         found: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]

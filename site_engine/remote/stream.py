@@ -16,7 +16,9 @@ from site_engine.core.request import Finish, Output, TokenLogprob, ToolCall
 
 MAX_EVENT_BYTES = 8 << 20
 MAX_COUNT = 2**31 - 1
-"""Messages take no more tokens of one answer, nor a place beyond."""
+"""A larger count of a server is none, like one below 0: it would not fit a message of the link."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of a server that are no JSON of the type asked for, or nest too deeply."""
 
 
 class MalformedStream(Exception):
@@ -208,7 +210,7 @@ class ResponseStream:
             return
         try:
             chunk = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except DECODE_ERRORS as exc:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
             raise FailedStream(bytes(chunk.error))
@@ -222,20 +224,19 @@ class ResponseStream:
 
     def count(self, usage: Usage) -> None:
         """Take the server's own counts, the last ones of which hold."""
-        if prompt_tokens := checked_count(usage.prompt_tokens):
+        if prompt_tokens := possible_count(usage.prompt_tokens):
             self.prompt_tokens = max(1, prompt_tokens - self.delivered)
-        if (completion_tokens := checked_count(usage.completion_tokens)) is not None:
+        if (completion_tokens := possible_count(usage.completion_tokens)) is not None:
             self._total = completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
-            self.cached_tokens = checked_count(usage.prompt_tokens_details.cached_tokens)
+            self.cached_tokens = possible_count(usage.prompt_tokens_details.cached_tokens)
         if len(self._choices) > 1:
             return
         (choice,) = self._choices
         if self._total is not None:
             choice.tokens = max(choice.tokens, self._total)
-        details = usage.completion_tokens_details
-        reasoning_tokens = None if details is None else checked_count(details.reasoning_tokens)
-        if reasoning_tokens is not None:
+        details = usage.completion_tokens_details or _Details()
+        if (reasoning_tokens := possible_count(details.reasoning_tokens)) is not None:
             choice.reasoning_tokens = reasoning_tokens
         elif choice.reasoning_tokens and not choice.answers:
             choice.reasoning_tokens = choice.tokens  # all so far
@@ -276,9 +277,9 @@ class ResponseStream:
         )
 
 
-def checked_count(count: int | None) -> int | None:
-    """Return a count of tokens, None for one that cannot be: servers write -1 where they do not know."""
-    return count if count is not None and 0 <= count <= MAX_COUNT else None
+def possible_count(tokens: int | None) -> int | None:
+    """Return a count of tokens that a server gave, None for one that cannot be."""
+    return tokens if tokens is not None and 0 <= tokens <= MAX_COUNT else None
 
 
 def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:

@@ -48,7 +48,7 @@ class CallReader(Protocol):
 
 
 class CallSyntax(Protocol):
-    """How one call is written, between the marks of a format."""
+    """The syntax of one call between the marks of a format: a reader of it, and its grammar."""
 
     @property
     def start(self) -> str:

@@ -20,7 +20,7 @@ TEXT_OR_NULL = STRING | {"null"}
 
 
 class _Unenforceable(Exception):
-    """What of a schema can't be enforced; the message says what."""
+    """Raised for a part of a schema that can't be enforced; the message names it."""
 
 
 def tagged_rules(

@@ -39,7 +39,7 @@ class BatchRows(NamedTuple):
     wanted: int
 
     def changes(self, module: str, count: int) -> list[tuple[Change, Index]]:
-        """Return what changes a module that computes `count` rows, and for which of them."""
+        """Return the changes of a module that computes `count` rows, each with the rows that it is for."""
         if count not in {self.tokens, self.wanted}:
             raise RuntimeError(f"{module} computes {count} rows in a step of {self.tokens} tokens")
         return [

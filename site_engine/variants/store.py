@@ -38,7 +38,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 class VariantStore:
-    """`most_bytes`: that variants may own together; None: half of the memory that is free.
+    """`max_bytes`: what all variants together may own; None: half of the memory that is free.
 
     `slots` bound the adapters that run at once. `prepare` gets a variant whose factors are in host memory,
     returns it ready for the engine's own kernels, and raises VariantRefused for one that they do not compute;
@@ -48,7 +48,7 @@ class VariantStore:
     def __init__(
         self,
         model: LoadedModel,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         slots: AdapterSlots | None = None,
         prepare: Callable[[LoadedVariant], LoadedVariant] | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class VariantStore:
         self.certifier = Certifier(model)
         self._prepare = prepare or self._on_device
         self._model = model
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._served: dict[str, LoadedVariant] = {}
         self._versions: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of modules, by content
         self._loading = threading.Lock()
@@ -183,14 +183,14 @@ class VariantStore:
 
     def _room_bytes(self) -> int:
         """Return the bytes that the next variant may own."""
-        if self._most_bytes is None:
+        if self._max_bytes is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         blocks = {block for each in self._served.values() for block in each.chain.blocks}
-        return max(0, self._most_bytes - sum(block.bytes for block in blocks))
+        return max(0, self._max_bytes - sum(block.bytes for block in blocks))
 
 
 def own_blocks(found: Adapter, contents: Mapping[str, list[str]]) -> Iterator[Block]:
-    """Yield what a variant has of its own: its layers, embedding and head by content, and its adapter."""
+    """Yield the blocks that a variant has beside its base: layers, embedding and head by content, adapter."""
     owned: dict[tuple[BlockKind, int], list[str]] = {}
     for name in sorted(contents):
         owned.setdefault(_place(name), []).append(name)

@@ -25,14 +25,14 @@ FLOATS = {
 """Data types of numbers by their names in safetensors files."""
 
 
-def read_json(path: Path, most_bytes: int = 1_000_000) -> Any:
+def read_json(path: Path, max_bytes: int = 1_000_000) -> Any:
     """Read settings. Raises VariantRefused for a file that is cut or too large, and for pipes and folders."""
     if path.exists() and not path.is_file():
         raise VariantRefused(f"{path} is no file")
     try:
         size = path.stat().st_size
-        if size > most_bytes:
-            raise VariantRefused(f"{path} has {size:,} bytes, and at most {most_bytes:,} are read")
+        if size > max_bytes:
+            raise VariantRefused(f"{path} has {size:,} bytes, and at most {max_bytes:,} are read")
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise VariantRefused(f"{path} cannot be read: {error}") from error

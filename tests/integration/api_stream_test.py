@@ -103,7 +103,8 @@ def test_usage_comes_in_a_chunk_of_its_own() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}])
 def test_usage_is_absent_unless_requested(fields: dict[str, Any]) -> None:
-    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks_of(**fields))
+    chunks = chunks_of(**fields)
+    assert chunks and all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
 def test_continuous_usage_grows_in_each_chunk() -> None:

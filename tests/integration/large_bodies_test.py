@@ -22,7 +22,7 @@ HEAD = (
 
 def test_bodies_that_fill_the_memory_are_refused_with_the_time_to_wait_and_leave_room_for_others() -> None:
     async def main() -> None:
-        bodies = BodyReader(most_bytes=10 * len(PART))
+        bodies = BodyReader(max_bytes=10 * len(PART))
         script = Script(settings={"bodies": bodies})
         async with on_loopback(script) as (edge, port):
             large = chat_body(messages=[{"role": "user", "content": "x" * len(PART)}])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from site_engine.core.learned_lengths import MOST_KINDS, LengthFactors
+from site_engine.core.learned_lengths import MAX_KINDS, LengthFactors
 from site_engine.core.request import Lane, Request
 from tests.laws.engine_reserve_test import WRONG_BY, wrong_forecast
 from tests.support.counted_engine import CountedEngine, Counts
@@ -33,7 +33,7 @@ def learned(times: float, part: float, seed: int) -> float:
             factors.ended(line(at, max(1, round(length))))
     running = [line(at, round(now)) for at, length in enumerate(lengths) if length > now]
     for _ in range(60):
-        factors.look(running)
+        factors.update(running)
     return factors.factor(line(0, 0))
 
 
@@ -47,10 +47,10 @@ def test_the_factor_is_found_though_the_short_lines_end_first(times: float, part
 
 def test_a_few_lines_say_little_and_none_says_nothing() -> None:
     factors = LengthFactors()
-    factors.look([line(1, 900)])
+    factors.update([line(1, 900)])
     assert factors.factor(line(2, 0)) == 1.0
     factors.ended(line(3, 400))
-    factors.look([])
+    factors.update([])
     assert 1.0 < factors.factor(line(2, 0)) < 1.1
 
 
@@ -59,7 +59,7 @@ def test_chats_and_other_tenants_are_forecast_as_before() -> None:
     for at in range(100):
         factors.ended(line(at, 900))
         factors.ended(line(at, 900, "u", Lane.CHAT))
-    factors.look([])
+    factors.update([])
     assert factors.factor(line(0, 0)) > 3
     for other in (line(0, 0, "u"), line(0, 0, lane=Lane.CHAT)):
         assert factors.factor(other) == 1.0
@@ -74,7 +74,7 @@ def test_what_a_limit_cut_off_and_other_kinds_of_lines_say_nothing() -> None:
         short = line(at, 900)
         short.prefill_heavy = True
         factors.ended(short)
-    factors.look([])
+    factors.update([])
     assert factors.factor(line(0, 0)) == 1.0
     assert factors.factor(short) > 3
 
@@ -84,11 +84,11 @@ def test_a_tenants_next_batch_of_another_kind_is_learned_and_old_tenants_are_for
     for generated in (900, 200):
         for at in range(1200):
             factors.ended(line(at, generated))
-    factors.look([])
+    factors.update([])
     assert factors.factor(line(0, 0)) < 1.2
-    for at in range(MOST_KINDS):
+    for at in range(MAX_KINDS):
         factors.ended(line(at, 900, f"u{at}"))
-    factors.look([])
+    factors.update([])
     assert factors.factor(line(0, 0)) == 1.0
 
 

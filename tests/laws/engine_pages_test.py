@@ -65,7 +65,7 @@ def test_no_page_above_an_end_that_moves_is_given_out_and_none_is_lost(seed: int
         used = {page for pages in held for page in pages} | set(tree._nodes)
         assert max(used, default=0) <= pool.capacity
         assert pool.used == len(used)
-        assert sorted([*pool._free, *pool._free_beyond, *used]) == list(range(1, pool.capacity + 1))
+        assert sorted([*pool._free, *pool._free_extra, *used]) == list(range(1, pool.capacity + 1))
     with pytest.raises(ValueError, match="cannot move"):
         pool.move_end(own - 1)
 

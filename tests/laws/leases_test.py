@@ -83,8 +83,8 @@ def test_together_they_never_hold_more_and_all_of_it_is_used_or_given_back(seed:
     for _ in range(80):
         device.rnd.choice(acts)()
         assert sum(each.holds for each in device.engines) <= SIZE
-        assert all(each.holds <= each.lease.most_bytes for each in device.engines)
+        assert all(each.holds <= each.lease.max_bytes for each in device.engines)
     device.lend()
     device.settle()
     part = device.lent // max(1, len(device.engines))
-    assert all(each.holds == part == each.lease.most_bytes for each in device.engines)
+    assert all(each.holds == part == each.lease.max_bytes for each in device.engines)

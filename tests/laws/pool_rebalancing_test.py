@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from site_engine.core.load import IterationCost
 from site_engine.pool.rebalancing import (
     LOOK_EVERY_S,
-    MOST_MOVES,
+    MAX_MOVES,
     WORTH,
     Move,
     Placed,
@@ -60,7 +60,7 @@ placements = st.lists(
 @given(placements, st.floats(0.0, 1e-6))
 def test_each_move_lets_all_finish_sooner_by_more_than_it_costs(placed: list[Placed], copy_s: float) -> None:
     moves = plan_moves(placed, rooms_of(placed), COST, copy_s)
-    assert len({move.request_id for move in moves}) == len(moves) <= MOST_MOVES
+    assert len({move.request_id for move in moves}) == len(moves) <= MAX_MOVES
     for move in moves:
         moved = after(placed, move)
         assert total_s(placed) - total_s(moved) == pytest.approx(move.gain_s)
@@ -155,7 +155,7 @@ def test_a_look_follows_the_last_and_its_moves_by_a_while() -> None:
     assert rebalancer.is_due(100.0)
     assert not rebalancer.is_due(100.0 + LOOK_EVERY_S / 2)
     first = rebalancer.moves(placed, rooms_of(placed), COST, 100.0)
-    assert len(first) == MOST_MOVES
+    assert len(first) == MAX_MOVES
     assert rebalancer.moves(placed, rooms_of(placed), COST, 101.0) == []  # they are under way
     for move in first[:-1]:
         rebalancer.came_over(move.request_id, 100.05)

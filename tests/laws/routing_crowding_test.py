@@ -14,7 +14,7 @@ from gateway.routing.demand import Arriving, Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import mico
 from gateway.routing.prefixes import NOTHING_CACHED, Cached
-from gateway.routing.traffic import FEWEST, MAX_MODELS, RECENT, Traffic
+from gateway.routing.traffic import MAX_MODELS, MIN_QUERIES, RECENT, Traffic
 from tests.laws.routing_test import DEMAND, NOW, federation, site
 
 A_BURST = Arriving(tokens_per_s=1e9)
@@ -77,14 +77,14 @@ def arrivals(gaps_s: list[float], tokens: float = 100.0) -> list[Demand]:
     return found
 
 
-@given(st.floats(0.001, 10.0), st.floats(1.0, 10_000.0), st.integers(FEWEST, 3 * RECENT))
+@given(st.floats(0.001, 10.0), st.floats(1.0, 10_000.0), st.integers(MIN_QUERIES, 3 * RECENT))
 def test_a_steady_stream_is_measured_as_it_is(gap_s: float, tokens: float, count: int) -> None:
     last = arrivals([gap_s] * count, tokens)[-1]
     assert last.arriving.tokens_per_s == pytest.approx(tokens / gap_s, rel=1e-6)
 
 
 def test_few_queries_do_not_tell_how_fast_they_arrive() -> None:
-    assert all(each.arriving == Arriving() for each in arrivals([0.0] * (FEWEST - 1)))
+    assert all(each.arriving == Arriving() for each in arrivals([0.0] * (MIN_QUERIES - 1)))
 
 
 def test_a_burst_is_known_after_its_first_queries_and_forgotten_after_it() -> None:

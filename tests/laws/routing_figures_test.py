@@ -76,6 +76,7 @@ def test_every_site_is_estimated_as_if_it_were_alone(fleet: list[Site], demand: 
     """Where no site has anyone waiting, waits are not computed: that changes none."""
     placed = decide(demand, Fleet.of(fleet), mico, now_s=NOW, turn=0)
     alone = {each.name: estimate(demand, each, NOW) for each in fleet}
+    assert placed.estimates or placed.site is None
     for found in placed.estimates:
         assert without_cost(found) == without_cost(alone[found.site])
     of_all, one = Fleet.of(fleet), sizes(demand, Fleet.of(fleet))

@@ -141,6 +141,7 @@ def test_with_caches_every_query_ends_once_and_only_the_caches_hold_pages(  # no
     records, federation = simulate(
         lanes, sites, offload=offload, gateways=gateways, block_tokens=BLOCK_TOKENS, affinity=affinity(name)
     )
+    assert sorted(record.query.number for record in records) == [query.number for query in queries]
     for record in records:
         assert 0 < record.first_token_s <= record.finish_s
         assert 0 <= record.cached_tokens < record.query.prompt_tokens

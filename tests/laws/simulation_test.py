@@ -100,6 +100,7 @@ def test_a_nearer_gateways_queries_see_the_smaller_round_trip() -> None:
     queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
     records, _ = simulate(queries, tuple(sites_of("1x8~5+250")), gateways=2)
     alone, _ = simulate(queries[:1], tuple(sites_of("1x8~5")))
+    assert len(records) == len(queries)
     for record in records:
         further_s = 0.245 * (record.query.number % 2)
         assert record.first_token_s == pytest.approx(alone[0].first_token_s + further_s)
@@ -155,6 +156,7 @@ def test_a_lost_site_loses_no_query_while_another_stands(
     standing = SiteSpec.of("z", 4, 1.0, 0.01, 20_000)
     lost = Outage(sites[0].name, from_s, from_s + lasting_s)
     records, federation = simulate(queries, (*sites, standing), outages=(lost,))
+    assert len(records) == len(queries)
     assert not any(isnan(record.finish_s) for record in records)
     assert all(site.kv_used == 0 for site in federation.sites.values())
 
@@ -275,6 +277,7 @@ def test_lines_of_batches_end_too_and_hold_nobody_up(
 ) -> None:
     mixed = [replace(q, lane=Lane.BATCH) if lines >> q.number & 1 else q for q in queries]
     records, federation = simulate(mixed, sites, offload=offload)
+    assert len(records) == len(mixed)
     assert all(0 < record.first_token_s <= record.finish_s for record in records)
     for site in federation.sites.values():
         assert (len(site.running), site.pending, site.kv_used) == (0, 0, 0)

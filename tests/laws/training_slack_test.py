@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from site_engine.core.slack import (
     KEPT_DELAYS,
     LATE_CHUNK_TOKENS,
-    LEAST_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
     Bounds,
     Deferral,
     NextSlice,
-    Seen,
+    Serving,
     Slack,
     SliceCosts,
 )
 
 SECONDS = st.floats(0.0, 1.0)
 SEEN = st.builds(
-    Seen,
+    Serving,
     chat_waits=st.booleans(),
     chat_decodes=st.booleans(),
     batch=st.booleans(),
@@ -39,46 +39,48 @@ FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
 
 
 @given(SEEN, FOLLOWING)
-def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(seen: Seen, following: NextSlice) -> None:
+def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(
+    serving: Serving, following: NextSlice
+) -> None:
     bounds = Bounds(between_tokens_s=0.5)
     slack = Slack(bounds)
-    taken = slack.takes(seen, following)
-    if seen.chat_waits:
+    taken = slack.takes(serving, following)
+    if serving.chat_waits:
         assert not taken
-    elif seen.chat_decodes:
-        whole_s = slack.aim_s - seen.iteration_s
-        share = seen.free_share if seen.sliced else 1.0
-        left_s = share * whole_s - min(seen.newcomer_s, whole_s / 4) - seen.since_tokens_s
+    elif serving.chat_decodes:
+        whole_s = slack.aim_s - serving.iteration_s
+        share = serving.free_share if serving.sliced else 1.0
+        left_s = share * whole_s - min(serving.newcomer_s, whole_s / 4) - serving.since_tokens_s
         assert taken == (following.seconds <= left_s)
     else:
-        assert taken == (not seen.batch)  # which has had no time yet
+        assert taken == (not serving.batch)  # which has had no time yet
 
 
 @given(SEEN, FOLLOWING)
 def test_by_the_rule_of_the_paper_whole_micro_batches_run_beside_nothing(
-    seen: Seen, following: NextSlice
+    serving: Serving, following: NextSlice
 ) -> None:
     slack = Slack(Bounds(deferral=Deferral.ITERATION, wait_s=0.5))
-    taken = slack.takes(seen, following)
+    taken = slack.takes(serving, following)
     if not following.begins:
         assert taken
-    elif seen.chat_decodes:
+    elif serving.chat_decodes:
         assert not taken
-    elif seen.chat_waits or seen.batch:
-        assert taken == (seen.oldest_wait_s + following.micro_batch_s <= 0.5)
+    elif serving.chat_waits or serving.batch:
+        assert taken == (serving.oldest_wait_s + following.micro_batch_s <= 0.5)
     else:
         assert taken
 
 
-def shares(slack: Slack, seen: Seen, slice_s: float, iteration_s: float, steps: int = 4000) -> float:
-    """Return training's share of the device time where an engine serves `seen` without end."""
+def shares(slack: Slack, serving: Serving, slice_s: float, iteration_s: float, steps: int = 4000) -> float:
+    """Return training's share of the device time where an engine serves `serving` without end."""
     trained = served = 0.0
     for _ in range(steps):
-        if slack.takes(seen, NextSlice(slice_s)):
-            slack.trained(slice_s, seen, NextSlice(slice_s))
+        if slack.takes(serving, NextSlice(slice_s)):
+            slack.trained(slice_s, serving, NextSlice(slice_s))
             trained += slice_s
         else:
-            slack.served(iteration_s, batch_alone=seen.batch and not seen.chat_decodes)
+            slack.served(iteration_s, batch_alone=serving.batch and not serving.chat_decodes)
             served += iteration_s
     return trained / (trained + served)
 
@@ -86,7 +88,7 @@ def shares(slack: Slack, seen: Seen, slice_s: float, iteration_s: float, steps: 
 @given(st.floats(0.05, 0.95), st.floats(0.001, 0.02), st.floats(0.001, 0.02))
 def test_batches_alone_have_their_share_of_the_time(share: float, slice_s: float, iteration_s: float) -> None:
     slack = Slack(Bounds(batch_share=share))
-    assert shares(slack, Seen(batch=True), slice_s, iteration_s) == pytest.approx(1.0 - share, abs=0.02)
+    assert shares(slack, Serving(batch=True), slice_s, iteration_s) == pytest.approx(1.0 - share, abs=0.02)
 
 
 @given(st.floats(0.0, 0.5), st.floats(0.001, 0.02), st.floats(0.001, 0.02))
@@ -95,8 +97,8 @@ def test_training_has_its_least_share_beside_any_answers(
 ) -> None:
     """No slice fits the bound here, so that all the time that training has is what it was promised."""
     slack = Slack(Bounds(least_share=share, between_tokens_s=1e-6))
-    seen = Seen(chat_decodes=True, iteration_s=iteration_s)
-    assert shares(slack, seen, slice_s, iteration_s) == pytest.approx(share, abs=0.02)
+    serving = Serving(chat_decodes=True, iteration_s=iteration_s)
+    assert shares(slack, serving, slice_s, iteration_s) == pytest.approx(share, abs=0.02)
 
 
 @given(st.integers(0, 500))
@@ -105,9 +107,9 @@ def test_time_that_was_given_up_is_not_saved_for_later(rounds: int) -> None:
     slack = Slack(Bounds(batch_share=0.5, least_share=0.5))
     for _ in range(rounds):
         slack.served(1.0, batch_alone=False)
-    seen, taken = Seen(batch=True), 0
-    while slack.takes(seen, NextSlice(0.1)):
-        slack.trained(0.1, seen, NextSlice(0.1))
+    serving, taken = Serving(batch=True), 0
+    while slack.takes(serving, NextSlice(0.1)):
+        slack.trained(0.1, serving, NextSlice(0.1))
         taken += 1
     assert taken <= 25
 
@@ -115,13 +117,13 @@ def test_time_that_was_given_up_is_not_saved_for_later(rounds: int) -> None:
 @given(st.floats(0.0, 0.1), st.floats(0.0, 0.1))
 def test_prompts_beside_answers_get_what_the_bound_leaves(since_s: float, iteration_s: float) -> None:
     slack = Slack(Bounds(between_tokens_s=0.05))
-    seen = Seen(chat_decodes=True, since_tokens_s=since_s)
-    tokens = slack.chunk_tokens(seen, iteration_s, 1e-5)
+    serving = Serving(chat_decodes=True, since_tokens_s=since_s)
+    tokens = slack.chunk_tokens(serving, iteration_s, 1e-5)
     assert tokens is not None
-    least = LEAST_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
+    least = MIN_CHUNK_TOKENS if iteration_s < 0.05 else LATE_CHUNK_TOKENS
     assert tokens >= least
     assert tokens == least or since_s + iteration_s + tokens * 1e-5 <= slack.aim_s + 1e-9
-    assert slack.chunk_tokens(Seen(chat_waits=True), iteration_s, 1e-5) is None
+    assert slack.chunk_tokens(Serving(chat_waits=True), iteration_s, 1e-5) is None
 
 
 def between_tokens(draw: Random, *, slow: float, times: float, intervals: int) -> tuple[list[float], float]:
@@ -134,13 +136,13 @@ def between_tokens(draw: Random, *, slow: float, times: float, intervals: int) -
         while True:
             kind, size = draw.choice((("forward", 1.0), ("backward", 2.0), ("head", 4.0)))
             following = NextSlice(costs.seconds(kind, 4000, now_s))
-            seen = Seen(chat_decodes=True, since_tokens_s=now_s - began_s, iteration_s=0.001)
-            if not slack.takes(seen, following):
+            serving = Serving(chat_decodes=True, since_tokens_s=now_s - began_s, iteration_s=0.001)
+            if not slack.takes(serving, following):
                 break
             taken_s = 0.001 * size * draw.uniform(0.8, 1.1) * (times if draw.random() < slow else 1.0)
             now_s += taken_s
             costs.observe(kind, 4000, taken_s, now_s)
-            slack.trained(taken_s, seen, following)
+            slack.trained(taken_s, serving, following)
             trained_s += taken_s
         now_s += 0.001 * draw.uniform(0.9, 1.5)
         between.append(now_s - began_s)
@@ -160,33 +162,33 @@ def test_of_the_times_between_tokens_99_in_100_are_within_the_bound_whatever_sli
 
 def test_slices_fill_the_bound_where_they_take_what_is_foreseen() -> None:
     slack = Slack(Bounds(between_tokens_s=0.02))
-    seen, following = Seen(chat_decodes=True, since_tokens_s=0.01, iteration_s=0.001), NextSlice(0.002)
+    serving, following = Serving(chat_decodes=True, since_tokens_s=0.01, iteration_s=0.001), NextSlice(0.002)
     assert slack.aim_s < 0.02
     for _ in range(KEPT_DELAYS):
-        slack.trained(0.002, seen, following)
+        slack.trained(0.002, serving, following)
         slack.published(0.013)
     assert slack.aim_s == 0.02
 
 
 def test_a_long_delay_does_not_keep_slices_away_for_ever() -> None:
     slack = Slack(Bounds(between_tokens_s=0.02))
-    seen, following = Seen(chat_decodes=True, iteration_s=0.001), NextSlice(0.012)
-    assert slack.takes(seen, following)
-    slack.trained(0.5, seen, following)
+    serving, following = Serving(chat_decodes=True, iteration_s=0.001), NextSlice(0.012)
+    assert slack.takes(serving, following)
+    slack.trained(0.5, serving, following)
     slack.published(0.501)
     for _ in range(KEPT_DELAYS - 2):
-        assert not slack.takes(seen, following)
+        assert not slack.takes(serving, following)
         slack.published(0.001)
-    assert slack.takes(seen, following)
+    assert slack.takes(serving, following)
 
 
 def test_what_was_promised_to_training_and_times_without_it_are_no_delays() -> None:
     slack = Slack(Bounds(between_tokens_s=0.02, least_share=0.5))
     aim_s = slack.aim_s
     slack.published(5.0)
-    slack.trained(0.5, Seen(), NextSlice(0.5))
+    slack.trained(0.5, Serving(), NextSlice(0.5))
     slack.published(5.0)
-    slack.trained(0.5, Seen(chat_decodes=True), NextSlice(0.5))
+    slack.trained(0.5, Serving(chat_decodes=True), NextSlice(0.5))
     slack.published(0.5)
     assert slack.aim_s == aim_s
 
@@ -212,9 +214,9 @@ def test_a_size_that_was_seen_has_its_own_cost_and_another_that_of_the_next_larg
     taken_s: dict[int, float], size: int
 ) -> None:
     costs = SliceCosts()
-    for seen, seconds in taken_s.items():
+    for serving, seconds in taken_s.items():
         for _ in range(2):
-            costs.observe("forward", seen, seconds, 0.0)
+            costs.observe("forward", serving, seconds, 0.0)
     larger = [each for each in taken_s if each >= size]
     most = max(taken_s)
     wanted = taken_s[min(larger)] if larger else taken_s[most] * size / most
@@ -238,7 +240,7 @@ def test_a_slice_that_once_took_long_is_tried_again() -> None:
     tried_s = next(
         now_s
         for now_s in range(3600)
-        if slack.takes(Seen(chat_decodes=True), NextSlice(costs.seconds("forward", 100, now_s)))
+        if slack.takes(Serving(chat_decodes=True), NextSlice(costs.seconds("forward", 100, now_s)))
     )
     assert 5 < tried_s < 60
     costs.observe("forward", 100, 0.005, tried_s)
@@ -284,22 +286,22 @@ def served_beside(
         decoding = [row for row in rows if not row.unread]
         iteration_s = 0.004 + 0.00035 * len(decoding)
         if slack is not None:
-            seen = Seen(
+            serving = Serving(
                 chat_waits=waits or len(decoding) < len(rows),
                 chat_decodes=bool(decoding),
                 since_tokens_s=now_s - tokens_s,
                 iteration_s=iteration_s,
-                newcomer_s=LEAST_CHUNK_TOKENS * 0.00016,
+                newcomer_s=MIN_CHUNK_TOKENS * 0.00016,
                 sliced=sliced,
                 free_share=1 - len(rows) / SLOTS if by_slots else 1.0,
             )
             following = NextSlice(SLICES_S[slices % 3])
-            if slack.takes(seen, following):
+            if slack.takes(serving, following):
                 taken_s = following.seconds * draw.uniform(0.8, 1.1)
-                slack.trained(taken_s, seen, following)
+                slack.trained(taken_s, serving, following)
                 now_s, trained_s, slices, sliced = now_s + taken_s, trained_s + taken_s, slices + 1, True
                 continue
-            chunk = slack.chunk_tokens(seen, iteration_s, 0.00016)
+            chunk = slack.chunk_tokens(serving, iteration_s, 0.00016)
         if not rows:
             now_s = coming[-1].arrived_s
             continue
@@ -342,10 +344,10 @@ def test_first_tokens_are_little_later_beside_training_which_has_less_time_as_sl
 def test_with_no_free_slot_one_slice_runs_between_two_tokens(slice_s: float, iteration_s: float) -> None:
     slack, following = Slack(Bounds(between_tokens_s=0.02)), NextSlice(slice_s)
     for _ in range(20):
-        seen = Seen(chat_decodes=True, iteration_s=iteration_s, free_share=0.0)
-        assert slack.takes(seen, following)
-        slack.trained(slice_s, seen, following)
-        assert not slack.takes(seen._replace(sliced=True, since_tokens_s=slice_s), following)
+        serving = Serving(chat_decodes=True, iteration_s=iteration_s, free_share=0.0)
+        assert slack.takes(serving, following)
+        slack.trained(slice_s, serving, following)
+        assert not slack.takes(serving._replace(sliced=True, since_tokens_s=slice_s), following)
         slack.published(slice_s + iteration_s)
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.image_data import (
-    LEAST_TOKENS,
     MAX_IMAGE_BYTES,
-    MOST_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
     PIECE_CHARS,
     UNSEEN_TOKENS,
     BadImage,
@@ -38,13 +38,13 @@ def test_the_size_is_read_from_the_header_of_every_kind(raw: bytes) -> None:
 @given(st.sampled_from([png(64, 48)[:40], JPEG, VP8X, VP8L, VP8, GIF]), st.integers(0, 400), st.binary())
 def test_no_bytes_are_too_broken_to_be_looked_at(raw: bytes, kept: int, more: bytes) -> None:
     size = image_size(raw[:kept] + more)
-    assert size is None or LEAST_TOKENS <= guess_tokens(*size) <= MOST_TOKENS
+    assert size is None or MIN_TOKENS <= guess_tokens(*size) <= MAX_TOKENS
 
 
 def test_tokens_grow_with_the_area_within_bounds() -> None:
     assert guess_tokens(640, 480) == 23 * 18
-    assert guess_tokens(1, 1) == LEAST_TOKENS
-    assert guess_tokens(10_000, 10_000) == MOST_TOKENS
+    assert guess_tokens(1, 1) == MIN_TOKENS
+    assert guess_tokens(10_000, 10_000) == MAX_TOKENS
     assert guess_tokens(0, 0) == UNSEEN_TOKENS
 
 

@@ -36,7 +36,7 @@ def test_what_is_not_read_yet_holds_nothing_up_and_arrives_in_order(ends) -> Non
 
 
 def test_a_site_that_reads_nothing_ends_the_engine(ends) -> None:
-    sender = Sender(ends[0], most_bytes=100_000)
+    sender = Sender(ends[0], max_bytes=100_000)
     with pytest.raises(ConnectionError, match="has not read"):
         for part in PARTS:
             sender.send(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from site_engine.engine.process_spawn import Spawned, begun, spawn
+from site_engine.engine.process_spawn import Spawned, prestarted, spawn
 
 ECHO = """
 import socket, sys
@@ -21,7 +21,7 @@ def test_the_first_caller_gets_the_process_that_was_begun_and_later_ones_another
         made.append(spawn((sys.executable, "-c", ECHO)))
         return made[-1]
 
-    start = begun(counted)
+    start = prestarted(counted)
     assert len(made) == 1
     assert [start(), start(), start()] == made
     for process, connection in made:
@@ -33,6 +33,6 @@ def test_the_first_caller_gets_the_process_that_was_begun_and_later_ones_another
 
 def test_a_process_that_nobody_asks_for_ends_with_its_socket() -> None:
     waiting = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(9)"
-    process, connection = begun(partial(spawn, (sys.executable, "-c", waiting)))()
+    process, connection = prestarted(partial(spawn, (sys.executable, "-c", waiting)))()
     connection.close()
     assert process.wait(60) == 0

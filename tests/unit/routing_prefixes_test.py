@@ -104,7 +104,7 @@ def test_what_all_of_few_sites_have_favours_none_of_them() -> None:
 
 
 def test_entries_are_bounded_in_number_and_age() -> None:
-    index, kept = PrefixIndex(most=100, max_age_s=10.0), prefix_of("kept" * 32, "t", "m")
+    index, kept = PrefixIndex(max_prefixes=100, max_age_s=10.0), prefix_of("kept" * 32, "t", "m")
     for number in range(1_000):
         index.record(prefix_of(str(number) * 64, "t", "m"), "a", 0.0)
         index.record(kept, "b", 0.0)
@@ -301,7 +301,7 @@ def test_a_huge_prompt_costs_no_more_hashes_than_a_long_one() -> None:
 
 
 def test_what_is_known_of_sites_is_forgotten_with_what_they_hold() -> None:
-    index = PrefixIndex(most=100, max_age_s=10.0)
+    index = PrefixIndex(max_prefixes=100, max_age_s=10.0)
     for number in range(1_000):
         index.record(prefix_of(str(number) * 64, "t", "m"), f"site-{number}", float(number))
     assert len(index._caches) < 100

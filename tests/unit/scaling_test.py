@@ -252,8 +252,14 @@ def test_a_pool_is_emptied_only_where_the_plan_says_so(said: str, fewest: int, t
     assert desired_machines({"eu": 0.0}, bounds) == {"eu": fewest}
 
 
-def test_no_plan_resizes_nothing() -> None:
-    assert ScalingPlan().pool == {}
+def test_without_a_plan_the_desired_size_is_shown_and_nothing_is_resized() -> None:
+    sites, now = [site("a", 10, pending_tokens=30_000.0)], [0.0]
+    scaler = Scaler(lambda: sites, ScalingPlan(), {}, lambda: now[0])
+    for now[0] in (0.0, 31.0):
+        asyncio.run(scaler.reconcile())
+    (pool,) = scaler.pools()
+    assert (pool.name, pool.machines) == ("eu", 1)
+    assert pool.desired > 1
 
 
 @pytest.fixture

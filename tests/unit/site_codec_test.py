@@ -37,6 +37,7 @@ from site_engine.core.training import (
 )
 from site_engine.errors import Reason, WrongMessage
 from site_engine.federation import codec
+from site_engine.federation.client_json import MAX_NESTING
 from tests.support.site_fakes import HELLO, FakeEngine
 from wire import federation_pb2 as pb
 
@@ -48,6 +49,10 @@ NO_JSON = pb.ChatMessage(role="user", tool_calls_json="{")
 
 def chat_with(tools: str, **rules: str) -> pb.Chat:
     return pb.Chat(messages=[pb.ChatMessage(role="user")], tools_json=tools, **rules)
+
+
+def nested(depth: int) -> str:
+    return '{"x":' * (depth - 1) + "{}" + "}" * (depth - 1)
 
 
 floats = st.floats(width=32)
@@ -142,6 +147,8 @@ def test_a_full_assign_arrives_whole() -> None:
         ({"sampling": pb.Sampling(stop=[""])}, Reason.INVALID, "stop"),
         ({"sampling": pb.Sampling(guided_json="{")}, Reason.INVALID, "response_format"),
         ({"sampling": pb.Sampling(guided_json="[]")}, Reason.INVALID, "response_format"),
+        ({"sampling": pb.Sampling(guided_json=nested(MAX_NESTING + 1))}, Reason.INVALID, "response_format"),
+        ({"sampling": pb.Sampling(guided_json=nested(10_000))}, Reason.INVALID, "response_format"),
         ({"chat": chat_with("{")}, Reason.INVALID, "tools"),
         ({"chat": chat_with("[]")}, Reason.INVALID, "tool_choice"),
         ({"chat": chat_with('[{"type": "function"}]')}, Reason.INVALID, "tools"),
@@ -163,6 +170,14 @@ def test_what_is_wrong_is_named(change: dict[str, object], reason: Reason, param
     got = codec.decode(pb.GatewayMessage(assign=body))
     assert isinstance(got, m.Rejected)
     assert (got.reason, got.param) == (reason, param)
+
+
+def test_json_may_nest_as_deeply_as_the_site_bears() -> None:
+    schema = nested(MAX_NESTING)
+    body = pb.Assign(attempt_id="a", text="x", sampling=pb.Sampling(guided_json=schema))
+    got = codec.decode(pb.GatewayMessage(assign=body))
+    assert isinstance(got, m.Assign)
+    assert got.guided_json == schema
 
 
 def test_a_message_of_a_newer_gateway_is_ignored() -> None:

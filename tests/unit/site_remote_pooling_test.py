@@ -80,6 +80,7 @@ def test_ranks_count_what_the_server_counted(usage: dict[str, int]) -> None:
         ("rerank", 1, {"results": [{"index": 0}]}),
         ("rerank", 1, {"results": [{"index": 5, "score": 1}]}),
         ("rerank", 1, {"data": []}),
+        ("rerank", 1, b'{"meta": ' + b"[" * 10_000),
     ],
 )
 def test_an_answer_that_is_not_whole_is_none(task: str, inputs: int, answer: Any) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from site_engine.core.request import Finish, Output, ToolCall
 from site_engine.remote.stream import MAX_EVENT_BYTES, MalformedStream, ResponseStream
+from wire import federation_pb2 as pb
 
 
 def event(**body: Any) -> bytes:
@@ -248,6 +249,7 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
         [piece("x"), DONE],  # no finish
         [b"data: {nonsense\n\n"],
         [b'data: {"choices": 7}\n\n'],
+        [b'data: {"choices": [{"stop_reason": ' + b"[" * 10_000 + b"\n\n"],
         [b"data: \xff\xfe\n\n"],
         [b'data: {"choices": [{"text": "\xff"}]}\n\n'],
         [event(error={"message": "out of memory"})],
@@ -322,3 +324,43 @@ def test_a_count_that_is_none_ends_no_link(name: str, figure: int) -> None:
 def test_a_place_or_a_byte_that_is_none_breaks_the_answer_alone(part: dict[str, Any]) -> None:
     with pytest.raises(MalformedStream):
         read(ResponseStream(["a"]), event(choices=[{"index": 0, **part}]))
+
+
+ABSURD = st.one_of(st.integers(-(2**70), 2**70), st.sampled_from([-1, 2**32, 2**63]))
+
+
+@given(ABSURD, ABSURD, ABSURD, ABSURD)
+def test_absurd_counts_of_a_server_fit_the_link(
+    prompt: int, completion: int, cached: int, of_it: int
+) -> None:
+    """One that did not would end the link, and with it every answer of the site."""
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": of_it},
+    }
+    for choices in (["a"], ["a", "b"]):
+        stream = ResponseStream(choices, delivered=3)
+        ends = [
+            {"index": at, "delta": {"content": "x"}, "finish_reason": "stop"} for at in range(len(choices))
+        ]
+        outputs = read(stream, event(choices=ends, usage=usage), DONE)
+        for each in (*outputs, *stream.end()):
+            pb.Delta(completion_tokens=each.completion_tokens, reasoning_tokens=each.reasoning_tokens)
+            pb.Accepted(prompt_tokens=each.prompt_tokens)
+        pb.Timings(cached_prompt_tokens=stream.cached_tokens or 0)
+
+
+@pytest.mark.parametrize("index", [-1, 2**32])
+def test_a_call_of_no_possible_number_is_malformed(index: int) -> None:
+    call = {"index": index, "id": "c", "function": {"name": "f", "arguments": ""}}
+    with pytest.raises(MalformedStream):
+        ResponseStream(["a"]).feed(event(choices=[{"index": 0, "delta": {"tool_calls": [call]}}]))
+
+
+@pytest.mark.parametrize("byte", [-1, 256])
+def test_log_probabilities_of_bytes_that_are_none_are_malformed(byte: int) -> None:
+    logprobs = {"content": [{"token": "x", "logprob": -0.5, "bytes": [byte]}]}
+    with pytest.raises(MalformedStream):
+        ResponseStream(["a"]).feed(piece("x", logprobs=logprobs))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
-from wire.training_rows import MAX_FAULTS, MAX_LINE_BYTES, BadRow, Row, check_file, read_row
+from wire.training_rows import MAX_LINE_BYTES, BadRow, Row, read_row
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -126,18 +126,6 @@ BAD: list[tuple[bytes, str]] = [
 def test_each_kind_of_bad_line_is_named(line: bytes, reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
         read_row(line)
-
-
-def test_every_bad_line_of_a_file_is_named_by_its_number_up_to_fifty() -> None:
-    lines = [chat(USER, ANSWER), *(line for line, _ in BAD), b"{"]
-    checked = check_file(lines)
-    assert checked.rows == 1
-    assert [fault.line for fault in checked.faults] == list(range(2, 2 + MAX_FAULTS))
-    assert str(checked.faults[0]) == "line 2: is empty"
-
-
-def test_a_file_without_lines_is_a_fault_of_the_file() -> None:
-    assert [str(fault) for fault in check_file([]).faults] == ["the file has no lines"]
 
 
 def test_a_chat_is_read_as_templates_take_it() -> None:
