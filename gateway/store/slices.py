@@ -150,6 +150,7 @@ class SliceTable:
         self._back_since = float("-inf")  # after a time without the database, or with another one
         self._tables_changed = False
         self._freed = False
+        self._patience = asyncio.Timeout(None)  # of the transaction in progress
         dialect = engine.dialect.name
         self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
 
@@ -194,7 +195,7 @@ class SliceTable:
         """Return all limits; later rounds report changes since this call."""
 
         async def work(connection: AsyncConnection) -> tuple[tuple[int, int], dict[LimitId, int]]:
-            return await _mark(connection), await _limits(connection)
+            return await _mark(connection), await self._limits(connection)
 
         self._mark, found = await self._transaction(work)  # set only on success: a failed read is repeated
         return found
@@ -238,7 +239,7 @@ class SliceTable:
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
         short = [id_of(row) for row in await connection.execute(_SHORT)] if found[0].any_short else []
         mark = found[0].limits, int(found[0].stamps)
-        limits = None if mark == self._mark else await _limits(connection)
+        limits = None if mark == self._mark else await self._limits(connection)
         return _RoundState(now, alive, short, mark, limits)
 
     async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> float:
@@ -351,6 +352,17 @@ class SliceTable:
             .values(period=row.period, amount=total, used=total, used_at=row.used_at)
         )
 
+    async def _limits(self, connection: AsyncConnection) -> dict[LimitId, int]:
+        """Read the limits in pages, between which the event loop turns to others; each has its time."""
+        found: dict[LimitId, int] = {}
+        after = {"after_scope": "", "after_subject": "", "after_kind": ""}
+        while rows := (await connection.execute(_LIMITS, after)).all():
+            found.update({id_of(row): row.amount for row in rows if is_known(row)})
+            last = rows[-1]
+            after = {"after_scope": last.scope, "after_subject": last.subject, "after_kind": last.kind}
+            self._patience.reschedule(asyncio.get_running_loop().time() + ROUND_TIMEOUT_S)
+        return found
+
     async def _database_time(self, connection: AsyncConnection) -> float:
         now = await database_time(connection, self._clock)
         self._heard(now)
@@ -358,7 +370,7 @@ class SliceTable:
 
     async def _transaction(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         try:
-            async with asyncio.timeout(ROUND_TIMEOUT_S), self._engine.begin() as connection:
+            async with asyncio.timeout(ROUND_TIMEOUT_S) as self._patience, self._engine.begin() as connection:
                 return await work(connection)
         except TimeoutError as exc:
             raise SlicesAway(f"no answer within {ROUND_TIMEOUT_S:g} s") from exc
@@ -369,17 +381,6 @@ class SliceTable:
 async def _mark(connection: AsyncConnection) -> tuple[int, int]:
     count, stamped = (await connection.execute(_MARK)).one()
     return count, int(stamped)
-
-
-async def _limits(connection: AsyncConnection) -> dict[LimitId, int]:
-    """Read the limits in pages, between which the event loop turns to others."""
-    found: dict[LimitId, int] = {}
-    after = {"after_scope": "", "after_subject": "", "after_kind": ""}
-    while rows := (await connection.execute(_LIMITS, after)).all():
-        found.update({id_of(row): row.amount for row in rows if is_known(row)})
-        last = rows[-1]
-        after = {"after_scope": last.scope, "after_subject": last.subject, "after_kind": last.kind}
-    return found
 
 
 def id_of(row: Any) -> LimitId:
