@@ -297,10 +297,8 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     query_context, publisher = core.query_context, core.publisher
     directory, links, clock = query_context.directory, query_context.federation.links, store.clock
     order_service = OrderService(store.orders, directory, links, publisher, unix_time=clock)
-    show = publisher.events.add
-    exchange = SummaryExchange(
-        store.snapshots, publisher.replica, lambda: publisher.own_summary, show, unix_time=clock
-    )
+    own_summary, show = (lambda: publisher.own_summary), publisher.events.add
+    exchange = SummaryExchange(store.snapshots, publisher.replica, own_summary, show, unix_time=clock)
     publisher.replica_summaries = lambda: exchange.summaries
     publisher.certificate_until = store.certificates.expires_at
     publisher.mark_paid = store.hours.mark

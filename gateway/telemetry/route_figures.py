@@ -27,7 +27,7 @@ BROKEN: Final = ("lost", "failed")
 
 
 class Routed(NamedTuple):
-    """The result of a query at a target. `at`: monotonic time; `tokens` and `seconds` are 0 without answer."""
+    """The result of a query at a target. `at` is monotonic; unanswered, `tokens` and `seconds` are 0."""
 
     at: float
     route: str
