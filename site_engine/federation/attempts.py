@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from site_engine.core.request import Admission, Finish, Output, Request, TokenLogprob
 from site_engine.engine_client import Delivered, Prepared, ToolParser
-from site_engine.errors import NotServed
+from site_engine.errors import NotServed, Reason
 from site_engine.federation.outbox import STREAM_INTERVAL_S, Outbox
 from site_engine.messages import (
     Accepted,
@@ -181,6 +181,12 @@ class Attempts:
         if attempt is not None:
             self._forget(attempt_id)
             self.outbox.put(rejection(attempt.assign, refusal))
+
+    def broken(self, attempt_id: str, error: Exception) -> None:
+        """End an attempt whose preparation met a fault of the site."""
+        log.error("attempt %s cannot be prepared", attempt_id, exc_info=error)
+        reason = f"the site cannot prepare this request: {type(error).__name__}"
+        self.refused(attempt_id, NotServed(Reason.INTERNAL, reason))
 
     def admitted(self, attempt_id: str, admission: Admission) -> None:
         attempt = self._attempts.get(attempt_id)

@@ -222,7 +222,10 @@ class Site:
         attempt_id, attempts = assign.attempt_id, connection.attempts
         is_wanted = partial(attempts.is_preparing, attempt_id)
         if not self.held.is_asleep(assign.model):
-            self._engine.prepare(assign, partial(self._prepared, connection, attempt_id), is_wanted)
+            try:
+                self._engine.prepare(assign, partial(self._prepared, connection, attempt_id), is_wanted)
+            except Exception as exc:  # noqa: BLE001 - it would end the link, and all answers on it
+                attempts.broken(attempt_id, exc)
             return
         begin = partial(self._prepare, connection, assign)
         refuse = partial(self._admitted, connection, attempt_id)
