@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.batches.files import Files
@@ -19,14 +19,15 @@ def asked_model(batch: Batch) -> str:
     return batch.model or ""
 
 
-async def all_known() -> None:
+async def no_refresh() -> None:
     """Read no keys: all of them are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """`models`: those that any site serves or served, with the routes to them, and `known_models`, without:
-    empty as long as sites may still be joining. `model_of`: the model that answers the lines of a batch now.
+    """`models`: those that any site serves or served, with the routes to them; empty as long as sites may
+    still be joining. `knows_sites`: whether all have had the time to join, and any did. `model_of`: the model
+    that answers the lines of a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
     key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again.
@@ -36,12 +37,12 @@ class BatchContext:
 
     answer: Answer
     models: Callable[[], Sequence[Model]]
-    known_models: Callable[[], Collection[str]]
+    knows_sites: Callable[[], bool]
     model_of: Callable[[Batch], str] = asked_model
     sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]
-    refresh_keys: Callable[[], Awaitable[None]] = all_known
+    refresh_keys: Callable[[], Awaitable[None]] = no_refresh
     dispatched: Callable[[str], bool]
     files: Files
     ledger: Ledger

@@ -62,8 +62,10 @@ ROUND_S: Final = 0.02
 IDLE_S, IDLE_TICK_S = 60.0, 1.0
 """A batch without a line in flight for so long makes room for another, and is looked at this often."""
 BACKOFF_S: Final = 1.0
-AWAY_BACKOFFS, AWAY_RUNS = 60, 64
-"""A line for which a site is away waits so many times BACKOFF_S at most, and runs so often at most."""
+MAX_AWAY_BACKOFFS, MAX_AWAY_S = 60, 3600.0
+"""A line for which a site is away waits so many times BACKOFF_S at most, and so many seconds in all."""
+MAX_KEPT_LINES: Final = 64
+"""Lines with several prompts that wait to run again with the answers of some of them."""
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
 InFlight = dict[str, str]
@@ -100,7 +102,8 @@ class Job:
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
-        self._kept: dict[int, Kept] = {}  # of the lines that run or run again
+        self._kept: dict[int, Kept] = {}  # of the lines that run, and of some that run again
+        self._away_since_s: dict[int, float] = {}  # of the lines that wait for a site
         self._paused_until_s = 0.0
         self._has_answers = False
         self._began_s = self._busy_s = context.clock()
@@ -290,7 +293,7 @@ class Job:
         """
         if self._context.caller(self.batch.key_id) is None:
             return True
-        return bool(self._context.known_models()) and not self.sites and not self._has_answers
+        return self._context.knows_sites() and not self.sites and not self._has_answers
 
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""
@@ -306,6 +309,7 @@ class Job:
             if isinstance(result, Outcome):
                 outcomes.append(result)
                 self._kept.pop(result.number, None)
+                self._away_since_s.pop(result.number, None)
             else:
                 retried.append(result.line)
                 self._schedule(result)
@@ -322,8 +326,10 @@ class Job:
                     self._left_work -= work
 
     def _schedule(self, retry: Retry) -> None:
-        due_s = self._context.clock() + retry.wait_s
-        heappush(self._retries, (due_s, retry.line.number, retry.line))
+        due_s, number = self._context.clock() + retry.wait_s, retry.line.number
+        heappush(self._retries, (due_s, number, retry.line))
+        if not self._kept.get(number) or len(self._kept) > len(self._running) + MAX_KEPT_LINES:
+            self._kept.pop(number, None)
         if retry.pauses_batch:
             self._paused_until_s = max(self._paused_until_s, due_s)
 
@@ -403,15 +409,15 @@ class Job:
         return Outcome(line.number, True, error_line(endpoint, line.custom_id, query_id, exc))
 
     def _on_no_site(self, line: Line, query_id: str, exc: NoSite) -> Outcome | Retry:
-        """Retry a line that none of the sites with room can serve. For about an hour it is no failure while
+        """Retry a line that none of the sites with room can serve. For an hour it is no failure while
         another is away that may be able to.
         """
-        model, known = self._context.model_of(self.batch), self._context.known_models()
+        model, now_s = self._context.model_of(self.batch), self._context.clock()
         serving = [site for site in self._usable_sites() if model in site.identity.models]
-        all_here = bool(known) and all(site.state is SiteState.READY for site in serving)
-        if all_here or line.runs >= AWAY_RUNS:
+        all_here = self._context.knows_sites() and all(site.state is SiteState.READY for site in serving)
+        if all_here or now_s - self._away_since_s.setdefault(line.number, now_s) > MAX_AWAY_S:
             return self._on_failure(line, query_id, exc)
-        wait_s = BACKOFF_S * min(2**line.runs, AWAY_BACKOFFS)
+        wait_s = BACKOFF_S * min(2 ** min(line.runs, 16), MAX_AWAY_BACKOFFS)
         return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=False)
 
     def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:

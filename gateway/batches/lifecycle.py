@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, NamedTuple
 from uuid import uuid4
 
-from gateway.batches.context import BatchContext, all_known
+from gateway.batches.context import BatchContext, no_refresh
 from gateway.batches.expiry import expire_for_ever
 from gateway.batches.files import Files
 from gateway.batches.ledger import LEASE_S, Ledger
@@ -42,7 +42,7 @@ async def open_batches(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]] = all_known,
+    refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
     unix_time: Callable[[], float] = time.time,
     limits: BatchLimits = LIMITS,
     lease_s: float = LEASE_S,
@@ -61,7 +61,7 @@ async def open_batches(
     context = BatchContext(
         answer=partial(answer, query_context),
         models=NamedModels(query_context, also_away=True),
-        known_models=lambda: directory.models if query_context.fleet_complete else (),
+        knows_sites=lambda: query_context.fleet_complete and bool(directory.models),
         model_of=partial(_model_of, query_context, caller),
         sites=lambda: directory.sites,
         forecast=query_context.forecasts.request_ahead,

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
+from msgspec.structs import replace
+
 from gateway.domain import Answer, AnswerEvent, Query
 from gateway.errors import AboveQuota, ClientMistake, TooMany
 from gateway.openai.merge import Pieces, answer_all
@@ -28,12 +30,13 @@ async def answer_prompts(answer: Answer, queries: Sequence[Query], kept: Kept) -
 
 
 async def _keep_answers(answer: Answer, queries: Sequence[Query], kept: Kept) -> None:
-    """Answer all queries to their ends, or until one is refused for good. Raises the first error."""
-    pending = {
-        asyncio.create_task(_keep(answer, query, place, kept))
-        for place, query in enumerate(queries)
-        if place not in kept
-    }
+    """Answer all queries to their ends, or until one is refused for good. Raises the first error.
+
+    Those that are asked are numbered from 0, as those of a line that runs for the first time.
+    """
+    asked = [place for place in range(len(queries)) if place not in kept]
+    numbered = {place: replace(queries[place], id=queries[at].id) for at, place in enumerate(asked)}
+    pending = {asyncio.create_task(_keep(answer, query, place, kept)) for place, query in numbered.items()}
     errors = list[BaseException]()
     try:
         while pending and not any(map(_is_final, errors)):

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.batches.context import all_known
+from gateway.batches.context import no_refresh
 from gateway.batches.files import Files
 from gateway.domain import Caller
 from gateway.query.context import QueryContext
@@ -40,7 +40,7 @@ async def open_tuning(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]] = all_known,
+    refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
     unix_time: Callable[[], float] = time.time,
     limits: TuningLimits = LIMITS,
     lease_s: float = LEASE_S,

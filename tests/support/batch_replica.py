@@ -19,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
 from gateway.admin.tuning import tuning_reads
-from gateway.batches.context import all_known
+from gateway.batches.context import no_refresh
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
@@ -168,7 +168,7 @@ async def replica(
     name: str = "r1",
     features: Sequence[str] = ("chat", "logprobs", "resume"),
     caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
-    refresh_keys: Callable[[], Awaitable[None]] = all_known,
+    refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
     trains: pb.Trains | None = None,
     tuning_limits: TuningLimits | None = None,
     **limits: Any,

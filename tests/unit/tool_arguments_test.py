@@ -22,7 +22,9 @@ def message_input(arguments: str) -> object:
     return block["input"]
 
 
-@pytest.mark.parametrize("arguments", ["[" * 10_000, '{"a":' * 10_000, '{"a": ', "[1]", "7"])
+@pytest.mark.parametrize(
+    "arguments", ["[" * 10_000, "[" * 2_000 + "]" * 2_000, '{"a":' * 10_000, '{"a": ', "[1]", "7"]
+)
 def test_arguments_that_are_no_object_stay_a_text(arguments: str) -> None:
     assert message_input(arguments) == {"arguments": arguments}
     assert custom_input(arguments) == arguments

@@ -79,3 +79,20 @@ def test_prompts_beside_one_that_is_refused_for_good_are_cancelled(error: MicoEr
         return kept
 
     assert asyncio.run(main()) == ({} if is_final else {0: [Usage(1, 1)], 2: [Usage(1, 1)]})
+
+
+def test_prompts_that_are_asked_again_are_numbered_from_0() -> None:
+    """By the first number a gateway knows that the line has begun at a site."""
+    asked: list[tuple[str, str]] = []
+
+    async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
+        asked.append((query.id, str(query.prompt)))
+        yield Usage(1, 1)
+
+    async def main() -> None:
+        kept: Kept = {0: [Usage(1, 1)]}
+        async for _ in answer_prompts(answer, [query(0), query(1), query(2)], kept):
+            pass
+
+    asyncio.run(main())
+    assert asked == [("q-0", "prompt 1"), ("q-1", "prompt 2")]
