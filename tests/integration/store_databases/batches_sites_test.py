@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from gateway.batches.job import Job
+from gateway.batches.values import Line
 from gateway.domain import Caller, SiteState
+from gateway.errors import NoSite
 from gateway.operator_orders import Standing
 from tests.support.batch_replica import (
     CALLERS_BY_ID,
@@ -125,6 +128,32 @@ def test_a_batch_waits_for_sites_that_have_answered_it_though_its_gateway_has_no
             done = await second.ended(batch_id)
             assert (done.status, done.request_counts.completed) == ("completed", 100)
             serving.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_line_waits_for_a_site_by_time_however_often_it_has_run(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.0001)
+    waits, wait = list[int](), Job._on_no_site
+
+    def counted(self: Job, line: Line, query_id: str, exc: NoSite) -> Any:
+        waits.append(line.runs)
+        return wait(self, line, query_id, exc)
+
+    monkeypatch.setattr(Job, "_on_no_site", counted)
+
+    async def main() -> None:
+        async with replica(url, features=("chat", "resume")) as here:
+            await (await here.scene.site("c")).close()
+            await until(lambda: here.scene.gateway.directory.site("c").state is SiteState.DOWN)  # type: ignore[union-attr]
+            batch_id = await here.submit(jsonl(chat_line(0, logprobs=True)))
+            await until(lambda: len(waits) > 80)
+            assert await counts(here, batch_id) == (0, 0)
+            monkeypatch.setattr("gateway.batches.job.MAX_AWAY_S", 0.0)
+            done = await here.ended(batch_id)
+            assert done.request_counts.failed == 1
 
     asyncio.run(main())
 
