@@ -22,7 +22,7 @@ from site_engine.core.request import Lane, RemainingCurve, Request
 from tests.support.counted_engine import CountedEngine
 
 CHAT = "chat "
-MOST_TIMES = 20  # the seconds of computing that a batch takes at most
+MAX_TIMES = 20  # the seconds of computing that a batch takes at most
 
 
 def chats(rate: float, seconds: float, seed: int) -> list[tuple[float, Line]]:
@@ -82,7 +82,7 @@ class Beside:
 
 
 def compare(job: Job, rate: float, orders: list[Order]) -> dict[str, Any]:
-    arrivals = chats(rate, MOST_TIMES * job.seconds, job.seed)
+    arrivals = chats(rate, MAX_TIMES * job.seconds, job.seed)
     return {how.value: Beside(job, how, arrivals).run() for how in orders}
 
 

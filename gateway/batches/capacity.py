@@ -16,7 +16,7 @@ interactive query goes before them all there, and takes the slot of a running li
 RESERVED_SHARE: Final = 0.25
 """Share of slots left to interactive queries at a site that can't take a slot back from a batch."""
 
-MOST_AT_ONCE: Final = 4096
+MAX_AT_ONCE: Final = 4096
 """Lines that one replica runs at once however many slots the sites have: each takes memory here."""
 
 
@@ -28,8 +28,10 @@ class SiteCapacity(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """`replica`: the batches between which this process is shared. `sites`: those between which the sites of
-    one are shared, but for those that are `taken` by batches that go first.
+    """How batches share this process and the sites of one of them.
+
+    `replica`: number of batches that run in this process. `sites`: number of batches, this one included, that
+    start lines at the sites of this one. `taken`: sites left to batches that are late.
     """
 
     replica: int = 1
@@ -56,16 +58,16 @@ def startable_lines(site: Site) -> int:
 
 
 def lines_at_once(sites: Sequence[Site], model: str, at_least: int) -> int:
-    """Return how many lines may run: as many as all sites of a model take, within MOST_AT_ONCE."""
+    """Return how many lines may run: as many as all sites of a model take, within MAX_AT_ONCE."""
     taken = sum(_most_lines(site) for site in sites if model in site.identity.models)
-    return max(at_least, min(taken, MOST_AT_ONCE))
+    return max(at_least, min(taken, MAX_AT_ONCE))
 
 
 def lines_of_batch(sites: Sequence[Site], model: str, sharing: Sharing, at_least: int) -> int:
     """Return how many lines of one batch may run: its share of what its sites take, within its share of
-    MOST_AT_ONCE; `at_least` is for all batches of this replica.
+    MAX_AT_ONCE; `at_least` is for all batches of this replica.
     """
-    share = min(lines_at_once(sites, model, 1) // sharing.sites, MOST_AT_ONCE // sharing.replica)
+    share = min(lines_at_once(sites, model, 1) // sharing.sites, MAX_AT_ONCE // sharing.replica)
     return max(at_least // sharing.replica, share)
 
 

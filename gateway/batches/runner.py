@@ -110,12 +110,12 @@ class Runner:
         kinds = {each: (self._context.model_of(each.batch), each.batch.key_id) for each in jobs}
         one_of = {kind: each for each, kind in kinds.items()}  # all of a kind have the same sites
         sites = {kind: each.sites for kind, each in one_of.items()}
-        of = {each: sites[kind] for each, kind in kinds.items()}
-        beside = [each for each in jobs if each is job or not of[each].isdisjoint(of[job])]
+        sites_of = {each: sites[kind] for each, kind in kinds.items()}
+        beside = [each for each in jobs if each is job or not sites_of[each].isdisjoint(sites_of[job])]
         late = [each for each in beside if each.can_start and each.is_late]
         if job in late:
             return Sharing(len(jobs), len(late))
-        taken = frozenset().union(*(of[each] for each in late))
+        taken = frozenset().union(*(sites_of[each] for each in late))
         return Sharing(len(jobs), len(beside) - len(late), taken)
 
     async def _run(self, job: Job) -> None:

@@ -35,7 +35,7 @@ _EXTENDED_NAME: Final = re.compile(
     r"; *filename\* *= *(?P<charset>utf-8|iso-8859-1)'[^']*'(?P<encoded>[^;\s]+)", re.IGNORECASE
 )
 HEADER_CHARSET: Final = "iso-8859-1"
-"""In which any bytes can be read: the charset of a name is that of its sender's terminal."""
+"""Decodes any bytes: a file's name comes in the charset of its sender's terminal."""
 MISSING: Final = "missing_required_parameter"
 
 BeginFile = Callable[[], Coroutine[Any, Any, FileWriter]]

@@ -315,10 +315,10 @@ class TrainingRuns:
 
     # ---- beside the links
 
-    async def fetch(self, content: Content, most_bytes: int = MAX_CONTENT_BYTES) -> bytes:
+    async def fetch(self, content: Content, max_bytes: int = MAX_CONTENT_BYTES) -> bytes:
         """Return content from any gateway. Raises TransferFailed."""
-        if content.size_bytes > most_bytes:
-            raise TransferFailed(f"{content.size_bytes} bytes; this site takes {most_bytes} at most")
+        if content.size_bytes > max_bytes:
+            raise TransferFailed(f"{content.size_bytes} bytes; this site takes {max_bytes} at most")
         received, fruitless, reason = bytearray(), 0, "no gateway is linked"
         while fruitless < MAX_FETCHES:
             for bulk in self._bulks():

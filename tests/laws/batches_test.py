@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.capacity import (
-    MOST_AT_ONCE,
+    MAX_AT_ONCE,
     Sharing,
     SiteCapacity,
     assign_sites,
@@ -217,7 +217,7 @@ def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:
     assert lines_at_once(two, "m", 512) == 640
     assert lines_at_once(two[:1], "m", 512) == 512
     assert lines_at_once(two, "another", 512) == 512
-    assert lines_at_once([site("c", slots=10**9)], "m", 512) == MOST_AT_ONCE
+    assert lines_at_once([site("c", slots=10**9)], "m", 512) == MAX_AT_ONCE
 
 
 def test_a_batch_runs_as_many_lines_as_its_own_sites_take_whatever_others_run_elsewhere() -> None:
@@ -226,7 +226,7 @@ def test_a_batch_runs_as_many_lines_as_its_own_sites_take_whatever_others_run_el
     assert lines_of_batch(two, "m", Sharing(replica=4, sites=4), 512) == 160
     assert lines_of_batch(two, "another", Sharing(replica=4, sites=1), 512) == 128
     vast = [site("c", slots=10**9)]
-    assert lines_of_batch(vast, "m", Sharing(replica=4, sites=1), 512) == MOST_AT_ONCE // 4
+    assert lines_of_batch(vast, "m", Sharing(replica=4, sites=1), 512) == MAX_AT_ONCE // 4
 
 
 def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:

@@ -23,7 +23,7 @@ from site_engine.core.slack import (
 )
 
 SECONDS = st.floats(0.0, 1.0)
-SEEN = st.builds(
+SERVING = st.builds(
     Serving,
     chat_waits=st.booleans(),
     chat_decodes=st.booleans(),
@@ -38,7 +38,7 @@ SEEN = st.builds(
 FOLLOWING = st.builds(NextSlice, SECONDS, SECONDS, st.booleans())
 
 
-@given(SEEN, FOLLOWING)
+@given(SERVING, FOLLOWING)
 def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(
     serving: Serving, following: NextSlice
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(
         assert taken == (not serving.batch)  # which has had no time yet
 
 
-@given(SEEN, FOLLOWING)
+@given(SERVING, FOLLOWING)
 def test_by_the_rule_of_the_paper_whole_micro_batches_run_beside_nothing(
     serving: Serving, following: NextSlice
 ) -> None:
@@ -214,9 +214,9 @@ def test_a_size_that_was_seen_has_its_own_cost_and_another_that_of_the_next_larg
     taken_s: dict[int, float], size: int
 ) -> None:
     costs = SliceCosts()
-    for serving, seconds in taken_s.items():
+    for known, seconds in taken_s.items():
         for _ in range(2):
-            costs.observe("forward", serving, seconds, 0.0)
+            costs.observe("forward", known, seconds, 0.0)
     larger = [each for each in taken_s if each >= size]
     most = max(taken_s)
     wanted = taken_s[min(larger)] if larger else taken_s[most] * size / most
