@@ -34,7 +34,9 @@ TURNS_APART = 1_000_003
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt of a query at one site. `at_site_s`: arrival there; later reports cover it."""
+    """One attempt of a query at one site. `at_site_s`: arrival there; later reports cover it. `excluded`: sites
+    that failed the query before.
+    """
 
     id: str
     query: Query
@@ -43,6 +45,7 @@ class Attempt:
     site: str
     at_site_s: float
     produced_before: int
+    excluded: frozenset[str]
 
 
 class Network(Protocol):
@@ -197,7 +200,7 @@ class Gateway:
         affinity.assigned(query, name)
         at_site_s = now_s + self.rtt_s(name) / 2
         id_ = f"{query.number}.{next(self._ids)}"
-        attempt = Attempt(id_, query, demand, next_try.moves, name, at_site_s, delivered)
+        attempt = Attempt(id_, query, demand, next_try.moves, name, at_site_s, delivered, next_try.tried)
         record = self.records[query.number]
         record.attempts, record.moves, record.site = record.attempts + 1, next_try.moves, name
         self.links[name].assign(attempt)
