@@ -120,7 +120,7 @@ async def serve(config: GatewayConfig) -> int:
             config.name,
             query_context=core.query_context,
             caller=store.keys.unrevoked,
-            refresh_keys=store.keys.next_refresh,
+            refresh_keys=store.keys.refresh,
             unix_time=store.clock,
             side_work=(side_work := SideWork()),
         ) as batches,
@@ -129,7 +129,7 @@ async def serve(config: GatewayConfig) -> int:
             config.name,
             query_context=core.query_context,
             caller=store.keys.unrevoked,
-            refresh_keys=store.keys.next_refresh,
+            refresh_keys=store.keys.refresh,
             unix_time=store.clock,
         ) as tuning,
     ):

@@ -30,9 +30,9 @@ class BatchContext:
     that answers the lines of a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
-    key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again.
-    `dispatched` returns whether the query with this id has been given to a site. `clock` is
-    monotonic, `unix_time` dates what is stored.
+    key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again,
+    and raises StoreUnavailable. `dispatched` returns whether the query with this id has been given to a site.
+    `clock` is monotonic, `unix_time` dates what is stored.
     """
 
     answer: Answer

@@ -51,6 +51,7 @@ from gateway.errors import (
     Unauthenticated,
 )
 from gateway.store.database import reason
+from gateway.store.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ MAX_AWAY_BACKOFFS, MAX_AWAY_S = 60, 3600.0
 """A line for which a site is away waits so many times BACKOFF_S at most, and so many seconds in all."""
 MAX_KEPT_LINES: Final = 64
 """Lines with several prompts that wait to run again with the answers of some of them."""
-DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
+DATABASE_ERRORS: Final = (SQLAlchemyError, OSError, StoreUnavailable)
 
 InFlight = dict[str, str]
 """Site names by query id, of the lines of this replica that were started and have not ended."""
@@ -152,7 +153,7 @@ class Job:
         return RunningLines(len(self._running), ends_at)
 
     async def run(self) -> None:
-        """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
+        """Run the batch to its end. Raises LeaseLost, and DATABASE_ERRORS when the database is away."""
         if self._context.caller(self.batch.key_id) is None:
             await self._context.refresh_keys()
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:

@@ -207,7 +207,7 @@ class QueryRun:
             return
         until_s = context.clock() + REJOIN_WITHIN_S
         while (now_s := context.clock()) < until_s and may_come_back(
-            self.query.model, planned.tried, context.directory.sites, now_s
+            self.query, planned.tried, context.directory.sites, now_s
         ):
             if self._place(planned)[1].site is not None:
                 return
@@ -321,7 +321,7 @@ class QueryRun:
         if (
             failure is not None
             and failure.cause in INABILITIES
-            and (not complete or able_is_away(self.query.model, failure, limit_tokens, sites, now_s))
+            and (not complete or able_is_away(self.query, failure, limit_tokens, sites, now_s))
         ):
             reason, failure = f"{reason}; {failure.site}: {failure.message}", None
         refusal = refusal_of(self.query, demand, sites, now_s) if complete else None

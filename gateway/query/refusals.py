@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gateway.domain import Query, Site, SiteIdentity, SiteState
+from gateway.domain import Lane, Query, Site, SiteIdentity, SiteState
 from gateway.errors import BadRequest, Forbidden, MicoError
 from gateway.failure import AttemptFailure, FailureCause
 from gateway.routing.demand import Demand
@@ -12,8 +12,8 @@ from gateway.routing.failover import same_weights
 from gateway.routing.filters import beyond_limits, is_stale
 
 AWAY = (SiteState.DOWN, SiteState.STALE)
-"""Of sites that may be back soon. A site that joins is stale until its first report, a round trip later."""
-MAX_AWAY_S = 600.0
+"""States of sites that may be back soon. A site that joins is stale until its first report comes."""
+MAX_AWAY_S = {Lane.INTERACTIVE: 600.0, Lane.BATCH: 3_600.0}
 """A site that was not heard of for longer is not waited for: it may be gone for good, and stays listed."""
 
 
@@ -24,33 +24,38 @@ def refusal_of(query: Query, demand: Demand, sites: Sequence[Site], now_s: float
     )
 
 
-def may_come_back(model_id: str, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
-    """Return whether a site that was not tried serves the model, but is down or has not reported lately."""
+def may_come_back(query: Query, tried: Collection[str], sites: Sequence[Site], now_s: float) -> bool:
+    """Return whether a site that was not tried may serve the query, but is down or silent."""
     return any(
         (each.state in AWAY or (each.state is SiteState.READY and is_stale(each.load, now_s)))
-        for each in _heard_of(model_id, sites, now_s)
+        for each in _heard_of(query, sites, now_s)
         if each.name not in tried
     )
 
 
 def able_is_away(
-    model_id: str, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site], now_s: float
+    query: Query, failure: AttemptFailure, limit_tokens: int, sites: Sequence[Site], now_s: float
 ) -> bool:
     """Return whether another site, which takes no work now but may later, might do what one was not able to:
     for a prompt too long for `limit_tokens` one with a longer context.
     """
     longer_than = limit_tokens if failure.cause is FailureCause.CONTEXT_LENGTH else -1
     return any(
-        site.identity.models[model_id].context_tokens > longer_than
-        for site in _heard_of(model_id, sites, now_s)
-        if site.state is not SiteState.READY and site.name != failure.site
+        site.identity.models[query.model].context_tokens > longer_than
+        for site in _heard_of(query, sites, now_s)
+        if site.name != failure.site and (site.state is not SiteState.READY or is_stale(site.load, now_s))
     )
 
 
-def _heard_of(model_id: str, sites: Sequence[Site], now_s: float) -> list[Site]:
-    """Return the sites that serve a model, or did so within MAX_AWAY_S."""
-    since_s = now_s - MAX_AWAY_S
-    return [site for site in sites if model_id in site.identity.models and site.load.received_s >= since_s]
+def _heard_of(query: Query, sites: Sequence[Site], now_s: float) -> list[Site]:
+    """Return the sites that serve the model of a query, or did so within MAX_AWAY_S, where its key may go."""
+    since_s, regions = now_s - MAX_AWAY_S[query.lane], query.caller.regions
+    serving = [site for site in sites if query.model in site.identity.models]
+    return [
+        site
+        for site in serving
+        if site.load.received_s >= since_s and (regions is None or site.identity.region in regions)
+    ]
 
 
 def unable_sites(
@@ -90,7 +95,7 @@ def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
 
 def _inability_error(query: Query, sites: Sequence[Site], now_s: float) -> BadRequest | None:
     """Return the error for what no site can do that serves the model, those left out that are long gone."""
-    models = [site.identity.models[query.model] for site in _heard_of(query.model, sites, now_s)]
+    models = [site.identity.models[query.model] for site in _heard_of(query, sites, now_s)]
     if not models or any(query.needs <= model.features for model in models):
         return None
     lacking = query.needs - frozenset().union(*(model.features for model in models))

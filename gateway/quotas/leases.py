@@ -95,12 +95,12 @@ class Leases:
         surplus = [self.quotas.apply_grant(*each) for each in done.grants]
         if any(surplus) and len(done.replicas) > 1:  # nobody waits for what the only replica gives back
             self._round_wanted.set()
-        if done.limits is not None:
-            await self._replace(done.limits)
         if done.freed:
             self.quotas.forget_slices()
         elif done.restored:
             self.quotas.write_anew()
+        if done.limits is not None:
+            await self._replace(done.limits)
         if done.freed or done.restored or done.limits is not None:
             await self._renew_once()  # settle what is new
 

@@ -41,11 +41,11 @@ class SliceFull(Exception):
 class LeasedLimit:
     """One limit and the slice of it that this replica has leased.
 
-    Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database, -1
-    where they are to be written anew. `elsewhere` is in use at other replicas, `reachable` the largest slice
-    that they leave, both as of `settled_at`. `unmet` did not fit since then: what waits is counted anew after
-    each round. `asked`: the want in the database includes what did not fit. `reserved` is the part of the use
-    here that queries in progress may give back.
+    Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database;
+    `written` is -1 where they are to be written anew. `elsewhere` is in use at other replicas, `reachable`
+    the largest slice that they leave, both as of `settled_at`. `unmet` did not fit since then: what waits is
+    counted anew after each round. `asked`: the want in the database includes what did not fit. `reserved` is
+    the part of the use here that queries in progress may give back.
     """
 
     id: LimitId
@@ -312,7 +312,7 @@ class QuotaLedger:
                 self._bind(limit_id, leased)
                 self._activate(leased)
             elif leased.limit != limit:
-                leased.limit, leased.written_used = limit, -1
+                leased.limit, leased.written = limit, -1
                 self._activate(leased)
 
     def _bind(self, limit_id: LimitId, *new: LeasedLimit, without: LeasedLimit | None = None) -> None:
@@ -387,7 +387,7 @@ class QuotaLedger:
         now = self._clock()
         for leased in self._limits.values():
             if leased.id.kind.is_monthly:
-                leased.meter.give_back(max(0, leased.written_used), leased.settled_at, now)
+                leased.meter.give_back(leased.written_used, leased.settled_at, now)
             leased.ceiling, leased.written, leased.written_used = 0, -1, 0
             self._activate(leased)
 

@@ -247,7 +247,7 @@ class SliceTable:
 
         Writes first: on SQLite the write takes the lock. A lease that is not as it was written last was
         restored from a backup, and the slices with it (or the last write came to nothing); one that is
-        missing is not in the backup.
+        missing is not in the backup, or was removed after GONE_KEPT_S.
         """
         now = await self._database_time(connection)
         until, written = now + self._lease_s, self._renewed_until
@@ -263,7 +263,9 @@ class SliceTable:
         if (await connection.execute(_RENEWED, values)).rowcount:
             self._tables_changed = True
             return now
-        self._tables_changed = written > 0.0 and not take
+        is_back = written > 0.0 and not take
+        self._freed |= is_back and now - written > WINDOW_S + GONE_KEPT_S
+        self._tables_changed = is_back and not self._freed
         row = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
         into = upsert(self._engine.dialect.name, replicas, ("boot_id", "expires_at") if take else ())
         if (await connection.execute(into.returning(replicas.c.name), row)).first() is None:

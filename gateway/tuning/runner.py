@@ -14,6 +14,7 @@ from gateway.batches.files import Page
 from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import reason
+from gateway.store.errors import StoreUnavailable
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
@@ -26,7 +27,7 @@ from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
 
 log = logging.getLogger(__name__)
 
-DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
+DATABASE_ERRORS: Final = (SQLAlchemyError, OSError, StoreUnavailable)
 POLL_S: Final = 2.0
 """Interval of looking at the database. A lease outlives several polls."""
 TICK_S: Final = 0.25

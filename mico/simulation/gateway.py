@@ -34,8 +34,9 @@ TURNS_APART = 1_000_003
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt of a query at one site. `at_site_s`: arrival there; later reports cover it. `excluded`: sites
-    that failed the query before.
+    """One attempt of a query at one site.
+
+    `at_site_s`: arrival there; later reports cover it. `excluded`: sites that failed the query before.
     """
 
     id: str

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.domain import Lane
 from gateway.query.refusals import MAX_AWAY_S
 from gateway.routing.model_routes import ModelRoute, Target
 from tests.support.answers import backend_of
@@ -115,7 +116,7 @@ def test_what_one_site_does_not_support_is_sent_again_to_one_that_is_away() -> N
 async def gone_for_long(here: Scene, site: ScriptedSite) -> None:
     await gone(here, site)
     listed = here.gateway.directory._sites[site.name]
-    heard_s = here.gateway.clock() - 2 * MAX_AWAY_S
+    heard_s = here.gateway.clock() - 2 * MAX_AWAY_S[Lane.INTERACTIVE]
     here.gateway.directory._put(replace(listed, load=replace(listed.load, received_s=heard_s)))
 
 

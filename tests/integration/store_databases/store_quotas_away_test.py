@@ -6,15 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from sqlalchemy import delete, insert
+from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WINDOW_S, WhenAway
 from gateway.quotas.meter import month_of
 from gateway.store.quota_table import QuotaTable
-from gateway.store.slices import GONE, LEASE_S, SliceTable
-from gateway.store.tables import quota_slices, replicas
+from gateway.store.slices import GONE, GONE_KEPT_S, LEASE_S, SliceTable
+from gateway.store.tables import quota_slices, quotas, replicas
 from tests.integration.store_databases.store_quotas_test import MONTH, ask, database, offer, replica, saved
 
 AWAY_S = LEASE_S + WINDOW_S + 10.0
@@ -89,6 +89,48 @@ def test_a_replica_that_was_cut_off_counts_nothing_of_the_month_twice(url: str) 
             assert await spent(engine) == 310
             assert away.quotas.in_use(MONTH) == 310
             assert await ask(away, 650, alive) == 650
+
+    asyncio.run(main())
+
+
+def test_a_quota_that_was_changed_while_a_replica_was_cut_off_counts_its_month_once(url: str) -> None:
+    async def main() -> None:
+        later = Passing()
+        async with database(url, {MONTH: 1_000}) as engine:
+            alive, away = [await later.replica(engine, name) for name in ("a", "b")]
+            assert await ask(away, 300, alive) == 300
+            await renew(away, alive)
+            async with engine.begin() as connection:
+                await connection.execute(update(quotas).values(amount=2_000, stamp=2))
+            for _ in range(10):
+                later.seconds += AWAY_S / 10
+                await alive.renew()
+            assert offer(away, 10) == 10
+            await renew(away, alive)
+            assert await spent(engine) == 310
+            assert away.quotas.in_use(MONTH) == 310
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_was_cut_off_for_days_counts_nothing_of_the_month_twice(url: str) -> None:
+    """The database remembers no more that it freed the slices of this replica."""
+
+    async def main() -> None:
+        later = Passing()
+        async with database(url, {MONTH: 1_000}) as engine:
+            alive, away = [await later.replica(engine, name) for name in ("a", "b")]
+            assert await ask(away, 300, alive) == 300
+            await renew(away, alive)
+            for passed_s in (AWAY_S, GONE_KEPT_S):
+                later.seconds += passed_s
+                for _ in range(4):  # in its first lease after a time away it frees nothing
+                    await alive.renew()
+                    later.seconds += LEASE_S / 2
+            assert offer(away, 10) == 10
+            await renew(away, alive)
+            assert await spent(engine) == 310
+            assert away.quotas.in_use(MONTH) == 310
 
     asyncio.run(main())
 
