@@ -92,7 +92,7 @@ class QueryRun:
                     state.answered = True
                     self._learn_cached(assignment)
                 except AttemptFailed as failed:
-                    planned = await self.next_try(FailedTry(failed.failure, state.delivered))
+                    planned = await self.next_try(FailedTry(failed.failure, state.delivered, state.failure))
             yield state.usage
         except MicoError as error:
             state.fail(error)
@@ -324,6 +324,8 @@ class QueryRun:
             and (not complete or able_is_away(self.query, failure, limit_tokens, sites, now_s))
         ):
             reason, failure = f"{reason}; {failure.site}: {failure.message}", None
+        if not complete:
+            reason = f"{reason}; this gateway has just started, and sites may still join"
         refusal = refusal_of(self.query, demand, sites, now_s) if complete else None
         return refusal or final_error(failure, planned.resume, reason)
 

@@ -127,8 +127,8 @@ class QueryState:
 
     @property
     def failure(self) -> AttemptFailure | None:
-        """Return how the query failed so far: as it did last, but by no inability of a site where another
-        that may have been able failed otherwise.
+        """Return the failure to report: the last one; but if that is an inability of its site, the last other
+        failure of a site that may have been able.
         """
         last = self.current.failure if self.current is not None else None
         if last is None or last.cause not in INABILITIES:

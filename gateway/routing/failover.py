@@ -48,10 +48,14 @@ class Try(NamedTuple):
 
 
 class FailedTry(NamedTuple):
-    """A try that failed, and the part of the answer that the client has by now."""
+    """A try that failed, and the part of the answer that the client has by now.
+
+    `to_report`: the failure that the client is told if no try is left, None for `failure`.
+    """
 
     failure: AttemptFailure
     delivered: Resume | None
+    to_report: AttemptFailure | None = None
 
 
 def tries(
@@ -65,7 +69,7 @@ def tries(
     """
     current, failures = Try(1, preferred_site=preferred_site), 0
     while True:
-        failure, resume = yield current
+        failure, resume, to_report = yield current
         _check(failure, resume, sampling)
         if failure.cause is FailureCause.RELEASED and current.moves < MAX_MOVES:
             current = Try(
@@ -74,7 +78,7 @@ def tries(
             continue
         failures += 1
         if failures >= max_tries:
-            raise final_error(failure, resume)
+            raise final_error(to_report or failure, resume)
         current = Try(current.number + 1, current.tried | {failure.site}, resume, moves=current.moves)
 
 

@@ -13,9 +13,9 @@ import pytest
 from gateway.domain import Lane
 from gateway.query.refusals import MAX_AWAY_S
 from gateway.routing.model_routes import ModelRoute, Target
-from tests.support.answers import backend_of
-from tests.support.fakes.edge import Edge, Script, chat_body, error_of, on_loopback
-from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
+from tests.support.answers import run_over_http
+from tests.support.fakes.edge import Edge, chat_body, error_of
+from tests.support.fakes.federation import Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -23,17 +23,7 @@ ROUTES = {"name": ModelRoute("name", (Target("m"),))}
 
 
 def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with (
-            asyncio.timeout(60),
-            scene(routes=lambda: ROUTES) as here,
-            on_loopback(Script(), backend_of(here)) as (edge, _),
-        ):
-            await scenario(here, edge)
-            await here.gateway.wait_settled()
-            await until(here.nothing_is_left, "all counters at zero")
-
-    asyncio.run(main())
+    run_over_http(scenario, routes=lambda: ROUTES)
 
 
 async def gone(here: Scene, site: ScriptedSite) -> None:
@@ -74,7 +64,8 @@ def test_an_ability_of_a_site_that_has_not_joined_yet_is_asked_for_again(model: 
     async def scenario(here: Scene, edge: Edge) -> None:
         await here.site("plain", features=("chat",))
         here.gateway.fleet_complete_s = inf
-        error_of(await edge.chat(model=model, tools=TOOLS), 503)
+        refused = error_of(await edge.chat(model=model, tools=TOOLS), 503)
+        assert "join" in refused["message"]
         here.gateway.fleet_complete_s = -inf
         error_of(await edge.chat(model=model, tools=TOOLS), 400)
 
@@ -158,6 +149,20 @@ def test_the_fault_of_a_site_that_could_have_answered_is_no_mistake_of_the_clien
         await reject(able, first)
         await reject(other, reason)
         assert "able said no" in error_of(await asked, status)["message"]
+
+    play(scenario)
+
+
+def test_the_last_try_reports_the_fault_of_a_site_that_could_have_answered() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        here.gateway.max_tries = 2
+        able = await here.site("able")
+        asked = asyncio.create_task(edge.chat(model="m"))
+        await until(lambda: not able.inbox.empty(), "the assignment")
+        other = await here.site("other")
+        await reject(able, pb.Rejected.FULL)
+        await reject(other, pb.Rejected.UNSUPPORTED)
+        assert "able said no" in error_of(await asked, 503)["message"]
 
     play(scenario)
 

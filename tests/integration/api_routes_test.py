@@ -10,9 +10,9 @@ import pytest
 
 from gateway.domain import Caller
 from gateway.routing.model_routes import ModelRoute, Target, When
-from tests.support.answers import backend_of
-from tests.support.fakes.edge import CALLERS, Edge, Script, error_of, events_of, on_loopback
-from tests.support.fakes.federation import Scene, scene, until
+from tests.support.answers import run_over_http
+from tests.support.fakes.edge import CALLERS, Edge, error_of, events_of
+from tests.support.fakes.federation import Scene
 from wire import federation_pb2 as pb
 
 ROUTES = {
@@ -30,19 +30,12 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with (
-            asyncio.timeout(60),
-            scene(routes=lambda: ROUTES) as here,
-            on_loopback(Script(), backend_of(here)) as (edge, _),
-        ):
-            await here.site("one", model="a", context_tokens=64)
-            await here.site("two", model="m")
-            await scenario(here, edge)
-            await here.gateway.wait_settled()
-            await until(here.nothing_is_left, "all counters at zero")
+    async def with_sites(here: Scene, edge: Edge) -> None:
+        await here.site("one", model="a", context_tokens=64)
+        await here.site("two", model="m")
+        await scenario(here, edge)
 
-    asyncio.run(main())
+    run_over_http(with_sites, routes=lambda: ROUTES)
 
 
 @pytest.mark.parametrize("stream", [False, True])

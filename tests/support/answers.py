@@ -12,7 +12,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.query.counting import TokenCounter
 from gateway.query.targets import NamedModels
-from tests.support.fakes.edge import CALLERS
+from tests.support.fakes.edge import CALLERS, Edge, Script, on_loopback
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
@@ -66,3 +66,13 @@ def backend_of(here: Scene) -> Backend:
         version="0",
         clock=here.gateway.clock,
     )
+
+
+def run_over_http(scenario: Callable[[Scene, Edge], Awaitable[None]], **settings: Any) -> None:
+    """Run a scenario of sites, and of clients that ask over HTTP."""
+
+    async def with_edge(here: Scene) -> None:
+        async with asyncio.timeout(60), on_loopback(Script(), backend_of(here)) as (edge, _):
+            await scenario(here, edge)
+
+    run(with_edge, **settings)
