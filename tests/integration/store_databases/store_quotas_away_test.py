@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+import pytest
 from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -72,65 +73,43 @@ def test_an_outage_of_the_database_counts_nothing_of_the_month_twice(url: str) -
     asyncio.run(main())
 
 
-def test_a_replica_that_was_cut_off_counts_nothing_of_the_month_twice(url: str) -> None:
-    """Meanwhile another one has freed its slices, and kept what it had used."""
+async def free_slices(later: Passing, _: AsyncEngine, alive: Leases) -> None:
+    for _round in range(10):
+        later.seconds += AWAY_S / 10
+        await alive.renew()
 
+
+async def change_quota(later: Passing, engine: AsyncEngine, alive: Leases) -> None:
+    async with engine.begin() as connection:
+        await connection.execute(update(quotas).values(amount=2_000, stamp=2))
+    await free_slices(later, engine, alive)
+
+
+async def forget_freed(later: Passing, _: AsyncEngine, alive: Leases) -> None:
+    """The database remembers no more that the slices were freed."""
+    for passed_s in (AWAY_S, GONE_KEPT_S):
+        later.seconds += passed_s
+        for _round in range(4):  # in its first lease after a time away it frees nothing
+            await alive.renew()
+            later.seconds += LEASE_S / 2
+
+
+@pytest.mark.parametrize("meanwhile", [free_slices, change_quota, forget_freed])
+def test_a_replica_that_was_cut_off_counts_nothing_of_the_month_twice(
+    url: str, meanwhile: Callable[[Passing, AsyncEngine, Leases], Awaitable[None]]
+) -> None:
     async def main() -> None:
         later = Passing()
         async with database(url, {MONTH: 1_000}) as engine:
             alive, away = [await later.replica(engine, name) for name in ("a", "b")]
             assert await ask(away, 300, alive) == 300
             await renew(away, alive)
-            for _ in range(10):
-                later.seconds += AWAY_S / 10
-                await alive.renew()
+            await meanwhile(later, engine, alive)
             assert offer(away, 10) == 10
             await renew(away, alive)
             assert await spent(engine) == 310
             assert away.quotas.in_use(MONTH) == 310
             assert await ask(away, 650, alive) == 650
-
-    asyncio.run(main())
-
-
-def test_a_quota_that_was_changed_while_a_replica_was_cut_off_counts_its_month_once(url: str) -> None:
-    async def main() -> None:
-        later = Passing()
-        async with database(url, {MONTH: 1_000}) as engine:
-            alive, away = [await later.replica(engine, name) for name in ("a", "b")]
-            assert await ask(away, 300, alive) == 300
-            await renew(away, alive)
-            async with engine.begin() as connection:
-                await connection.execute(update(quotas).values(amount=2_000, stamp=2))
-            for _ in range(10):
-                later.seconds += AWAY_S / 10
-                await alive.renew()
-            assert offer(away, 10) == 10
-            await renew(away, alive)
-            assert await spent(engine) == 310
-            assert away.quotas.in_use(MONTH) == 310
-
-    asyncio.run(main())
-
-
-def test_a_replica_that_was_cut_off_for_days_counts_nothing_of_the_month_twice(url: str) -> None:
-    """The database remembers no more that it freed the slices of this replica."""
-
-    async def main() -> None:
-        later = Passing()
-        async with database(url, {MONTH: 1_000}) as engine:
-            alive, away = [await later.replica(engine, name) for name in ("a", "b")]
-            assert await ask(away, 300, alive) == 300
-            await renew(away, alive)
-            for passed_s in (AWAY_S, GONE_KEPT_S):
-                later.seconds += passed_s
-                for _ in range(4):  # in its first lease after a time away it frees nothing
-                    await alive.renew()
-                    later.seconds += LEASE_S / 2
-            assert offer(away, 10) == 10
-            await renew(away, alive)
-            assert await spent(engine) == 310
-            assert away.quotas.in_use(MONTH) == 310
 
     asyncio.run(main())
 
