@@ -1,7 +1,4 @@
-"""Decides how long text waits to go to clients together: not at all while the event loop has time for each.
-
-A chunk costs the same however many tokens it holds, so under load the loop gains time by sending fewer.
-"""
+"""Wakes those that send text to clients: at once while the event loop has time for each chunk, else together."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from operator import length_hint
 
+from wire.send_pace import SendPace
+
 READERS_PER_TURN = 16
 """Readers that write to clients before the event loop reads what has arrived: about a millisecond."""
-LOOP_SHARE = 0.5
-"""Text waits for the next once the loop computes for more than this share of the time."""
 
 
 class StreamPace:
@@ -28,11 +25,9 @@ class StreamPace:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._longest_s = longest_s
+        self._pace = SendPace(longest_s)
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._woken_s = self._due_s = float("-inf")
-        self._busy_s = 0.0
         self._wait_s = 0.0  # of the readers of the text that is being read
         self._waiting: dict[Callable[[], None], None] = {}
 
@@ -40,9 +35,9 @@ class StreamPace:
         """Note that a message with the text of many attempts is being read."""
         if not self._waiting:
             now = self._clock()
-            self._wait_s = max(0.0, self._due_s - now)
+            self._wait_s = max(0.0, self._pace.due_s - now)
             if not self._wait_s:
-                self._woken(now)
+                self._pace.sent(now, self._cpu_clock())
 
     def wake(self, reader: Callable[[], None]) -> None:
         """Call `reader` now, or with the others when the wait is over."""
@@ -56,7 +51,7 @@ class StreamPace:
     def _wake_all(self) -> None:
         readers, self._waiting = iter(self._waiting), {}
         self._wait_s = 0.0
-        self._woken(self._clock())
+        self._pace.sent(self._clock(), self._cpu_clock())
         self._wake_next(readers)
 
     def _wake_next(self, readers: Iterator[Callable[[], None]]) -> None:
@@ -65,16 +60,3 @@ class StreamPace:
             reader()
         if length_hint(readers):
             asyncio.get_running_loop().call_soon(self._wake_next, readers)
-
-    def _woken(self, now: float) -> None:
-        """Set the next wait to what brings the loop down to LOOP_SHARE: what it has computed since the last,
-        divided by that. Of a longer pause than `longest_s` only the average counts, else an idle loop would
-        begin with a wait.
-        """
-        elapsed_s = now - self._woken_s
-        busy_s = self._cpu_clock()
-        computed_s = busy_s - self._busy_s
-        if elapsed_s > self._longest_s:
-            computed_s *= self._longest_s / elapsed_s
-        self._due_s = now + min(self._longest_s, computed_s / LOOP_SHARE)
-        self._woken_s, self._busy_s = now, busy_s

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Admission, Finish, Moved, Output, Request, Timings
-from site_engine.core.send_pace import SendPace
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
@@ -31,6 +30,7 @@ from site_engine.engine.process_training import RemoteTraining
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.text.detokenize import NoText, Vocabulary
+from wire.send_pace import SendPace
 
 log = logging.getLogger(__name__)
 

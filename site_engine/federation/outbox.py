@@ -2,7 +2,7 @@
 
 Deltas of a choice are merged into one until they are taken, so a slow reader costs no more than its attempts
 can produce. First tokens and finishes are due at once, for their choices alone; other deltas when the event
-loop has time for another send (`send_pace.py`), load figures every 50 ms.
+loop has time for another send (`wire/send_pace.py`), load figures every 50 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
-from site_engine.core.send_pace import SendPace
 from site_engine.core.training import Training
 from site_engine.messages import (
     Accepted,
@@ -27,6 +26,7 @@ from site_engine.messages import (
     Released,
     Step,
 )
+from wire.send_pace import SendPace
 
 STREAM_INTERVAL_S = 0.02
 """Default of the longest that deltas wait to be sent together."""

@@ -153,7 +153,7 @@ def test_readers_wait_for_one_another_while_the_loop_is_busy() -> None:
     async def scenario() -> None:
         paced = Paced()
         assert paced.step(0.005, 0.0) == ["a", "b"]
-        assert paced.step(0.005, 0.005) == ["a", "b"], "it was idle until now"
+        assert paced.step(0.02, 0.02) == ["a", "b"], "it was idle until now"
         assert paced.step(0.005, 0.005) == []
         assert paced.step(0.003, 0.003, "b") == []
         paced.changed.clear()

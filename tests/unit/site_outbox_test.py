@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from site_engine import messages as m
 from site_engine.core.request import Finish
-from site_engine.core.send_pace import LOOP_SHARE
 from site_engine.errors import Reason
 from site_engine.federation.codec import encode
 from site_engine.federation.outbox import (
@@ -21,6 +20,7 @@ from site_engine.federation.outbox import (
     Outbox,
 )
 from tests.support.site_fakes import FakeEngine
+from wire.send_pace import LOOP_SHARE
 
 FIGURES = FakeEngine().load()
 
@@ -49,6 +49,15 @@ def test_an_idle_loop_sends_every_iteration() -> None:
         outbox.delta(delta("a", "x", count), urgent=False)
         assert steps(outbox.take(now, busy_s)) == [["a"]]
         assert outbox.due_s() is None
+
+
+def test_a_burst_is_made_up_for_by_the_time_around_it() -> None:
+    """A loop that computes for half of the time in all, by turns for a sixth and for five sixths of it."""
+    outbox, now, busy_s = Outbox(), 10.0, 3.0
+    for count in range(100):
+        now, busy_s = now + 0.006, busy_s + (0.005 if count % 2 else 0.001)
+        outbox.delta(delta("a", "x", count), urgent=False)
+        assert steps(outbox.take(now, busy_s)) == [["a"]]
 
 
 def test_a_busy_loop_sends_several_iterations_together_and_none_too_late() -> None:
@@ -100,7 +109,7 @@ def test_a_pause_of_the_loop_is_no_load() -> None:
 def test_first_tokens_and_ends_go_at_once_and_alone() -> None:
     outbox = Outbox()
     outbox.delta(delta("a", "w", 0), urgent=False)
-    outbox.take(9.98, 0.98)
+    outbox.take(9.95, 0.95)
     outbox.delta(delta("a", "x", 1), urgent=True)
     outbox.take(10.0, 1.0)  # the loop has been busy since, so the next deltas wait
     outbox.delta(delta("a", "y", 2), urgent=False)
