@@ -43,7 +43,7 @@ CHECKED_CHAINS, CHECKED_QUERIES = 5, 24
 OWN_CHAINS = 4  # the base and variants that own layers
 EIGHT = 8  # the tenants, and the rows of each, in the claims on a few tenants
 MANY, MANY_ROWS = 32, 2
-MANY_QUERIES, ZIPF = 4, (1.0, 1.5)  # queries for each adapter; demand falls with the rank to this power
+MANY_QUERIES = 4  # for each adapter
 PART_OF_CAPACITY = 0.5  # of the engine with few slots, at which first tokens are timed
 LIVE_ADDED, LIVE_PROMPT, LIVE_ANSWER = 8, 16, 24
 
@@ -246,7 +246,7 @@ class Bench(Claims):
         limits = {"vocab_size": scene.model.vocab_size, "context_tokens": tokens}
         slots = (self.asked.many_slots, len(chains))
         some, every = (scene.with_slots(each, chains, warm=True) for each in slots)
-        for exponent in ZIPF:
+        for exponent in map(float, self.asked.zipf.split(",")):
             for engine in (some, every):
                 answer_when_due(
                     engine, zipf_queries(chains, count // 8, exponent, **limits, seed=1), [0.0] * count
@@ -399,6 +399,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--many", type=int, default=1000, help="adapters of the phase many, which --do names")
     parser.add_argument("--own", type=float, default=0.2, help="share of layers in the phase own, likewise")
     parser.add_argument("--many-slots", type=int, default=8, help="of them in the engine at once")
+    parser.add_argument("--zipf", default="1.0,1.5", help="exponents of demand in the phase many")
     parser.add_argument("--seconds", type=float, default=1e9, help="no phase begins after so many")
     beside_vllm.add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
