@@ -20,7 +20,6 @@ from site_engine.engine.engine_interface import Engine
 from site_engine.engine.ranks import Rank, join
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
 from site_engine.first_import import first_import
-from site_engine.optional_packages import without_compiler
 from site_engine.text.detokenize import TokenNames, Vocabulary
 from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
@@ -151,8 +150,7 @@ def _load_model(
 
     where, kind = torch.device(device), getattr(torch, dtype)
     group = None if rank is None else join(rank, where)
-    lean = without_compiler(distributed=group is not None)
-    with lean, ThreadPoolExecutor(2, "start-up") as threads:
+    with ThreadPoolExecutor(2, "start-up") as threads:
         weights = launching = None
         if device.startswith("cuda"):
             from site_engine.cuda.first_launch import launch_first

@@ -32,20 +32,6 @@ try:
 except ModuleNotFoundError:
     print("missing")
 """
-COMPILED = """
-import sys
-import torch
-from site_engine.optional_packages import without_compiler
-with without_compiler(distributed=False):
-    from site_engine.model import loader
-    model = loader.load(sys.argv[1])
-print("torch._dynamo" in sys.modules, "torch.distributed.tensor" in sys.modules)
-print(torch.distributed.is_available())
-layer = model.model.model.layers[0].mlp
-given = torch.ones(3, layer.gate_proj.in_features)
-compiled = torch.compile(layer, backend="eager")
-print(torch.equal(layer(given), compiled(given)), "torch._dynamo" in sys.modules)
-"""
 FOLLOWER = """
 import runpy, socket, sys
 leader, follower = socket.socketpair()
@@ -75,10 +61,6 @@ def test_a_tokenizer_without_torch_says_what_it_says_with_it() -> None:
 
 def test_a_hidden_package_is_missing_unless_it_is_imported_already() -> None:
     assert output_of(ENGINE)[0].split() == ["None", "missing"]
-
-
-def test_a_model_loads_without_the_compiler_which_works_afterwards() -> None:
-    assert output_of(COMPILED, str(FOLDER))[0].split() == ["False", "False", "True", "True", "True"]
 
 
 def test_a_follower_hides_what_its_leader_hides() -> None:
