@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from site_engine.core.tensor_split import Part, part_shape
@@ -21,6 +22,7 @@ from site_engine.errors import ModelNotSupported
 
 THREADS = 8
 PIECE_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 SPARE_BYTES = 2 << 30
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -129,9 +131,13 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return where the data of a file begins, and what it says of each tensor. Raises OSError, ValueError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        if length > min(path.stat().st_size, MAX_HEADER_BYTES):
             raise ValueError(f"{path} is no safetensors file, or cut")
-        entries = json.loads(file.read(length))
+        head = file.read(length)
+    try:
+        entries = msgspec.json.decode(head, type=dict[str, Any])  # json keeps other threads from running
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
     entries.pop("__metadata__", None)
     return 8 + length, entries
 

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from site_engine.errors import VariantRefused
 from site_engine.model.weights import DTYPES, header, read_into
@@ -49,17 +48,15 @@ class TensorFile:
         if path.exists() and not path.is_file():
             raise VariantRefused(f"{path} is no file")
         try:
-            with safe_open(str(path), framework="pt") as checked:
-                self.names: list[str] = sorted(checked.keys())
+            size = path.stat().st_size
+            if room_bytes is not None and size > room_bytes:
+                raise VariantRefused(f"{path} has {size:,} bytes, and there is room for {room_bytes:,}")
             self._begin, self._entries = header(path)
+            self.names = _names_in_order(self._entries, size - self._begin)
             self._file = path.open("rb", buffering=0)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise VariantRefused(f"{path} cannot be read: {error}") from error
         self._path = path
-        if room_bytes is not None and path.stat().st_size > room_bytes:
-            self._file.close()
-            size = path.stat().st_size
-            raise VariantRefused(f"{path} has {size:,} bytes, and there is room for {room_bytes:,}")
 
     def __enter__(self) -> TensorFile:
         return self
@@ -83,13 +80,12 @@ class TensorFile:
         take the interpreter from other threads as often. They share their memory.
         """
         found: dict[str, torch.Tensor] = {}
-        in_order = sorted(self.names, key=lambda name: self._entries[name]["data_offsets"])
-        for _, run in groupby(in_order, key=lambda name: self._entries[name]["dtype"]):
+        for _, run in groupby(self.names, key=lambda name: self._entries[name]["dtype"]):
             names = list(run)
             numbers = self._read(names).to(like.device, like.dtype)
             pieces = numbers.split([math.prod(self.shape(name)) for name in names])
             found |= {name: each.view(self.shape(name)) for name, each in zip(names, pieces, strict=True)}
-            if not bool(torch.isfinite(numbers).all()):
+            if not _are_finite(numbers):
                 for name in names:
                     refuse_not_finite(name, found[name])
         return found
@@ -107,6 +103,31 @@ class TensorFile:
         except OSError as error:
             raise VariantRefused(f"{self._path}: {names[0]} cannot be read: {error}") from error
         return read.view(dtype)
+
+
+def _names_in_order(entries: Any, data_bytes: int) -> list[str]:
+    """Return the names of tensors as they lie in a file: one after another, all of it. Raises ValueError."""
+    in_order, end = [], 0
+    try:
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = entry["data_offsets"]
+            if first != end or any(size < 0 for size in entry["shape"]):
+                raise ValueError(f"{name} lies where another tensor does, or has no shape")
+            dtype = FLOATS.get(entry["dtype"])
+            if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
+                raise ValueError(f"{name} has {last - first} bytes for the shape {entry['shape']}")
+            in_order.append(name)
+            end = last
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("it is no safetensors file") from error
+    if end != data_bytes:
+        raise ValueError(f"it is cut, or no safetensors file: {data_bytes} bytes of data, {end} named")
+    return in_order
+
+
+def _are_finite(numbers: torch.Tensor) -> bool:
+    """Return whether all numbers are finite: a hundredth of the time that `isfinite` of each takes."""
+    return not numbers.numel() or all(bool(torch.isfinite(each)) for each in numbers.aminmax())
 
 
 def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:

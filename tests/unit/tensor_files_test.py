@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,39 @@ def test_a_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
             cut.truncate(path.stat().st_size - 20)
         with pytest.raises(VariantRefused, match="ends too early"):
             file.read_all(LIKE)
+
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DAMAGED: dict[str, tuple[object, int]] = {
+    "no JSON": (b"{", 0),
+    "a list": ([A], 8),
+    "nested deeply": (b'{"a":' + b"[" * 100_000, 0),
+    "an entry that is no entry": ({"a": 3}, 8),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
+    "offsets of another kind": ({"a": {**A, "data_offsets": ["0", "8"]}}, 8),
+    "another tensor's place": ({"a": A, "b": {**A, "data_offsets": [4, 12]}}, 12),
+    "a gap": ({"a": A, "b": {**A, "data_offsets": [12, 20]}}, 20),
+    "beyond the end": ({"a": A, "b": {**A, "data_offsets": [8, 16]}}, 8),
+    "more data than named": ({"a": A}, 12),
+    "fewer bytes than its shape": ({"a": {**A, "shape": [3]}}, 8),
+    "a negative shape": ({"a": {**A, "shape": [-1, -2]}}, 8),
+    "a shape of text": ({"a": {**A, "shape": ["2"]}}, 8),
+    "a data type of no name": ({"a": {**A, "dtype": [1]}}, 8),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+    told, data_bytes = DAMAGED[kind]
+    head = told if isinstance(told, bytes) else json.dumps(told).encode()
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(data_bytes))
+    with pytest.raises(VariantRefused, match=r"damaged.safetensors cannot be read: .+"):
+        TensorFile(path)
+
+
+def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(VariantRefused, match="cut"):
+        TensorFile(path)
