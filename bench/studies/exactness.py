@@ -24,7 +24,8 @@ import transformers
 
 from bench.support.peers import Limits, run_continuous
 from bench.support.workload import Query
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine

@@ -13,13 +13,13 @@ from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import LoadFigures, Meter
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import (
     Admission,
     Finish,
     Moved,
     Output,
     RejectionReason,
-    RemainingCurve,
     Request,
     RequestRejected,
     State,

@@ -14,7 +14,8 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 
-from site_engine.core.request import Finish, RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Request, Sampling
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.llama_forward import llama_forward
 from site_engine.cuda.runner import DeviceRunner

@@ -18,16 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from site_engine.core.request import (
-    Finish,
-    Lane,
-    Output,
-    RemainingCurve,
-    RemainingPoint,
-    Request,
-    RequestRejected,
-    Sampling,
-)
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Finish, Lane, Output, Request, RequestRejected, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel
