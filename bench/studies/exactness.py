@@ -77,8 +77,8 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
     if not paged:
         return padded_engine(served, settings, clock, apart=runner == "decoupled")
     engine = packed_engine(served, settings, clock)
-    if isinstance(engine._scheduler.swap, HostSwap):
-        engine._scheduler.swap._worth = lambda tokens: rnd.random() < 0.7
+    if isinstance(engine._scheduler.kv_cache_manager.swap, HostSwap):
+        engine._scheduler.kv_cache_manager.swap._worth = lambda tokens: rnd.random() < 0.7
     return engine
 
 

@@ -412,7 +412,7 @@ class SiteEngine:
 
     def _fail(self, processor: OutputProcessor, error: str) -> None:
         request = processor.request
-        self._scheduler.invalidate(request)
+        self._scheduler.kv_cache_manager.invalidate(request)
         self._kv_cache.zero_pages([page for page in request.pages if self._pool.references(page) == 1])
         self._finish(processor, Finish.FAILED, error)
 

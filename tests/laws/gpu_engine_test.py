@@ -110,7 +110,7 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
     assert collected["stops"].token_ids == answer[: stop + 1]
     last = collected["goes"].last
     assert last is not None and last.finish is Finish.CANCELLED
-    prefixes = engine._scheduler.prefixes
+    prefixes = engine._scheduler.kv_cache_manager.prefixes
     assert prefixes is not None
     prefixes.clear()
     assert engine._pool.free == engine._pool.capacity
