@@ -13,7 +13,7 @@ from site_engine import messages as m
 from site_engine.core.load import LoadFigures
 from site_engine.engine_client import EngineClient, LoadSeen
 from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection
-from site_engine.federation.report_pace import REPORT_EVERY_S, Told
+from site_engine.federation.report_pace import REPORT_EVERY_S, LoadSummary
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class LoadReports:
     def report(self, seen: LoadSeen, *, draining: bool) -> None:
         """Report figures to each gateway that they tell something, or with a bid."""
         self._figures = figures = seen.figures
-        told = Told.by(figures, self._hello.slots, self._hello.kv_capacity_tokens)
+        summary = LoadSummary.of(figures, self._hello.slots, self._hello.kv_capacity_tokens)
         linked = [each for each in self._connections.values() if each.linked]
         bidding = [each for each in linked if self._may_bid(each, figures, draining)]
-        to = [each for each in linked if each in bidding or each.reports.is_due(told, seen.at_s)]
+        to = [each for each in linked if each in bidding or each.reports.is_due(summary, seen.at_s)]
         if not to:
             return
         for each in to:
-            each.reports.reported(told, seen.at_s)
+            each.reports.reported(summary, seen.at_s)
         self._send(to, seen)
         for each in bidding:
             self._bids += 1
