@@ -18,7 +18,8 @@ from bench.blend import NAMED, NO_DATA, TOKEN_BUDGET, Job, as_requests, lines_of
 from bench.support.offline_orders import Fed
 from bench.support.offline_work import Line, draw
 from gateway.batches.values import Order
-from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Request
 from tests.support.counted_engine import CountedEngine
 
 CHAT = "chat "

@@ -33,7 +33,8 @@ from bench.support.tenant_scene import (
 from bench.support.usage_of_ends import usage_part
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.store import open_store
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue
 from tests.support.postgres_server import PostgresServer
 

@@ -12,17 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.core.chain import Block
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import (
-    Finish,
-    Lane,
-    Output,
-    Pooled,
-    RemainingCurve,
-    Sampling,
-    Timings,
-    TokenLogprob,
-    ToolCall,
-)
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Lane, Output, Pooled, Sampling, Timings, TokenLogprob, ToolCall
 from site_engine.core.training import Content, StopTraining, Train, Training, Trains
 from site_engine.errors import Reason
 

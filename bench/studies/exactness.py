@@ -24,7 +24,8 @@ import transformers
 
 from bench.support.peers import Limits, run_continuous
 from bench.support.workload import Query
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine
@@ -76,8 +77,8 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
     if not paged:
         return padded_engine(served, settings, clock, apart=runner == "decoupled")
     engine = packed_engine(served, settings, clock)
-    if isinstance(engine._scheduler.swap, HostSwap):
-        engine._scheduler.swap._worth = lambda tokens: rnd.random() < 0.7
+    if isinstance(engine._scheduler.kv_cache_manager.swap, HostSwap):
+        engine._scheduler.kv_cache_manager.swap._worth = lambda tokens: rnd.random() < 0.7
     return engine
 
 

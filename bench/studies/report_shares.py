@@ -38,7 +38,7 @@ from mico.simulation.row import Row
 from mico.simulation.site import SimulatedSite
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 from mico.simulation.view import View
-from site_engine.federation.report_pace import SECONDS, SHARE, Told
+from site_engine.federation.report_pace import SECONDS, SHARE, LoadSummary
 
 Bools = NDArray[np.bool_]
 BID_INTERVAL_S = 1.0
@@ -71,7 +71,7 @@ class SitePace:
     def due(self, load: Any, now_s: float) -> Bools:
         """Return which gateways must get a report now, and note that they do."""
         slots, kv = self._spec.slots, self._spec.kv_tokens
-        seen = Told.by(load, slots, kv)
+        seen = LoadSummary.of(load, slots, kv)
         share, told = self._times * SHARE, self._told
         new = np.array(seen)[:, None]
         off = np.abs(new - told)

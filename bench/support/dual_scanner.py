@@ -110,7 +110,7 @@ class DualScanner(Chooser):
             return None
         first, last = self._density[self._left], self._density[self._right]
         part = min(1.0, max(0.0, (self._whole - last) / (first - last))) if first > last else 1.0
-        memory = scheduler.pool.capacity * scheduler.pool.page_size
+        memory = scheduler.kv_cache_manager.pool.capacity * scheduler.kv_cache_manager.pool.page_size
         for side, share in ((0, part), (1, 1 - part)):
             at = self._line[self._left if side == 0 else self._right]
             if self._used[side] + self._need(at) <= share * memory or not scheduler.running:

@@ -234,7 +234,7 @@ async def run(options: argparse.Namespace) -> None:
         if loop.time() - shown_s >= options.shown_every_s:
             shown_s = loop.time()
             linked = sum(len(site.linked) for site in sites)
-            reports = sum(site.reports for site in sites)
+            reports = sum(site.load_reports.sent for site in sites)
             print(json.dumps({"linked": linked, "reports": reports}), flush=True)
         await asyncio.sleep(TICK_S / parts)
 

@@ -199,8 +199,8 @@ def profile(engine: SiteEngine, context: int = 225) -> None:  # noqa: C901 - a t
     from torch.profiler import profile as record
 
     runner, pool = device_runner(engine), engine._pool
-    if engine._scheduler.prefixes is not None:
-        engine._scheduler.prefixes.clear()
+    if engine._scheduler.kv_cache_manager.prefixes is not None:
+        engine._scheduler.kv_cache_manager.prefixes.clear()
     for rows, prompt in ((ROWS, 0), (16, 0), (ROWS - 1, 161)):
         requests = []
         for row in range(rows):

@@ -10,7 +10,8 @@ import numpy as np
 from bench.support.offline_orders import Fed
 from bench.support.offline_work import Line
 from gateway.batches.values import Order
-from site_engine.core.request import Finish, Lane, Output, RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Lane, Output, Request, Sampling
 from site_engine.engine.engine import SiteEngine
 
 ORDERS = {

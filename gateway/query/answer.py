@@ -6,35 +6,31 @@ Does not speak HTTP (`gateway/http`), and does not know how a site is chosen (`g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Generator
+from typing import NamedTuple
 
 from gateway.decision import Decision
 from gateway.domain import AnswerEvent, Query
-from gateway.errors import DeadlinePassed, MicoError, ShuttingDown, TooMany
+from gateway.errors import MicoError
 from gateway.failure import INABILITIES, FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
+from gateway.query.deadline import Deadline
+from gateway.query.demands import demand_of
 from gateway.query.forecasting import NO_ANSWER
+from gateway.query.quotas import QueryQuotas
 from gateway.query.refusals import able_is_away, may_come_back, refusal_of, unable_sites
 from gateway.query.targets import Targets, prospect_of
-from gateway.quotas.ledger import SliceFull
-from gateway.quotas.limits import Unit
-from gateway.routing.decide import Placement, most_nano_usd
+from gateway.routing.decide import Placement
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
 from gateway.routing.policies import JOINT_POLICIES
-from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, prefix_of
 
-T = TypeVar("T")
 REJOIN_WITHIN_S = 10.0
 """The longest pause of a site between two dials."""
 REJOIN_POLL_S = 0.1
-LEASE_WITHIN_S = 2.0
-"""Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
 
 
 def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
@@ -55,17 +51,21 @@ class Assignment(NamedTuple):
 
 
 class QueryRun:
-    """The way of one query through the gateway. `run` calls the other public methods in order."""
+    """The way of one query through the gateway. `run` calls its verbs in order."""
 
-    __slots__ = ("_covering", "_plan", "_targets", "context", "query", "state")
+    __slots__ = ("_plan", "_targets", "context", "deadline", "quotas", "state")
 
     def __init__(self, context: QueryContext, query: Query) -> None:
         self.context = context
-        self.query = query
         self.state = context.new_state(query)
+        self.deadline = Deadline(context, self.state)
+        self.quotas = QueryQuotas(context, self.state, self.deadline)
         self._targets = Targets()
         self._plan = self._tries()
-        self._covering: asyncio.Task[None] | None = None  # tops up the reservation of a longer answer
+
+    @property
+    def query(self) -> Query:
+        return self.state.query
 
     async def run(self) -> AsyncGenerator[AnswerEvent, None]:
         """Yield the events of the answer. An attempt that fails leads to the next try, until none is left."""
@@ -74,14 +74,14 @@ class QueryRun:
         # the task that entered it, and at a `yield` that task runs the consumer's code, not this one: the
         # consumer would be cancelled in the middle of its own work, and another task may close the generator.
         # So a timer expires the wait that is in progress, and every later one.
-        deadline = asyncio.get_running_loop().call_later(self._time_left_s(), state.expire)
+        timer = asyncio.get_running_loop().call_later(self.deadline.left_s(), state.expire)
         try:
             self._turn_to(self._targets.begin(self.query, self.context))
             self.admit()
-            await self.reserve_prompt()
+            await self.quotas.reserve_prompt()
             await self.forecast()
             await self.stand_in()
-            await self.reserve_answer()
+            await self.quotas.reserve_answer()
             planned = await self.batch_assign(next(self._plan))
             while not state.answered:
                 assignment = await self.assign(planned)
@@ -101,7 +101,7 @@ class QueryRun:
             state.fail(MicoError(f"the gateway failed unexpectedly: {type(error).__name__}"))
             raise
         finally:
-            deadline.cancel()
+            timer.cancel()
             self.settle()
 
     def admit(self) -> None:
@@ -118,18 +118,6 @@ class QueryRun:
         )
         context.register(self.state)
 
-    async def reserve_prompt(self) -> None:
-        """Reserve a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any
-        forecast, or BadRequest if the queries of its request can never run together.
-        """
-        query = self.query
-        self.context.quotas.check_together(query.caller, query.together)
-
-        def open_reservation() -> None:
-            self.state.reservation = self.context.quotas.open(query.caller, query.prompt_tokens_guess)
-
-        await self._reserve(open_reservation)
-
     async def forecast(self) -> None:
         """Wait for the forecast of the answer, if one is generated. Raises DeadlinePassed, ShuttingDown."""
         state = self.state
@@ -142,38 +130,27 @@ class QueryRun:
         try:
             state.set_forecast(await state.forecast_future)
         except TimeoutError as exc:
-            raise self._timeout_error() from exc
+            raise self.deadline.error() from exc
 
     async def stand_in(self) -> None:
         """Turn to another target of the route, where the first is overloaded or slow and the other is not."""
         if not self._targets.are_left:
             return
-        demand = self._demand(Try(1))
+        demand = demand_of(self.context, self.state, Try(1))
         turned = self._targets.stand_in(self.query, lambda model: prospect_of(demand, model, self.context))
         if turned is not None:
             self._turn_to(turned)
             await self.forecast()
-
-    async def reserve_answer(self) -> None:
-        """Reserve the tokens of the answer's 90% quantile, and what they cost at most. Raises TooMany."""
-        state = self.state
-        assert state.capped_forecast is not None, "a query is forecast before its answer is reserved"
-        tokens = state.capped_forecast.quantile(0.9) * self.query.sampling.n
-        nano_usd = 0
-        if state.reservation.counts(Unit.NANO_USD):
-            demand, fleet = self._demand(Try(1)), self.context.directory.fleet
-            nano_usd = most_nano_usd(demand, fleet, self.context.clock(), tokens)
-        await self._reserve(lambda: self.context.quotas.reserve(state.reservation, tokens, nano_usd))
 
     async def batch_assign(self, first: Try) -> Try:
         """Wait a few milliseconds for joint assignment, where a burst finds all sites full."""
         context = self.context
         if context.policy_name not in JOINT_POLICIES or first.preferred_site is not None:
             return first
-        demand = self._demand(first)
+        demand = demand_of(context, self.state, first)
         if not context.window.should_wait(demand, context.directory.fleet, context.clock()):
             return first
-        return first._replace(preferred_site=await self._in_time(context.assign_in_window(demand)))
+        return first._replace(preferred_site=await self.deadline.wait(context.assign_in_window(demand)))
 
     async def assign(self, planned: Try) -> Assignment:
         """Decide on a try, or on the first of the next target of the route if no site is left for it."""
@@ -211,7 +188,7 @@ class QueryRun:
         ):
             if self._place(planned)[1].site is not None:
                 return
-            await self._in_time(asyncio.sleep(REJOIN_POLL_S))
+            await self.deadline.wait(asyncio.sleep(REJOIN_POLL_S))
 
     def decide(self, planned: Try) -> Assignment:
         """Choose the site of a try. Raises the error for the client if no site can take it."""
@@ -251,7 +228,7 @@ class QueryRun:
             prefix_hashes=self.state.prefix.announced if self.state.prefix else b"",
         )
         if self.state.reservation.bound and not isinstance(self.query.prompt, Pooling):
-            attempt.on_uncovered = self._cover
+            attempt.on_uncovered = self.quotas.top_up
         self.state.add_attempt(attempt)
         return attempt
 
@@ -271,12 +248,11 @@ class QueryRun:
                     state.record_delta(delta)
                     yield delta
         except TimeoutError as exc:
-            raise self._timeout_error() from exc
+            raise self.deadline.error() from exc
 
     def settle(self) -> None:
         """End the query: cancel what still runs, record one outcome, and return unused quota."""
-        if self._covering is not None:
-            self._covering.cancel()
+        self.quotas.close()
         self.context.settle(self.state)
 
     # ---- deciding
@@ -287,7 +263,6 @@ class QueryRun:
     def _turn_to(self, query: Query) -> None:
         """Go on with the query at another model; nothing of it has been delivered."""
         if query is not self.query:
-            self.query = query
             self.state.turn_to(query)
             self._plan = self._tries()
 
@@ -303,7 +278,7 @@ class QueryRun:
         """Decide by the first way of resuming that some site supports."""
         excluded = self._excluded(planned)
         for needs in (None,) if planned.resume is None else resume_options(self.query, planned.resume):
-            demand = self._demand(planned, needs)
+            demand = demand_of(self.context, self.state, planned, needs)
             placed = self.context.place(demand, planned, excluded)
             if placed.site is not None:
                 break
@@ -335,41 +310,6 @@ class QueryRun:
         begun_by = state.opened_by if planned.resume is not None else None
         return unable_sites(self.query.model, state.too_short_context_tokens, begun_by, sites)
 
-    def _demand(self, planned: Try, needs: frozenset[str] | None = None) -> Demand:
-        """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""
-        query, state, context = self.query, self.state, self.context
-        if planned.number == 1 and state.first_demand is not None:
-            return state.first_demand
-        assert state.capped_forecast is not None, "a query is forecast before it is decided"
-        demand = Demand.of(
-            query.model,
-            state.prompt_tokens or query.prompt_tokens_guess,
-            state.capped_forecast,
-            query.sampling,
-            delivered=planned.resume.tokens if planned.resume else 0,
-            lane=query.lane,
-            needs=query.needs if needs is None else needs,
-            regions=query.caller.regions,
-            cached=self._cached(),
-            limits=query.limits,
-        )
-        if planned.number == 1:
-            state.first_demand = demand = context.traffic.arrive(demand, context.clock())
-        elif state.first_demand is not None:
-            demand = replace(demand, arriving=state.first_demand.arriving)
-        return demand
-
-    def _cached(self) -> Cached:
-        """Return the shares of the prompt that sites are expected to have in their caches."""
-        state, query, context = self.state, self.query, self.context
-        fleet = context.directory.fleet
-        if len(fleet.sites) < 2:
-            return NOTHING_CACHED
-        if state.prefix is None:
-            state.prefix = prefix_of(query.prompt, query.caller.tenant, query.model, query.conversation)
-        few = fleet.few_serving(query.model, query.needs, query.caller.regions, most=MAX_HOLDERS + 1)
-        return context.prefixes.expected(state.prefix, few)
-
     def _learn_cached(self, assignment: Assignment) -> None:
         """Compare the share of the prompt that the site had with what was expected of it, where it used its
         cache at all.
@@ -380,71 +320,3 @@ class QueryRun:
         if site in expected.evidence and uses_cache and not state.cached_unknown:
             found = state.cached_tokens / max(1, state.prompt_tokens)
             self.context.prefixes.correct(expected, site, found)
-
-    # ---- quotas
-
-    async def _reserve(self, reserve: Callable[[], None]) -> None:
-        """Call `reserve`, again after each round of leasing while only this replica's slice is short."""
-        until_s = self.context.clock() + LEASE_WITHIN_S
-        while True:
-            try:
-                return reserve()
-            except SliceFull as full:
-                left_s = until_s - self.context.clock()
-                if not (full.may_grow and left_s > 0 and await self._lease_more(left_s)):
-                    raise full.refusal from full
-
-    async def _lease_more(self, within_s: float) -> bool:
-        """Wait for one round of leasing. Return False if there was none in time."""
-        try:
-            async with asyncio.timeout(within_s):
-                return await self._in_time(self.context.lease_more())
-        except TimeoutError:
-            return False
-
-    def _cover(self, attempt: LiveAttempt) -> None:
-        """Top up the reservation of an answer that has grown beyond it, also while nobody reads it."""
-        try:
-            self._top_up(attempt)
-        except SliceFull as full:
-            if not full.may_grow:
-                attempt.truncate()
-                return
-            attempt.covered_tokens = float("inf")  # until leasing has ended
-            if self._covering is not None:
-                self._covering.cancel()  # it was for an attempt that has ended
-            self._covering = asyncio.create_task(self._lease_cover(attempt))
-
-    async def _lease_cover(self, attempt: LiveAttempt) -> None:
-        """Lease more of the quota for an answer. Where there is none left, the answer ends by its length."""
-        try:
-            await self._reserve(lambda: self._top_up(attempt))
-        except TooMany:
-            attempt.truncate()
-        except (DeadlinePassed, ShuttingDown):
-            return  # the reader of the answer raises it
-
-    def _top_up(self, attempt: LiveAttempt) -> None:
-        """Raises SliceFull."""
-        state = self.state
-        self.context.quotas.cover(state.reservation, state.used_tokens, state.nano_usd_ahead)
-        attempt.covered_tokens = state.covered_tokens
-
-    # ---- time
-
-    async def _in_time(self, work: Awaitable[T]) -> T:
-        """Await `work` until the deadline. Raises DeadlinePassed, or ShuttingDown when this process ends."""
-        try:
-            async with asyncio.timeout(self._time_left_s()) as self.state.wait_timeout:
-                return await work
-        except TimeoutError as exc:
-            raise self._timeout_error() from exc
-
-    def _time_left_s(self) -> float:
-        return 0.0 if self.context.shutting_down else self.query.deadline_s - self.context.clock()
-
-    def _timeout_error(self) -> MicoError:
-        if self.context.shutting_down:
-            return ShuttingDown("this gateway is shutting down; send the request again")
-        waited_s = self.context.clock() - self.query.received_s
-        return DeadlinePassed(f"the answer was not complete after {waited_s:.0f} s")

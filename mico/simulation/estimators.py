@@ -12,7 +12,7 @@ from random import Random
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Expected, Query, demand_of
 from predictor.forecast import Forecast
-from site_engine.core.request import RemainingCurve, RemainingPoint
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 
 MAX_TOKENS = 16_384
 LEARNING_DELAY = 64

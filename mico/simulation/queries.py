@@ -11,7 +11,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.prefixes import Prefix
 from mico.simulation.specification import MODEL
 from predictor.forecast import Forecast
-from site_engine.core.request import RemainingCurve
+from site_engine.core.remaining_curve import RemainingCurve
 
 NO_PREFIX = Prefix((), 0)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, cast
 
-from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Request
 
 ENDLESS = 1 << 20
 """A token limit above the length of any answer."""

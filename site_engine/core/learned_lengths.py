@@ -14,7 +14,8 @@ from math import erfc, exp, log, pi, sqrt
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from site_engine.core.request import Lane, RemainingCurve, Request, likely_lengths
+from site_engine.core.remaining_curve import RemainingCurve, likely_lengths
+from site_engine.core.request import Lane, Request
 
 DOUBTED_LINES = 8
 """Lines that agree on a factor before it is believed by half."""

@@ -13,7 +13,8 @@ from heapq import heapify, heappop, heappush
 from math import exp, inf, log
 from operator import itemgetter
 
-from site_engine.core.request import Lane, Request, likely_lengths
+from site_engine.core.remaining_curve import likely_lengths
+from site_engine.core.request import Lane, Request
 from site_engine.core.reserve import Remaining
 
 Score = Callable[[Request, float], float]

@@ -21,7 +21,8 @@ import numpy as np
 
 from site_engine.core.learned_lengths import LengthFactors
 from site_engine.core.page_pool import PagePool
-from site_engine.core.request import LIKELY, Lane, Request, State
+from site_engine.core.remaining_curve import LIKELY_LENGTHS
+from site_engine.core.request import Lane, Request, State
 
 KEPT_DEVIATIONS = 0.5
 """Room kept for forecasts that are too short, in standard deviations of what all requests together need.
@@ -62,9 +63,9 @@ class FuturePeak:
     def __init__(self) -> None:
         self._at: dict[object, int] = {}  # owners' places in the tables
         self._free: list[int] = []
-        self._ends = np.zeros((0, LIKELY))
-        self._shares = np.zeros((0, LIKELY))  # of a request, until each of its ends
-        self._bases = np.zeros((0, LIKELY))  # the same share of its base
+        self._ends = np.zeros((0, LIKELY_LENGTHS))
+        self._shares = np.zeros((0, LIKELY_LENGTHS))  # of a request, until each of its ends
+        self._bases = np.zeros((0, LIKELY_LENGTHS))  # the same share of its base
         self._last = np.zeros((0, 2))  # tokens at the last of its ends, and the variance of its length
         self._order = np.arange(0)  # of all ends, when they were summed up last
         self._changed = True

@@ -13,10 +13,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
+from site_engine.core.kv_cache_manager import KVCacheManager
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import PromptBudget
 from site_engine.core.page_pool import PagePool, SwapSpace
-from site_engine.core.prefix_cache import Owner, PrefixTree
+from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.core.reserve import Reservation
@@ -85,22 +86,19 @@ class Scheduler:
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
         fit: CostFit | None = None,
     ) -> None:
-        """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
+        """Create a scheduler. `share_prefixes` is of the KVCacheManager.
 
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
         a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
         """
-        self.pool = pool
+        self.kv_cache_manager = KVCacheManager(pool, prefixes, swap, share_prefixes=share_prefixes)
         self.queue = queue
-        self.prefixes = prefixes
-        self.swap = swap
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
         self.prompt_budget = PromptBudget(CostFit() if fit is None else fit)
         self._policy = policy
-        self._share_prefixes = share_prefixes
         self._adapters = adapters
         self._write_virtual = write_virtual
         self._slots = slots
@@ -158,15 +156,9 @@ class Scheduler:
             if samples:
                 request.state = State.DECODE
 
-    def invalidate(self, request: Request) -> None:
-        """Discard what a request computed in a failed iteration, and its pages in the prefix cache."""
-        if self.prefixes is not None:
-            self.prefixes.forget(request.pages)
-        request.computed = 0
-
     def restart(self, request: Request) -> None:
         """Preempt a request and compute it again from its first token."""
-        self.invalidate(request)
+        self.kv_cache_manager.invalidate(request)
         self._preempt(request)
 
     def release(self, request: Request) -> None:
@@ -177,8 +169,7 @@ class Scheduler:
             self._leave(request)
         elif request in self.preempted:
             self.preempted.remove(request)
-            if request.swapped and self.swap is not None:
-                self.swap.drop(request.id)
+            self.kv_cache_manager.drop_swapped(request)
         else:
             self.queue.remove(request.id)
         request.state = State.FINISHED
@@ -200,7 +191,8 @@ class Scheduler:
     # ---- running requests
 
     def _plan_decodes(self, plan: SchedulePlan) -> int:
-        decodes, page_size, decoding = plan.decodes, self.pool.page_size, State.DECODE
+        decodes, decoding = plan.decodes, State.DECODE
+        page_size = self.kv_cache_manager.pool.page_size
         for request in list(self.running):
             if request.state is not decoding or request.row < 0:  # preempted by an earlier row of this plan
                 continue
@@ -219,27 +211,27 @@ class Scheduler:
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
         """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
-        paced = self._is_paced(request)
+        kv, paced = self.kv_cache_manager, self._is_paced(request)
         budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
-        shared = self._share_prefix(request)
+        shared = kv.share_prefix(request)
         request.cached_tokens += 0 if request.reads_again else shared
         self.reservation.shares(request, held)
         begun = request.computed
         if begun < request.virtual_tokens:
-            if not self._grow(request, request.virtual_tokens):
+            if not kv.grow(request, request.virtual_tokens):
                 return 0
             self._write_virtual(request, begun)
             request.computed = request.virtual_tokens
         missing = len(request.tokens) - request.computed
-        reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
+        reachable = (len(request.pages) + kv.pool.available) * kv.pool.page_size - request.computed
         length = min(missing, budget, reachable)
         if length <= 0:
             return 0
-        self._grow(request, request.computed + length)
-        if self.prefixes is not None:
-            page_size = self.pool.page_size
-            self._insert_prefix(request, request.computed + length)
+        kv.grow(request, request.computed + length)
+        if kv.prefixes is not None:
+            kv.insert_prefix(request, request.computed + length)
+            page_size = kv.pool.page_size
             after = (request.computed + length) // page_size
             self.reservation.computes(request, begun // page_size, after)
         self.prompt_budget.take(length, request.lane, paced)
@@ -248,26 +240,12 @@ class Scheduler:
 
     def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
         """Allocate a page for the next token, preempting the last running request that is not in the plan."""
-        while not self._grow(request, request.computed + 1):
+        while not self.kv_cache_manager.grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
             victim = next(one for one in reversed(self.running) if one not in planned)
             self._preempt(victim)
             if victim is request:
                 return False
-        return True
-
-    def _grow(self, request: Request, tokens: int) -> bool:
-        need = self.pool.pages_for(tokens) - len(request.pages)
-        if need <= 0:
-            return True
-        if need > self.pool.available:
-            return False
-        if self.prefixes is not None:
-            self.prefixes.evict(need - self.pool.free)
-        pages = self.pool.take(need)
-        if pages is None:
-            return False
-        request.pages += pages
         return True
 
     # ---- starting and preempting
@@ -309,10 +287,10 @@ class Scheduler:
             return False
         if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
             return False
-        self._share_prefix(request)
+        self.kv_cache_manager.share_prefix(request)
         if self.reservation.fits(request):
             return True
-        self._drop_pages(request)
+        self.kv_cache_manager.free(request)
         return False
 
     def _is_paced(self, request: Request) -> bool:
@@ -373,30 +351,18 @@ class Scheduler:
             self._decode_heavy[request.tenant] += 1
         insort(self.running, request, key=lambda one: self._order[one.id])
         self.reservation.start(request)
-        if request.swapped and self.swap is not None:
-            self._swap_in(request, self.swap)
+        self.kv_cache_manager.swap_in(request)
 
     def _preempt(self, request: Request) -> None:
         """Free the pages of a request, which restarts before new ones of its lane.
 
         Its tokens are computed again unless swapping them out and in is cheaper.
         """
-        pages = request.pages[: self.pool.pages_for(request.computed)]
-        swapped = self.swap is not None and self.swap.swap_out(request.id, pages, request.computed)
-        request.swapped = request.computed if swapped else 0
+        swapped = self.kv_cache_manager.swap_out(request)
         self._leave(request)
         request.preemptions += 1
         request.state = State.SWAPPED if swapped else State.WAITING
         self.preempted.append(request)
-
-    def _swap_in(self, request: Request, swap: SwapSpace) -> None:
-        shared = len(request.pages)  # its prefix may still be in the cache
-        if request.swapped > request.computed and self._grow(request, request.swapped):
-            swap.swap_in(request.id, request.pages, shared)
-            request.computed = request.swapped
-        else:
-            swap.drop(request.id)
-        request.swapped = 0
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -406,41 +372,13 @@ class Scheduler:
         self.reservation.leave(request)
         if self._adapters is not None:
             self._adapters.leave(request)
-        self._insert_prefix(request, request.computed)
-        self._drop_pages(request)
+        self.kv_cache_manager.insert_prefix(request, request.computed)
+        self.kv_cache_manager.free(request)
         self._rows.append(request.row)
         request.row = -1
 
-    def _drop_pages(self, request: Request) -> None:
-        self.pool.drop(request.pages)
-        request.pages = []
-        request.computed = 0
-
-    def _share_prefix(self, request: Request) -> int:
-        """Take cached pages that follow those a request has; return the number of tokens.
-
-        The last token is always computed, since its logits are needed; so is every token where the prompt's
-        log probabilities are asked for.
-        """
-        page_size = self.pool.page_size
-        if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
-            return 0
-        pages = self.prefixes.match(request.tokens[:-1], request.pages, self._owner(request))
-        request.pages += pages
-        request.computed += len(pages) * page_size
-        return len(pages) * page_size
-
-    def _insert_prefix(self, request: Request, tokens: int) -> None:
-        if self.prefixes is not None:
-            self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
-
     def _has_slot(self, request: Request) -> bool:
         return self._adapters is None or self._adapters.fits(request)
-
-    def _owner(self, request: Request) -> Owner:
-        variant = request.variant
-        tenant = "" if self._share_prefixes else request.tenant
-        return tenant, "" if variant is None else variant.fingerprint
 
 
 def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:

@@ -13,13 +13,13 @@ from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import LoadFigures, Meter
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import (
     Admission,
     Finish,
     Moved,
     Output,
     RejectionReason,
-    RemainingCurve,
     Request,
     RequestRejected,
     State,
@@ -412,7 +412,7 @@ class SiteEngine:
 
     def _fail(self, processor: OutputProcessor, error: str) -> None:
         request = processor.request
-        self._scheduler.invalidate(request)
+        self._scheduler.kv_cache_manager.invalidate(request)
         self._kv_cache.zero_pages([page for page in request.pages if self._pool.references(page) == 1])
         self._finish(processor, Finish.FAILED, error)
 

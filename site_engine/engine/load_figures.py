@@ -11,7 +11,7 @@ def load_figures(
     scheduler: Scheduler, meter: Meter, training: TrainingLoop, *, slots: int, floor_s: float
 ) -> LoadFigures:
     """Return the figures of now. No iteration is shorter than `floor_s`."""
-    queue, pool = scheduler.queue, scheduler.pool
+    queue, pool = scheduler.queue, scheduler.kv_cache_manager.pool
     remaining = [request.expected_remaining() for request in scheduler.running]
     # at least one each: an overlapped step counts a token as computed before it is there
     unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)

@@ -15,14 +15,8 @@ import msgspec
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import (
-    Finish,
-    Lane,
-    Moved,
-    RemainingCurve,
-    Sampling,
-    Timings,
-)
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Lane, Moved, Sampling, Timings
 from site_engine.core.startup import Part
 from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.engine_client import Facts

@@ -27,6 +27,7 @@ class Sleeper:
         self._kv_cache = kv_cache
         self._memory = memory
         self._scheduler = scheduler
+        self._kv_cache_manager = scheduler.kv_cache_manager
         self._settle = settle
         self._asleep = False
         self.freed_bytes = 0  # by the last sleep
@@ -46,16 +47,16 @@ class Sleeper:
             self._settle()
             end = kv_cache.end_within(wanted)
             self._scheduler.preempt_beyond(end)
-            if self._scheduler.prefixes is not None:
-                self._scheduler.prefixes.forget(range(end + 1, kv_cache.end + 1))
-            self._scheduler.pool.move_end(end)
+            if self._kv_cache_manager.prefixes is not None:
+                self._kv_cache_manager.prefixes.forget(range(end + 1, kv_cache.end + 1))
+            self._kv_cache_manager.pool.move_end(end)
             kv_cache.resize(end)
         if wanted > kv_cache.end:
             try:
                 kv_cache.resize(wanted)
             except NoMemory as exc:
                 log.warning("keys and values get no %d bytes more: %s", extra_bytes, exc)
-            self._scheduler.pool.move_end(kv_cache.end)
+            self._kv_cache_manager.pool.move_end(kv_cache.end)
         return kv_cache.extra_bytes
 
     def sleep(self) -> str:
@@ -63,8 +64,8 @@ class Sleeper:
         began_s = time.monotonic()
         self._settle()
         self.hold(0)
-        if self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.clear()
+        if self._kv_cache_manager.prefixes is not None:
+            self._kv_cache_manager.prefixes.clear()
         try:
             self.freed_bytes = self._memory.sleep()
         except NoMemory as exc:

@@ -12,7 +12,8 @@ from itertools import chain
 from typing import Any
 
 from site_engine import messages as m
-from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Finish, Lane, Sampling, TokenLogprob
 from site_engine.core.training import Training
 from site_engine.errors import NotServed, Reason, WrongMessage
 from site_engine.federation import training_codec

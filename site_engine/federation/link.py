@@ -223,7 +223,7 @@ class Link:
                     await asyncio.sleep(0)
                 decoded = codec.decode(each)
                 if decoded is None:
-                    self._site.unknown_messages += 1
+                    self._site.load_reports.unknown_messages += 1
                 elif isinstance(decoded, Train | StopTraining):
                     self._site.on_training(decoded)
                 elif isinstance(decoded, ReportPace):

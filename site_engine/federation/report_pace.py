@@ -58,8 +58,8 @@ class Figures(Protocol):
     def training_s_per_iteration(self) -> float: ...
 
 
-class Told(NamedTuple):
-    """A report as decisions see it."""
+class LoadSummary(NamedTuple):
+    """What gateways decide by of a report."""
 
     running: int
     requests: int
@@ -69,7 +69,7 @@ class Told(NamedTuple):
     decode_s: float  # of the answers to all requests, in full batches
 
     @classmethod
-    def by(cls, figures: Figures, slots: int, kv_capacity_tokens: int) -> Told:
+    def of(cls, figures: Figures, slots: int, kv_capacity_tokens: int) -> LoadSummary:
         cost, rows = figures.iteration, max(1, figures.running)
         used = max(0, kv_capacity_tokens + figures.kv_extra_tokens - figures.kv_free_tokens)
         iteration_s = cost.seconds(rows, rows, used) or figures.seconds_per_iteration
@@ -83,8 +83,8 @@ class Told(NamedTuple):
             iteration_s * response / max(1, slots),
         )
 
-    def differs(self, now: Told, slots: int, kv_capacity_tokens: int, times: int) -> bool:
-        """Return whether what was told is off by more than so many times the bound, or hides that nothing is
+    def differs(self, now: LoadSummary, slots: int, kv_capacity_tokens: int, times: int) -> bool:
+        """Return whether this report is off by more than so many times the bound, or hides that nothing is
         left to do.
         """
         share = times * SHARE
@@ -100,8 +100,8 @@ class Told(NamedTuple):
         )
 
 
-def _off(told_s: float, now_s: float, times: int) -> bool:
-    return abs(now_s - told_s) > times * max(SECONDS, SHARE * told_s)
+def _off(reported_s: float, now_s: float, times: int) -> bool:
+    return abs(now_s - reported_s) > times * max(SECONDS, SHARE * reported_s)
 
 
 class ReportPace:
@@ -111,8 +111,8 @@ class ReportPace:
         self._times_off, self.every_s = 1, REPORT_EVERY_S
         self._slots = slots
         self._kv_capacity_tokens = kv_capacity_tokens
-        self._told: Told | None = None
-        self._told_s = float("-inf")
+        self._reported: LoadSummary | None = None
+        self._reported_s = float("-inf")
         self._admitted = self._ended = 0
 
     @property
@@ -123,32 +123,32 @@ class ReportPace:
         """Do what the gateway asks for, and have the next figures reported."""
         self._times_off = max(1, min(MAX_TIMES, asked.times_off))
         self.every_s = REPORT_EVERY_S * max(1, min(MAX_TIMES, asked.every_s))
-        self._told = None
+        self._reported = None
 
     def admitted(self) -> None:
-        """Note a request that the gateway adds to what it was told, until the next report counts it."""
+        """Note a request that the gateway adds to what was reported, until the next report counts it."""
         self._admitted += 1
 
     def ended(self, requests: int) -> None:
-        """Note requests that the gateway leaves out of what it was told, until the next report."""
+        """Note requests that the gateway leaves out of what was reported, until the next report."""
         self._ended += requests
 
     def is_late(self, now: float) -> bool:
         """Return whether the gateway must have a report, whatever it tells."""
-        return self._told is None or now - self._told_s >= self.every_s
+        return self._reported is None or now - self._reported_s >= self.every_s
 
-    def is_due(self, seen: Told, now: float) -> bool:
-        """Return whether what is seen now must be reported."""
-        if self._told is None or self.is_late(now):
+    def is_due(self, seen: LoadSummary, now: float) -> bool:
+        """Return whether the load that is seen now must be reported."""
+        if self._reported is None or self.is_late(now):
             return True
         if max(self._admitted, self._ended) > self._times_off * SHARE * self._slots:
             return True
-        return self._told.differs(seen, self._slots, self._kv_capacity_tokens, self._times_off)
+        return self._reported.differs(seen, self._slots, self._kv_capacity_tokens, self._times_off)
 
-    def reported(self, seen: Told, now: float) -> None:
-        self._told, self._told_s = seen, now
+    def reported(self, seen: LoadSummary, now: float) -> None:
+        self._reported, self._reported_s = seen, now
         self._admitted = self._ended = 0
 
     def forget(self) -> None:
         """Have the next figures reported, whatever they are."""
-        self._told = None
+        self._reported = None

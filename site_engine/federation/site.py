@@ -8,31 +8,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from site_engine import messages as m
-from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Output
 from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
-from site_engine.federation.connection import PINGS_RARELY, READS_STALLS, Connection, of_everyone
+from site_engine.federation.connection import Connection, of_everyone
 from site_engine.federation.held import HeldCall, HeldCalls
+from site_engine.federation.load_reports import LoadReports
 from site_engine.federation.outbox import STREAM_INTERVAL_S
-from site_engine.federation.report_pace import REPORT_EVERY_S, ReportPace, Told
+from site_engine.federation.report_pace import ReportPace
 
 log = logging.getLogger(__name__)
 
-SIGN_OF_LIFE_S = 1.5
-"""After so long without a report a site says that it is there: what its engine does is judged by reports."""
-BID_INTERVAL_S = 1.0
-NO_PING = 0
-"""The number of no ping: they count from 1."""
-STUCK_AFTER_S = 120.0
-"""An engine that has been without progress for so long does not come back: a new process has to load it."""
 MAX_NAMED = 10
 """Models that a refusal names."""
 
@@ -55,7 +48,6 @@ class Site:
         for at most `stream_interval_s`, while the event loop is busy.
         """
         self._on_finish = on_finish
-        self._on_stuck = on_stuck
         self._hello = hello
         self._engine = engine
         self._clock = clock
@@ -65,16 +57,11 @@ class Site:
         self._models = {model.id for model in hello.models}
         self.held = HeldCalls(max_preparing)
         self._connections: dict[str, Connection] = {}
+        self.load_reports = LoadReports(hello, engine, self._connections, clock, on_stuck)
         self._routes: Routes = {}
         self._connected = 0
-        self._loads = self._reports = 0
-        self._bids = 0
         self.on_order: m.OnModelOrder | None = None  # orders are refused without it
         self.on_training: m.OnTraining = lambda _: None
-        self.unknown_messages = 0  # of kinds that only newer gateways know
-        self._load_s = float("-inf")  # when any gateway was last sent a report
-        self._figures: LoadFigures | None = None
-        self._stalled = False
         self._draining: m.Draining | None = None
         self._when_idle: Callable[[], None] | None = None
 
@@ -96,11 +83,6 @@ class Site:
     def tuning(self) -> list[Connection]:
         """Gateways with a stream that is up that have jobs of fine-tuning."""
         return [each for each in self._connections.values() if each.linked and each.tunes]
-
-    @property
-    def reports(self) -> int:
-        """The number of load reports so far, to all gateways together."""
-        return self._reports
 
     def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
         """Note that a stream is up. Attempts of an earlier one to the replica go on if `hello` names them.
@@ -146,38 +128,8 @@ class Site:
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
                 self._abandon(each)
-        if any(each.linked and each.reports.is_late(now) for each in self._connections.values()):
-            self._engine.request_load()
-        self._watch_engine(now)
-        self._show_life(now)
+        self.load_reports.tick(now)
         self._check_idle()
-
-    def _watch_engine(self, now: float) -> None:
-        """Report an engine without progress, which reports nothing itself."""
-        was_stalled, stalled_s = self._stalled, self._engine.stalled_s()
-        self._stalled = stalled_s > 0
-        if was_stalled and not self._stalled:
-            log.warning("the engine moves again")
-        if not self._stalled:
-            return
-        if not was_stalled:
-            log.error("the engine has not moved for %.1f s; %d attempts wait for it", stalled_s, self.live)
-        if stalled_s >= STUCK_AFTER_S:
-            self._on_stuck(f"it has not moved for {stalled_s:.0f} s")
-        if self._figures is not None and (not was_stalled or now - self._load_s >= REPORT_EVERY_S):
-            able = [each for each in self._connections.values() if each.protocol >= READS_STALLS]
-            self._send_load(able, LoadSeen(self._figures, now), stalled_s)
-
-    def _show_life(self, now: float) -> None:
-        """Say something in a long iteration, as seldom as reports where nobody waits: a pong of no ping."""
-        for each in self._connections.values():
-            if now - max(each.reported_s, each.sign_s) < SIGN_OF_LIFE_S:
-                continue
-            owed = now - each.reported_s >= SIGN_OF_LIFE_S + each.reports.every_s - REPORT_EVERY_S
-            if each.linked and each.protocol >= PINGS_RARELY and (owed or not each.is_idle):
-                each.sign_s = now
-                each.attempts.outbox.put(m.Pong(NO_PING, now, time.time()))
-                each.wake()
 
     # from a gateway
 
@@ -366,50 +318,7 @@ class Site:
                 other.wake()
 
     def load(self, seen: LoadSeen) -> None:
-        """Report figures to each gateway that they tell something, or with a bid."""
-        self._figures = figures = seen.figures
-        told = Told.by(figures, self._hello.slots, self._hello.kv_capacity_tokens)
-        linked = [each for each in self._connections.values() if each.linked]
-        bidding = [each for each in linked if self._may_bid(each, figures)]
-        to = [each for each in linked if each in bidding or each.reports.is_due(told, seen.at_s)]
-        if not to:
-            return
-        for each in to:
-            each.reports.reported(told, seen.at_s)
-        self._send_load(to, seen)
-        for each in bidding:
-            self._bids += 1
-            each.has_bid, each.bid_s = True, self._clock()
-            bid_id = f"{self._hello.boot_id}-{self._bids}"
-            free_slots = self._hello.slots - figures.running
-            bid = m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
-            each.attempts.outbox.bid(bid)
-
-    def _send_load(self, to: Iterable[Connection], seen: LoadSeen, stalled_s: float = 0.0) -> None:
-        self._load_s = seen.at_s
-        self._loads += 1
-        load = m.Load(self._loads, seen.at_s, seen.figures, stalled_s, self.unknown_messages)
-        for connection in to:
-            if connection.linked:
-                self._reports += 1
-                connection.reported_s = seen.at_s
-                connection.attempts.outbox.load(load)
-                if stalled_s:
-                    connection.reports.forget()  # whatever comes next is news
-                    connection.withdraw_bid()
-                connection.wake()
-
-    def _may_bid(self, connection: Connection, figures: LoadFigures) -> bool:
-        """Return whether to ask for work: once each time that room appears. Without room, withdraw a bid that
-        is not sent.
-        """
-        free_slots = self._hello.slots - figures.running
-        preparing = any(each.attempts.preparing for each in self._connections.values())
-        room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
-        if not room or self._draining is not None or connection.draining or connection.reports.is_rare:
-            connection.withdraw_bid()
-            return False
-        return not connection.has_bid and self._clock() - connection.bid_s >= BID_INTERVAL_S
+        self.load_reports.report(seen, draining=self._draining is not None)
 
     # the end
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from site_engine import messages as m
-from site_engine.core.request import Admission, Finish, Lane, Output, RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Admission, Finish, Lane, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import EngineClient, Listener, LoadSeen, Prepared

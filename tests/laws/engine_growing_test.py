@@ -57,7 +57,7 @@ def test_answers_are_those_of_an_engine_whose_memory_stays(seed: int, swap_token
 
     engine = growing_engine("llama", swap_tokens=swap_tokens)
     pool, scheduler, collected = engine._pool, engine._scheduler, dict[str, Collected]()
-    assert scheduler.prefixes is not None
+    assert scheduler.kv_cache_manager.prefixes is not None
     page_bytes = engine._kv_cache.copies.page_bytes
     most, preempted = 0, 0
     for at, (prompt, tokens) in enumerate(queries):
@@ -72,7 +72,7 @@ def test_answers_are_those_of_an_engine_whose_memory_stays(seed: int, swap_token
             assert (pool.capacity > OWN_TOKENS // PAGE_TOKENS) == (held_bytes > 0)
             gather(engine.step(), collected)
             used = {page for each in scheduler.running for page in each.pages} | set(
-                scheduler.prefixes._nodes
+                scheduler.kv_cache_manager.prefixes._nodes
             )
             assert max(used, default=0) <= pool.capacity
             assert pool.used == len(used)

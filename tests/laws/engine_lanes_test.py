@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from site_engine.core.request import Lane, RemainingCurve, RemainingPoint
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Lane
 from tests.support.engine_models import Collected, assert_idle, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

@@ -158,8 +158,8 @@ class Pair:
     def close(self) -> None:
         for engine in self.engines:
             assert_idle(engine)
-            assert engine._scheduler.swap.used_tokens == 0
-            engine._scheduler.prefixes.clear()
+            assert engine._scheduler.kv_cache_manager.swap.used_tokens == 0
+            engine._scheduler.kv_cache_manager.prefixes.clear()
             assert engine._pool.used == 0
             engine.inbox.close()
 
@@ -330,7 +330,7 @@ def test_keys_and_values_that_do_not_come_are_computed_again(
     moved = begun(engines[0], request, got, None if why == "no place" else InboxPlace(addresses[2], 0))
     assert (moved.place is not None) == (why == "to an engine that was here before")
     engines[1].submit(again(request, got["r"].token_ids), moved)
-    assert engines[1]._scheduler.swap.used_tokens == 0
+    assert engines[1]._scheduler.kv_cache_manager.swap.used_tokens == 0
     while engines[1].has_work:
         gather(engines[1].step(), got)
     assert got["r"].token_ids == expected

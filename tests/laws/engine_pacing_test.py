@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import Pace
-from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import SchedulePlan
 from tests.support.counted_engine import CountedEngine

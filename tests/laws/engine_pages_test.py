@@ -87,7 +87,7 @@ def test_taking_is_all_or_nothing_and_dropping_a_free_page_is_a_bug() -> None:
 def test_no_page_is_lost_under_load_with_cancels_and_preemptions(seed: int) -> None:
     rnd = random.Random(seed)
     engine = engine_for(family("llama").served, slots=6, token_budget=24, kv_tokens=160, page_size=4)
-    pool, scheduler, tree = engine._pool, engine._scheduler, engine._scheduler.prefixes
+    pool, scheduler, tree = engine._pool, engine._scheduler, engine._scheduler.kv_cache_manager.prefixes
     assert tree is not None
     collected: dict[str, Collected] = {}
     submitted: list[str] = []

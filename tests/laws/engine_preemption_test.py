@@ -32,7 +32,7 @@ def tight(*, swap_tokens: int, worth: bool = True, **settings: Any) -> SiteEngin
         family("llama").served,
         **({"slots": 6, "kv_tokens": 96, "page_size": 4, "swap_tokens": swap_tokens} | settings),
     )
-    swap: Any = engine._scheduler.swap
+    swap: Any = engine._scheduler.kv_cache_manager.swap
     if swap is not None:
         swap._worth = lambda tokens: worth
     for at, prompt in enumerate(PROMPTS):
@@ -50,7 +50,7 @@ def preemptions(collected: dict[str, Collected]) -> int:
 @pytest.mark.parametrize(("swap_tokens", "worth"), [(0, True), (4096, True), (40, True), (4096, False)])
 def test_every_way_back_gives_the_same_tokens(swap_tokens: int, worth: bool, prefix_cache: bool) -> None:
     engine = tight(swap_tokens=swap_tokens, worth=worth, prefix_cache=prefix_cache)
-    swap: Any = engine._scheduler.swap
+    swap: Any = engine._scheduler.kv_cache_manager.swap
     collected: dict[str, Collected] = {}
     swapped = 0
     while engine.has_work:
@@ -75,7 +75,7 @@ def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
     for at in range(6):
         engine.cancel(str(at))
     engine.step()
-    swap: Any = engine._scheduler.swap
+    swap: Any = engine._scheduler.kv_cache_manager.swap
     assert swap.used_tokens == 0
     assert engine._pool.available == engine._pool.capacity
     assert_idle(engine)
@@ -147,7 +147,7 @@ def test_swapping_is_chosen_when_it_is_cheaper() -> None:
         engine = engine_for(family("llama").served, swap_tokens=4096)
         for tokens in range(1, 100):
             engine._meter.fit.observe(1, tokens, tokens, seconds * tokens)
-        swap: Any = engine._scheduler.swap
+        swap: Any = engine._scheduler.kv_cache_manager.swap
         assert swap._worth(50) is expected
 
 

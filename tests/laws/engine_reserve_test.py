@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.request import LIKELY, Lane, RemainingCurve, RemainingPoint, Request, likely_lengths
+from site_engine.core.remaining_curve import LIKELY_LENGTHS, RemainingCurve, RemainingPoint, likely_lengths
+from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import POLICIES
 from site_engine.core.reserve import KEPT_DEVIATIONS, FuturePeak, Span
 from site_engine.core.scheduler import SchedulePlan
@@ -31,7 +32,7 @@ def known(name: str, prompt: list[int], tokens: int) -> Request:
 
 SPANS = st.builds(
     Span,
-    st.lists(st.integers(0, 60), min_size=1, max_size=LIKELY).map(sorted).map(tuple),
+    st.lists(st.integers(0, 60), min_size=1, max_size=LIKELY_LENGTHS).map(sorted).map(tuple),
     st.integers(1, 50),
 )
 
@@ -57,8 +58,8 @@ def test_the_peak_is_the_most_that_is_expected_of_every_iteration(
 
 def test_likely_lengths_are_the_quantiles_of_the_forecast() -> None:
     """Of a known length, a geometric one, and a lognormal one."""
-    assert likely_lengths(RemainingCurve.exactly(700)) == (700.0,) * LIKELY
-    middles = [(at + 0.5) / LIKELY for at in range(LIKELY)]
+    assert likely_lengths(RemainingCurve.exactly(700)) == (700.0,) * LIKELY_LENGTHS
+    middles = [(at + 0.5) / LIKELY_LENGTHS for at in range(LIKELY_LENGTHS)]
     memoryless = likely_lengths(
         RemainingCurve((RemainingPoint(0, 100.0, 230), RemainingPoint(900, 100.0, 230)))
     )

@@ -15,13 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import (
-    Finish,
-    RejectionReason,
-    RemainingCurve,
-    Request,
-    RequestRejected,
-)
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, RejectionReason, Request, RequestRejected
 from site_engine.errors import VariantRefused
 from site_engine.variants.changes import LoadedVariant, LowRank
 from tests.support.engine_models import (

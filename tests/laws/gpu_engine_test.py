@@ -14,7 +14,8 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 
-from site_engine.core.request import Finish, RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Request, Sampling
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.llama_forward import llama_forward
 from site_engine.cuda.runner import DeviceRunner
@@ -109,7 +110,7 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
     assert collected["stops"].token_ids == answer[: stop + 1]
     last = collected["goes"].last
     assert last is not None and last.finish is Finish.CANCELLED
-    prefixes = engine._scheduler.prefixes
+    prefixes = engine._scheduler.kv_cache_manager.prefixes
     assert prefixes is not None
     prefixes.clear()
     assert engine._pool.free == engine._pool.capacity

@@ -30,7 +30,7 @@ from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation import codec as site_codec
 from site_engine.federation import site as site_module
-from site_engine.federation.report_pace import MAX_TIMES, REPORT_EVERY_S, SECONDS, SHARE, Told
+from site_engine.federation.report_pace import MAX_TIMES, REPORT_EVERY_S, SECONDS, SHARE, LoadSummary
 from wire import federation_pb2 as pb
 
 SLOTS, KV_TOKENS, PROMPT_TOKENS = 64, 200_000, 400
@@ -226,17 +226,17 @@ class World:
 
     def check(self, turn_s: float = TURN_S) -> None:
         figures = self.engine.figures()
-        true = Told.by(figures, SLOTS, KV_TOKENS)
+        true = LoadSummary.of(figures, SLOTS, KV_TOKENS)
         for gateway in self.gateways:
             share, every_s = SHARE * gateway.pace.times_off, REPORT_EVERY_S * gateway.pace.every_s
             site = gateway.view
-            seen = Told.by(site.load, SLOTS, KV_TOKENS)
+            seen = LoadSummary.of(site.load, SLOTS, KV_TOKENS)
             seconds = share / SHARE * SECONDS
             assert abs(seen.requests - true.requests) <= share * SLOTS
             assert abs(seen.running - true.running) <= share * SLOTS
             assert abs(seen.kv_tokens - true.kv_tokens) <= share * KV_TOKENS
             assert abs(seen.prefill_s - true.prefill_s) <= max(seconds, share * seen.prefill_s)
-            told = Told.by(gateway.told, SLOTS, KV_TOKENS)
+            told = LoadSummary.of(gateway.told, SLOTS, KV_TOKENS)
             assert abs(told.decode_s - true.decode_s) <= max(seconds, share * told.decode_s)
             assert seen.decode_s <= told.decode_s, "without the answers that have ended since"
             assert abs(seen.iteration_s - true.iteration_s) <= share * seen.iteration_s + 1e-12

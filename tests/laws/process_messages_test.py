@@ -5,17 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.request import (
-    Admission,
-    Finish,
-    Lane,
-    Output,
-    RemainingCurve,
-    Request,
-    Sampling,
-    Timings,
-    TokenLogprob,
-)
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Admission, Finish, Lane, Output, Request, Sampling, Timings, TokenLogprob
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.errors import NotServed, Reason

@@ -20,7 +20,8 @@ from gateway.prompt import Chat, Message, Prompt
 from gateway.query.state import QueryState
 from gateway.routing.failover import FailedTry, resume_options, tries
 from site_engine import messages as m
-from site_engine.core.request import Lane, RemainingCurve, RequestRejected, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, RequestRejected, Sampling
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed
 from site_engine.federation.attempts import Attempts

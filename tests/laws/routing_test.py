@@ -36,7 +36,8 @@ from gateway.routing.prefixes import NOTHING_CACHED, Cached
 from gateway.scaling.sizing import busy_machines
 from predictor.forecast import Forecast
 from site_engine.core import request_queue
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Request
 
 NOW = 1000.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)

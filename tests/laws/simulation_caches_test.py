@@ -23,7 +23,8 @@ from mico.simulation.site import TOKEN_BUDGET, SimulatedSite
 from mico.simulation.specification import SiteSpec, sites_of
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
-from site_engine.core.request import RemainingCurve, Request
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, least_work
 from site_engine.core.scheduler import Scheduler
 from tests.support.simulated import federations, simulate, workloads

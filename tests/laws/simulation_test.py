@@ -23,7 +23,8 @@ from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 from mico.simulation.view import View
 from mico.simulation.workloads import at_rate
 from site_engine.core.page_pool import PagePool
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, least_work
 from site_engine.core.scheduler import Scheduler
 from tests.support.simulated import LEARNERS, federations, simulate, specs, workloads

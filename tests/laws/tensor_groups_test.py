@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Request, Sampling
 from site_engine.core.tensor_split import part_of, part_shape, sizes_of
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine

@@ -12,7 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from site_engine.core.request import Output, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Output, Request, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings

@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 from site_engine.config import SiteConfig
-from site_engine.core.request import Finish, Output, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener

@@ -18,16 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from site_engine.core.request import (
-    Finish,
-    Lane,
-    Output,
-    RemainingCurve,
-    RemainingPoint,
-    Request,
-    RequestRejected,
-    Sampling,
-)
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Finish, Lane, Output, Request, RequestRejected, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel
@@ -137,7 +129,7 @@ class Soak:
         self._answers = [self._alone(prompt) for prompt in self._prompts]
         runner: Any = self.engine.runner
         self.faults = runner._forward = Faults(runner._forward, self.rnd)
-        swap: Any = self.engine._scheduler.swap
+        swap: Any = self.engine._scheduler.kv_cache_manager.swap
         swap._worth = self._swaps
         self._idle_steps = 0
 
@@ -260,9 +252,9 @@ class Soak:
     def left(self) -> dict[str, int]:
         """Return the resources that are still in use; all should be 0."""
         scheduler, pool, load = self.engine._scheduler, self.engine._pool, self.engine.load()
-        swap: Any = scheduler.swap
-        if scheduler.prefixes is not None:
-            scheduler.prefixes.clear()
+        swap: Any = scheduler.kv_cache_manager.swap
+        if scheduler.kv_cache_manager.prefixes is not None:
+            scheduler.kv_cache_manager.prefixes.clear()
         return {
             "open_requests": len(self.ledger.open) + load.running + load.pending,
             "pages": pool.capacity - pool.free,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import (
     AGEING_SHARE,
     FAIR_WITHIN_TOKENS,

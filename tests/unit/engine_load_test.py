@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.load import CostFit, IterationCost, Meter, condense
-from site_engine.core.request import RemainingCurve, RemainingPoint
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 
 
 def test_the_fit_finds_the_cost_and_predicts_other_loads() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission, Lane, Output, RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Admission, Lane, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener, Prepared

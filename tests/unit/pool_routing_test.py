@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.load import IterationCost, LoadFigures
-from site_engine.core.request import RemainingCurve, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Request, Sampling
 from site_engine.engine_client import Facts
 from site_engine.pool.figures import idle_figures, join_facts, join_figures, mean_cost
 from site_engine.pool.routing import (

@@ -7,7 +7,8 @@ from typing import NoReturn
 import pytest
 
 from site_engine import messages as m
-from site_engine.core.request import Admission, Finish, Lane, Output, RemainingCurve, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Admission, Finish, Lane, Output, Sampling
 from site_engine.engine_client import Delivered, Prepared
 from site_engine.federation.attempts import Attempts, Routes
 

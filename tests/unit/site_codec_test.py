@@ -22,7 +22,8 @@ from gateway.prompt import Chat, Message
 from predictor.forecast import Forecast
 from site_engine import messages as m
 from site_engine.core.load import DeviceFigures, IterationCost, LoadFigures
-from site_engine.core.request import Finish, Lane, RemainingPoint, Sampling, Timings, TokenLogprob
+from site_engine.core.remaining_curve import RemainingPoint
+from site_engine.core.request import Finish, Lane, Sampling, Timings, TokenLogprob
 from site_engine.core.training import (
     AdapterShape,
     Content,

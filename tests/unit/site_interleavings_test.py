@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from site_engine import messages as m
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Lane, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Lane, Request, Sampling
 from site_engine.remote.dialects import DIALECTS
 from site_engine.remote.engine import SILENT_AFTER_S, RemoteEngine, ServerProfile
 from site_engine.remote.load import Throughput, load_figures

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
+from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import STARVING_AFTER_S, STARVING_EVERY
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
 from site_engine.remote.request import HttpRequest

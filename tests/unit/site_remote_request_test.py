@@ -10,7 +10,8 @@ import pytest
 
 from gateway.openai.sampling import MODEL_DEFAULTS
 from site_engine import messages as m
-from site_engine.core.request import Lane, RemainingCurve, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Sampling
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import ToolChoice, Tools
 from site_engine.remote.dialects import (

@@ -12,8 +12,9 @@ from site_engine.core.request import Finish, Output, Sampling
 from site_engine.engine_client import LoadSeen, Prepared
 from site_engine.errors import Reason
 from site_engine.federation.connection import MAX_GRACE_S, Connection
+from site_engine.federation.load_reports import BID_INTERVAL_S, STUCK_AFTER_S
 from site_engine.federation.report_pace import REPORT_EVERY_S
-from site_engine.federation.site import BID_INTERVAL_S, STUCK_AFTER_S, Site
+from site_engine.federation.site import Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
-from site_engine.core.request import Finish, Lane, Output, RemainingCurve, Request, Sampling, Thinking
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Finish, Lane, Output, Request, Sampling, Thinking
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason

@@ -13,7 +13,8 @@ import pytest
 from jinja2 import TemplateError
 
 from site_engine import messages as m
-from site_engine.core.request import Lane, RemainingCurve, Sampling
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Sampling
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.text.fair_executor import FairExecutor

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
-from site_engine.core.request import Lane, RemainingCurve, Sampling, ToolCall, merge_tool_calls
+from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.request import Lane, Sampling, ToolCall, merge_tool_calls
 from site_engine.engine_client import Delivered, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import ToolChoice, Tools

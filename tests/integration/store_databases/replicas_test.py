@@ -103,7 +103,7 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, each: int
 ) -> None:
     monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
-    monkeypatch.setattr("gateway.query.answer.LEASE_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr("gateway.query.quotas.LEASE_WITHIN_S", DEADLINE_S)
     monkeypatch.setattr("gateway.quotas.leases.ROUND_EVERY_S", 0.1)
     monkeypatch.setattr("gateway.quotas.leases.MIN_PAUSE_S", 0.01)
 

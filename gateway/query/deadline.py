@@ -1,0 +1,43 @@
+"""The deadline of one query: none of its waits lasts beyond it, or beyond the end of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from gateway.errors import DeadlinePassed, MicoError, ShuttingDown
+from gateway.query.context import QueryContext
+from gateway.query.state import QueryState
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """`state.expire()` ends the wait that is in progress."""
+
+    __slots__ = ("_context", "_state")
+
+    def __init__(self, context: QueryContext, state: QueryState) -> None:
+        self._context = context
+        self._state = state
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        """Await `work` until the deadline. Raises DeadlinePassed, or ShuttingDown when this process ends."""
+        try:
+            async with asyncio.timeout(self.left_s()) as self._state.wait_timeout:
+                return await work
+        except TimeoutError as exc:
+            raise self.error() from exc
+
+    def left_s(self) -> float:
+        """Return the time left, 0 or less once it has passed."""
+        context = self._context
+        return 0.0 if context.shutting_down else self._state.query.deadline_s - context.clock()
+
+    def error(self) -> MicoError:
+        """Return the error for the client of a query whose time is up."""
+        if self._context.shutting_down:
+            return ShuttingDown("this gateway is shutting down; send the request again")
+        waited_s = self._context.clock() - self._state.query.received_s
+        return DeadlinePassed(f"the answer was not complete after {waited_s:.0f} s")

@@ -1,0 +1,109 @@
+"""Reserve the quotas of one query, and top the reservation up as its answer grows.
+
+Does not settle: `QueryContext` does, once the last count of the answer is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.errors import DeadlinePassed, ShuttingDown, TooMany
+from gateway.federation.attempt import LiveAttempt
+from gateway.query.context import QueryContext
+from gateway.query.deadline import Deadline
+from gateway.query.demands import demand_of
+from gateway.query.state import QueryState
+from gateway.quotas.ledger import SliceFull
+from gateway.quotas.limits import Unit
+from gateway.routing.decide import most_nano_usd
+from gateway.routing.failover import Try
+
+LEASE_WITHIN_S = 2.0
+"""Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
+
+
+class QueryQuotas:
+    """The quotas of the caller of one query, from the reservation of its prompt to the end of its answer."""
+
+    __slots__ = ("_context", "_deadline", "_leasing", "_state")
+
+    def __init__(self, context: QueryContext, state: QueryState, deadline: Deadline) -> None:
+        self._context = context
+        self._state = state
+        self._deadline = deadline
+        self._leasing: asyncio.Task[None] | None = None  # for an answer beyond its reservation
+
+    async def reserve_prompt(self) -> None:
+        """Reserve a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any
+        forecast, or BadRequest if the queries of its request can never run together.
+        """
+        query, quotas = self._state.query, self._context.quotas
+        quotas.check_together(query.caller, query.together)
+
+        def open_reservation() -> None:
+            self._state.reservation = quotas.open(query.caller, query.prompt_tokens_guess)
+
+        await self._reserve(open_reservation)
+
+    async def reserve_answer(self) -> None:
+        """Reserve the tokens of the answer's 90% quantile, and what they cost at most. Raises TooMany."""
+        context, state = self._context, self._state
+        assert state.capped_forecast is not None, "a query is forecast before its answer is reserved"
+        tokens = state.capped_forecast.quantile(0.9) * state.query.sampling.n
+        nano_usd = 0
+        if state.reservation.counts(Unit.NANO_USD):
+            demand = demand_of(context, state, Try(1))
+            nano_usd = most_nano_usd(demand, context.directory.fleet, context.clock(), tokens)
+        await self._reserve(lambda: context.quotas.reserve(state.reservation, tokens, nano_usd))
+
+    def top_up(self, attempt: LiveAttempt) -> None:
+        """Top up the reservation of an answer that has grown beyond it, also while nobody reads it."""
+        try:
+            self._cover(attempt)
+        except SliceFull as full:
+            if not full.may_grow:
+                attempt.truncate()
+                return
+            attempt.covered_tokens = float("inf")  # until leasing has ended
+            self.close()  # leasing for an attempt that has ended
+            self._leasing = asyncio.create_task(self._lease_and_cover(attempt))
+
+    def close(self) -> None:
+        """Lease no more for the answer."""
+        if self._leasing is not None:
+            self._leasing.cancel()
+
+    async def _reserve(self, reserve: Callable[[], None]) -> None:
+        """Call `reserve`, again after each round of leasing while only this replica's slice is short."""
+        until_s = self._context.clock() + LEASE_WITHIN_S
+        while True:
+            try:
+                return reserve()
+            except SliceFull as full:
+                left_s = until_s - self._context.clock()
+                if not (full.may_grow and left_s > 0 and await self._lease_more(left_s)):
+                    raise full.refusal from full
+
+    async def _lease_more(self, within_s: float) -> bool:
+        """Wait for one round of leasing. Return False if there was none in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._deadline.wait(self._context.lease_more())
+        except TimeoutError:
+            return False
+
+    async def _lease_and_cover(self, attempt: LiveAttempt) -> None:
+        """Lease more of the quota for an answer. Where there is none left, the answer ends by its length."""
+        try:
+            await self._reserve(lambda: self._cover(attempt))
+        except TooMany:
+            attempt.truncate()
+        except (DeadlinePassed, ShuttingDown):
+            return  # the reader of the answer raises it
+
+    def _cover(self, attempt: LiveAttempt) -> None:
+        """Raises SliceFull."""
+        state = self._state
+        self._context.quotas.cover(state.reservation, state.used_tokens, state.nano_usd_ahead)
+        attempt.covered_tokens = state.covered_tokens

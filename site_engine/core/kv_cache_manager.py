@@ -1,0 +1,100 @@
+"""Give requests pages of keys and values, with those that the prefix cache or the swap space has already.
+
+Decides about no request: the scheduler does. Holds no tensors.
+"""
+
+from __future__ import annotations
+
+from site_engine.core.page_pool import PagePool, SwapSpace
+from site_engine.core.prefix_cache import Owner, PrefixTree
+from site_engine.core.request import Request
+
+
+class KVCacheManager:
+    """With `share_prefixes` tenants share prefixes and could time each other."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefixes: PrefixTree | None = None,
+        swap: SwapSpace | None = None,
+        *,
+        share_prefixes: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.prefixes = prefixes
+        self.swap = swap
+        self._share_prefixes = share_prefixes
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Allocate pages until a request has room for so many tokens; return False if too few are left."""
+        need = self.pool.pages_for(tokens) - len(request.pages)
+        if need <= 0:
+            return True
+        if need > self.pool.available:
+            return False
+        if self.prefixes is not None:
+            self.prefixes.evict(need - self.pool.free)
+        pages = self.pool.take(need)
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
+    def free(self, request: Request) -> None:
+        self.pool.drop(request.pages)
+        request.pages = []
+        request.computed = 0
+
+    def invalidate(self, request: Request) -> None:
+        """Discard what a request computed in a failed iteration, and its pages in the prefix cache."""
+        if self.prefixes is not None:
+            self.prefixes.forget(request.pages)
+        request.computed = 0
+
+    def share_prefix(self, request: Request) -> int:
+        """Take cached pages that follow those a request has; return the number of tokens.
+
+        The last token is always computed, since its logits are needed; so is every token where the prompt's
+        log probabilities are asked for.
+        """
+        page_size = self.pool.page_size
+        if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
+            return 0
+        pages = self.prefixes.match(request.tokens[:-1], request.pages, self._owner(request))
+        request.pages += pages
+        request.computed += len(pages) * page_size
+        return len(pages) * page_size
+
+    def insert_prefix(self, request: Request, tokens: int) -> None:
+        """Let other requests share the pages of the first tokens of a request."""
+        if self.prefixes is not None:
+            self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
+
+    def swap_out(self, request: Request) -> bool:
+        """Keep what a request has computed beside the pool if that is cheaper than computing it again."""
+        pages = request.pages[: self.pool.pages_for(request.computed)]
+        swapped = self.swap is not None and self.swap.swap_out(request.id, pages, request.computed)
+        request.swapped = request.computed if swapped else 0
+        return swapped
+
+    def swap_in(self, request: Request) -> None:
+        """Take back what a request has beside the pool, unless the prefix cache has it or room is short."""
+        if not request.swapped or self.swap is None:
+            return
+        shared = len(request.pages)  # its prefix may still be in the cache
+        if request.swapped > request.computed and self.grow(request, request.swapped):
+            self.swap.swap_in(request.id, request.pages, shared)
+            request.computed = request.swapped
+        else:
+            self.swap.drop(request.id)
+        request.swapped = 0
+
+    def drop_swapped(self, request: Request) -> None:
+        if request.swapped and self.swap is not None:
+            self.swap.drop(request.id)
+
+    def _owner(self, request: Request) -> Owner:
+        variant = request.variant
+        tenant = "" if self._share_prefixes else request.tenant
+        return tenant, "" if variant is None else variant.fingerprint
