@@ -7,11 +7,11 @@ whether a request fits; the scheduler does.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from math import exp, inf, log
-from operator import itemgetter
+from typing import TypeAlias
 
 from site_engine.core.remaining_curve import likely_lengths
 from site_engine.core.request import Lane, Request
@@ -150,6 +150,10 @@ def has_place(of_tenant: int, waiting: int, max_waiting: int) -> bool:
     return waiting < max_waiting and of_tenant <= TENANT_PARTS * (max_waiting - waiting)
 
 
+Entry: TypeAlias = tuple[float, int, Request]
+"""The score of a request that waits, and its number: the lowest goes first."""
+
+
 class _Tenants:
     """The waiting requests of one lane and priority, shared between tenants by start-time fair queuing.
 
@@ -160,12 +164,12 @@ class _Tenants:
     """
 
     def __init__(self) -> None:
-        self.heaps: dict[str, list[tuple[float, int, Request]]] = {}
+        self.waiting: dict[str, list[Entry]] = {}  # in order: any is found at once
         self.work: dict[str, float] = {}  # waiting, in tokens
 
     def behind(self, clocks: dict[str, float], floor: float) -> float:
         """Return the virtual time of the tenant furthest behind."""
-        return min(max(clocks.get(name, floor), floor) for name in self.heaps)
+        return min(max(clocks.get(name, floor), floor) for name in self.waiting)
 
     def first(self, clocks: dict[str, float], floor: float) -> Request:
         behind = self.behind(clocks, floor)
@@ -174,9 +178,9 @@ class _Tenants:
         def place(name: str) -> tuple[int, float, int]:
             clock, own = max(clocks.get(name, floor), floor), self.work[name]
             flood = min(max(0.0, own - times * (total - own)), FAIR_WITHIN_TOKENS)
-            return int((clock - behind + flood) / FAIR_WITHIN_TOKENS), *self.heaps[name][0][:2]
+            return int((clock - behind + flood) / FAIR_WITHIN_TOKENS), *self.waiting[name][0][:2]
 
-        return self.heaps[min(self.heaps, key=place)][0][2]
+        return self.waiting[min(self.waiting, key=place)][0][2]
 
 
 class AdmissionQueue:
@@ -187,7 +191,7 @@ class AdmissionQueue:
         self._ageing = Ageing()
         self._now_s = 0.0  # when `first` was last called
         self._starving_after_s = starving_after_s
-        self._waiting: dict[str, Request] = {}  # in order of arrival
+        self._waiting: dict[str, Entry] = {}  # in order of arrival
         self._levels: dict[tuple[int, int], _Tenants] = {}
         self._clocks: dict[str, float] = {}
         self._floor = 0.0  # virtual time of the tenant furthest behind at the last start
@@ -204,7 +208,7 @@ class AdmissionQueue:
         return request_id in self._waiting
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting.values())
+        return (request for _, _, request in self._waiting.values())
 
     def has_lane(self, lane: Lane) -> bool:
         return any(each == lane for each, _ in self._levels)
@@ -214,10 +218,10 @@ class AdmissionQueue:
         self._sequence += 1
         self._overtaking = (None, [])
         score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
-        heappush(level.heaps.setdefault(request.tenant, []), (score, self._sequence, request))
+        entry = self._waiting[request.id] = score, self._sequence, request
+        insort(level.waiting.setdefault(request.tenant, []), entry)
         work = request.expected_remaining() + _prompt_work(request)
         level.work[request.tenant] = level.work.get(request.tenant, 0.0) + work
-        self._waiting[request.id] = request
         self.prompt_tokens += len(request.tokens)
         self.response_tokens += request.expected_remaining()
 
@@ -235,7 +239,7 @@ class AdmissionQueue:
         starving = self._starving(request.lane, now) if self._taken % STARVING_EVERY == 0 else {}
         if not starving:
             return request
-        below = [tenant for tenant in starving if tenant not in level.heaps]
+        below = [tenant for tenant in starving if tenant not in level.waiting]
         tenant = min([*below, request.tenant], key=self._clock)
         return starving.get(tenant, request)
 
@@ -243,12 +247,12 @@ class AdmissionQueue:
         """Return the next request of those that are wanted, or None."""
         for key in sorted(self._levels):
             best = {
-                tenant: min(entries)
-                for tenant, heap in self._levels[key].heaps.items()
-                if (entries := [entry for entry in heap if wanted(entry[2])])
+                tenant: found
+                for tenant, entries in self._levels[key].waiting.items()
+                if (found := next((one for _, _, one in entries if wanted(one)), None)) is not None
             }
             if best:
-                return best[min(best, key=self._clock)][2]
+                return best[min(best, key=self._clock)]
         return None
 
     def overtaking(self, request: Request) -> list[Request]:
@@ -258,23 +262,25 @@ class AdmissionQueue:
         """
         if self._overtaking[0] is not request:
             level = self._levels.get((request.lane, request.priority))
-            heap = level.heaps.get(request.tenant, ()) if level and request.any_order else ()
-            waiting = [each for _, _, each in sorted(heap, key=itemgetter(0, 1))]
-            found = [each for each in waiting if each.any_order and not each.resumed and each is not request]
+            waiting = level.waiting.get(request.tenant, ()) if level and request.any_order else ()
+            lines = [each for _, _, each in waiting if each.any_order and not each.resumed]
+            found = [each for each in lines if each is not request]
             self._overtaking = request, found
         return self._overtaking[1]
 
     def waiting_of(self, tenant: str) -> int:
-        return sum(len(level.heaps.get(tenant, ())) for level in self._levels.values())
+        return sum(len(level.waiting.get(tenant, ())) for level in self._levels.values())
 
     def _starving(self, lane: int, now: float) -> dict[str, Request]:
         """Return the oldest starving request of each tenant, oldest first."""
         found: dict[str, Request] = {}
-        for request in self._waiting.values():
-            if now - request.arrived_s <= self._starving_after_s:
+        left = {each for key, level in self._levels.items() if key[0] == lane for each in level.waiting}
+        for request in self:
+            if not left or now - request.arrived_s <= self._starving_after_s:
                 break
-            if request.lane == lane:
-                found.setdefault(request.tenant, request)
+            if request.lane == lane and request.tenant in left:
+                found[request.tenant] = request
+                left.remove(request.tenant)
         return found
 
     def _clock(self, tenant: str) -> float:
@@ -307,25 +313,22 @@ class AdmissionQueue:
 
     def remove(self, request_id: str) -> Request | None:
         """Remove and return a request that was cancelled or given up; return None if it does not wait."""
-        request = self._waiting.pop(request_id, None)
-        if request is None:
+        entry = self._waiting.pop(request_id, None)
+        if entry is None:
             return None
+        request = entry[2]
         self._overtaking = (None, [])
         self.prompt_tokens -= len(request.tokens)
         self.response_tokens -= request.expected_remaining()
         if not self._waiting:
             self.response_tokens = 0.0  # no drift from rounding
         key = (request.lane, request.priority)
-        heaps, work = self._levels[key].heaps, self._levels[key].work
+        tenants, work = self._levels[key].waiting, self._levels[key].work
         work[request.tenant] -= request.expected_remaining() + _prompt_work(request)
-        heap = heaps[request.tenant]
-        if heap[0][2] is request:
-            heappop(heap)
-        else:
-            heap[:] = [entry for entry in heap if entry[2] is not request]
-            heapify(heap)
-        if not heap:
-            del heaps[request.tenant], work[request.tenant]
-        if not heaps:
+        entries = tenants[request.tenant]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del tenants[request.tenant], work[request.tenant]
+        if not tenants:
             del self._levels[key]
         return request

@@ -387,8 +387,7 @@ class SiteEngine:
         lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
         for chunk in chunks:
             if not lost.isdisjoint(chunk.request.pages):
-                self._scheduler.restart(chunk.request)
-                continue
+                continue  # it starts again below
             alone = SchedulePlan([chunk]) if chunk in plan.decodes else SchedulePlan([], [chunk])
             try:
                 if len(chunks) == 1:
@@ -396,10 +395,12 @@ class SiteEngine:
                 logits = self.runner.run(alone)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
-                lost.update(chunk.request.pages)
+                lost.update(chunk.request.pages[chunk.start // self._pool.page_size :])
                 self._fail(self._live[chunk.request.id], f"{type(reason).__name__}: {reason}")
             else:
                 self._publish_sampled(alone, logits, sampled)
+        for request in [one for one in self._scheduler.running if not lost.isdisjoint(one.pages)]:
+            self._scheduler.restart(request)
 
     def _still_running(self, plan: SchedulePlan) -> SchedulePlan:
         """Return the plan without the requests that ended with the tokens of the step before."""
@@ -435,8 +436,7 @@ class SiteEngine:
         What the engine's owner does between two iterations counts for the first, however short it was.
         """
         if self._unmeasured is not None:
-            plan, began = self._unmeasured
-            self._unmeasured = None
+            (plan, began), self._unmeasured = self._unmeasured, None
             self._measure(plan, now - began)
 
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:

@@ -175,7 +175,7 @@ def from_model(
         revision=revision,
         context_tokens=context_tokens_of(config),
         vocab_size=config.vocab_size,
-        eos_token_ids=end_tokens(eos),
+        eos_token_ids=tuple(each for each in end_tokens(eos) if 0 <= each < config.vocab_size),
         vocabulary=vocabulary or vocabulary_of(tokenizer),
         layers=layers,
         dtype=parameter.dtype,

@@ -100,7 +100,8 @@ def _best_waiting(
     which another computes again.
     """
     moves: list[Move] = []
-    for engine in {each.engine for each in placed if each.waits} & rooms.keys():
+    rows = _rows_where_none_waits(placed, rooms)
+    for engine in {each.engine for each in placed if each.waits} & rooms.keys() if rows else ():
         waiting = [each for each in placed if each.engine == engine and each.waits]
         ends = sorted(each.remaining_tokens for each in placed if each.engine == engine and not each.waits)
         if not waiting or not ends:
@@ -108,25 +109,24 @@ def _best_waiting(
         iteration_s = _iteration_s(placed, engine, cost)
         wait_s = ends[min(len(waiting), len(ends)) - 1] * iteration_s
         for each in reversed(waiting):
-            to = _roomiest(placed, rooms, each)
+            needs = each.context_tokens + each.remaining_tokens
+            able = [to for to in rows if rooms[to].tokens >= needs]
             cost_s = MOVE_S + each.context_tokens * cost.per_token_s
-            if to is not None and each.id not in stays and wait_s > WORTH * cost_s:
-                moves.append(Move(each.id, to, wait_s, cost_s))
+            if able and each.id not in stays and wait_s > WORTH * cost_s:
+                moves.append(Move(each.id, min(able, key=rows.__getitem__), wait_s, cost_s))
                 break
     return max(moves, key=lambda move: move.gain_s - move.cost_s, default=None)
 
 
-def _roomiest(placed: Sequence[Placed], rooms: Mapping[int, Room], one: Placed) -> int | None:
-    """Return the engine with the fewest requests of those that have room and where none waits."""
-    needs = one.context_tokens + one.remaining_tokens
-    held = {engine: 0 for engine, room in rooms.items() if room.slots > 0 and room.tokens >= needs}
+def _rows_where_none_waits(placed: Sequence[Placed], rooms: Mapping[int, Room]) -> dict[int, int]:
+    """Return the requests of each engine that has a slot left and where none waits."""
+    held = {engine: 0 for engine, room in rooms.items() if room.slots > 0}
     for each in placed:
-        if each.engine in held:
+        if each.waits:
+            held.pop(each.engine, None)
+        elif each.engine in held:
             held[each.engine] += 1
-            if each.waits:
-                del held[each.engine]
-    held.pop(one.engine, None)
-    return min(held, key=held.__getitem__, default=None)
+    return held
 
 
 def _iteration_s(placed: Sequence[Placed], engine: int, cost: IterationCost) -> float:

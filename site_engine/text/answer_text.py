@@ -58,9 +58,9 @@ class AnswerText:
         if stopped and token_id in self._ends:
             return self.flush(), finish
         text = self._stream.push(token_id, stopped or generated >= self._min_tokens)
-        if not stopped and self._stream.stopped:
-            return text, Finish.STOP
-        return (text if finish is None else text + self.flush()), finish
+        if finish is not None and not self._stream.stopped:
+            text += self.flush()
+        return text, Finish.STOP if self._stream.stopped else finish
 
     def carry(self, token_id: int, generated: int, finish: Finish | None) -> Finish | None:
         """Read a token that was generated at another site; `take_carried` returns the text."""

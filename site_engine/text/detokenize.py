@@ -104,9 +104,9 @@ class DecodingVocabulary:
         self._name = name
 
     def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        tails = (list(before[-count:]) for count in range(1, min(BEFORE_TOKENS, len(before)) + 1))
-        whole = (tail for tail in tails if UNFINISHED not in self._decode(tail))
-        return _TailDecoder(self._decode, next(whole, []))
+        tails = [list(before[-count:]) for count in range(1, min(BEFORE_TOKENS, len(before)) + 1)]
+        whole = [tail for tail in tails if UNFINISHED not in self._decode(tail)] or [[]]
+        return _TailDecoder(self._decode, next(filter(self._decode, whole), whole[-1]))
 
     def token(self, token_id: int) -> TokenText:
         name = self._name(token_id)

@@ -10,7 +10,7 @@ import torch
 
 from site_engine.core.request import Finish
 from site_engine.model.loader import LoadedModel, from_model
-from tests.support.engine_models import Collected, drain, engine_for, family, greedy, tokenizer
+from tests.support.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)
 PROMPT = [3, 4, 5]
@@ -70,3 +70,11 @@ def test_no_end_comes_before_the_least_length(least: int) -> None:
     assert eos not in one.token_ids[:least]
     assert finish(one) is (Finish.STOP if eos in one.token_ids else Finish.LENGTH)
     assert one.token_ids != family("llama").generate(PROMPT, WHOLE_TOKENS, eos=eos)
+
+
+@pytest.mark.parametrize("eos", [-1, VOCAB])
+def test_an_end_that_is_no_token_ends_nothing_and_forbids_nothing(eos: int) -> None:
+    """Settings name such a one to say that there is none."""
+    assert answer(with_end(eos)).token_ids == whole()
+    last = VOCAB - 1
+    assert answer(with_end(eos), min_tokens=2, logit_bias={last: 100.0}).token_ids[:2] == [last, last]

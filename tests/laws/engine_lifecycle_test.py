@@ -11,6 +11,7 @@ import torch
 from site_engine.core.request import (
     Admission,
     Finish,
+    Lane,
     RejectionReason,
     Request,
     RequestRejected,
@@ -193,6 +194,34 @@ def test_one_bad_forward_fails_the_request_that_causes_it_and_no_other() -> None
     assert last(collected, "bad").finish is Finish.FAILED
     assert "a fault in the machine" in last(collected, "bad").error
     assert collected["good"].token_ids == expected
+    assert_idle(engine)
+
+
+def test_a_bad_forward_leaves_nothing_to_those_that_share_its_pages_and_wait_for_their_turn() -> None:
+    """Lines whose prompts are paced share pages in iterations in which they compute nothing."""
+    prompt = list(range(100, 132))
+    expected = family("llama").generate([*prompt, 8], 5)
+    engine = engine_for(family("llama").served, token_budget=32)
+    line = greedy("good", [*prompt, 8], 5)
+    line.lane = Lane.BATCH
+    engine.submit(greedy("bad", [*prompt, 7], 5))
+    engine.submit(line)
+    budget: Any = engine._scheduler.prompt_budget
+    runner: Any = engine.runner
+    forward, left = runner._forward, {Lane.CHAT: 8, Lane.BATCH: 8}
+    budget.left = lambda lane, paced: left[lane]
+    engine.step()
+    assert line.computed == 16
+
+    def breaks(*_: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a fault in the machine")
+
+    left.update({Lane.CHAT: 16, Lane.BATCH: 0})
+    runner._forward = breaks
+    (failed,) = engine.step()
+    assert failed.finish is Finish.FAILED
+    left[Lane.BATCH], runner._forward = 32, forward
+    assert drain(engine)["good"].token_ids == expected
     assert_idle(engine)
 
 

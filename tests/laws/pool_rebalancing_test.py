@@ -143,6 +143,24 @@ def test_what_waits_goes_where_there_is_room_before_anything_that_runs() -> None
     assert plan_moves([*full, *waiting, elsewhere], rooms, COST, 1.0) == []
 
 
+@pytest.mark.parametrize("room", [Room(-9, 0.0), Room(9, 1.0)])
+def test_a_look_takes_no_longer_than_a_few_walks_over_all_that_waits(room: Room) -> None:
+    """Thousands may wait, and the event loop waits for the look."""
+    looked = 0
+
+    class Engine(int):
+        def __hash__(self) -> int:
+            nonlocal looked
+            looked += 1
+            return int(self)
+
+    waiting = [Placed(f"waits {at}", Engine(at % 2), 100, 200, waits=True) for at in range(1_000)]
+    running = [Placed(f"runs {at}", Engine(at % 3), 100, 200) for at in range(6)]
+    rooms = {0: Room(-9, 0.0), 1: Room(-9, 0.0), 2: room}
+    assert plan_moves([*running, *waiting], rooms, COST, 0.0) == []
+    assert looked <= 10 * len(waiting)
+
+
 def test_a_move_that_takes_longer_than_it_saves_is_not_made() -> None:
     placed = [Placed(str(at), 0, 1_000, 100) for at in range(8)]
     assert plan_moves(placed, rooms_of(placed), COST, 0.0)

@@ -242,6 +242,35 @@ def test_no_tenant_fills_the_queue_alone(most: int, tenants: int) -> None:
         assert held[0] >= 0.75 * most
 
 
+def test_thousands_that_wait_are_taken_and_given_up_without_a_look_at_all_the_others() -> None:
+    looks = 0
+
+    class Noticed(float):
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return float(self) == other
+
+        def __hash__(self) -> int:
+            return hash(float(self))
+
+        def __rsub__(self, now: float) -> float:
+            nonlocal looks
+            looks += 1
+            return now - float(self)
+
+    queue, draw = AdmissionQueue(lambda request, _: Noticed(draw.random())), random.Random(0)
+    names = [str(at) for at in range(2_000)]
+    for name in names:
+        request = waiting(name)
+        queue.push(request)
+        request.arrived_s = Noticed(0.0)
+    for name in names[::2]:
+        queue.remove(name)
+    assert len(order(queue, now=1_000.0)) == 1_000
+    assert looks <= 40 * len(names)
+
+
 @given(seed=st.integers(0, 1000))
 def test_every_request_leaves_once_and_the_sums_return_to_zero(seed: int) -> None:
     rnd = random.Random(seed)

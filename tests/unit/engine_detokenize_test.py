@@ -74,6 +74,16 @@ def test_what_follows_a_text_begins_with_its_space(text: str) -> None:
         assert begun + pieces == text or "\ufffd" in begun
 
 
+def test_text_after_a_special_token_begins_with_its_space() -> None:
+    """A special token has no text, and is not where the text of the prompt begins."""
+    prompt = spaced().encode("the answer", add_special_tokens=False)
+    (mark, paris) = (spaced().convert_tokens_to_ids("<s>"), spaced().encode("Paris"))
+    vocabulary = vocabulary_of(spaced())
+    for before, expected in (([*prompt, mark], " Paris"), ([mark], "Paris"), ([], "Paris")):
+        decoder = vocabulary.decoder(before)
+        assert "".join(map(decoder.push, paris)) == expected
+
+
 @given(text=TEXTS)
 @example(text="the answer is Paris")
 def test_single_tokens_joined_are_the_text_as_bytes(text: str) -> None:

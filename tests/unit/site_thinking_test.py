@@ -265,6 +265,9 @@ def test_the_stop_string_that_ended_an_answer_is_named() -> None:
     ended = answer("none", "abcd", stop=("x",))[-1]
     assert (ended.finish, ended.stop_sequence) == (Finish.STOP, "")
     assert answer("switch", " <th", stop=("<",))[-1].text == " "
+    cut = len(thinking_tokenizer("switch").encode(" <th", add_special_tokens=False))
+    at_limit = answer("switch", " <think", stop=("<",), max_tokens=cut)[-1]
+    assert (at_limit.finish, at_limit.stop_sequence) == (Finish.STOP, "<")
 
 
 # ---- going on elsewhere
