@@ -22,7 +22,12 @@ from gateway.openai.tools import (
 )
 
 NAMESPACE_SEPARATOR = "__"
-UNUSED_TOOLS = ("web_search", "web_search_preview")
+UNUSED_TOOLS = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
 """Tools that clients offer with every request and that run at nobody's here: models are not told of them."""
 
 
