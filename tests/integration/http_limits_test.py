@@ -157,6 +157,23 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
     play(not_ready, readiness=Readiness(False, "No site has joined yet."))
 
 
+@pytest.mark.parametrize("origin", ["", "origin: http://page\r\n"])
+def test_a_stream_over_http_1_0_is_no_chunks_and_ends_with_the_connection(origin: str) -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = json.dumps(chat_body(stream=True))
+        writer.write(
+            f"{JSON}{origin}content-length: {len(body)}\r\n\r\n{body}".replace("/1.1", "/1.0").encode()
+        )
+        head, _, frames = (await cut(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head.lower()
+        events = frames.split(b"\n\n")
+        assert all(each.startswith(b"data: ") for each in events[:-1])
+        assert events[-2:] == [b"data: [DONE]", b""]
+
+    play(scenario)
+
+
 def test_a_head_ends_also_where_get_streams_for_ever() -> None:
     left = asyncio.Event()
 
