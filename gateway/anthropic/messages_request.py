@@ -246,9 +246,13 @@ def _effort(fields: Fields) -> str:
 
 
 def _output_schema(fields: Fields) -> str:
-    """Return the JSON schema of `output_config.format`, empty if there is none."""
+    """Return the JSON schema of `output_config.format`, or of `output_format`, its name while it was a beta;
+    empty if there is none.
+    """
     config = fields.child("output_config")
-    output_format = None if config is None else config.child("format")
+    output_format = fields.child("output_format")
+    if config is not None and config.raw("format") is not None:
+        output_format = config.child("format")
     if output_format is None:
         return ""
     kind = output_format.required("type")

@@ -98,6 +98,9 @@ class ExchangeMiddleware:
         REQUEST_ID.set(exchange.request_id)
         REQUEST_LINE.set(exchange.line)
         always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
+        served = scope
+        if scope["method"] == "HEAD":
+            served, send = {**scope, "method": "GET"}, _head_only(send)
 
         def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -108,7 +111,7 @@ class ExchangeMiddleware:
             return send(message)
 
         try:
-            await self._select_app(scope)(scope, receive, send_with_headers)
+            await self._select_app(served)(served, receive, send_with_headers)
         finally:
             self._log(scope, exchange)
 
@@ -148,6 +151,17 @@ class ExchangeMiddleware:
             **exchange.line.fields,
         }
         log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})  # type: ignore[typeddict-item]
+
+
+def _head_only(send: Send) -> Send:
+    """Return a `send` that ends each response at its head, also that of a stream without end."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return send_head
 
 
 def _client_headers(scope: Scope) -> dict[str, str]:

@@ -1,6 +1,12 @@
-"""Serves GET /v1/models: the models that sites serve now and the caller may use, and the routes to them."""
+"""Serves GET /v1/models: the models that sites serve now and the caller may use, and the routes to them.
+
+Clients of Anthropic's API, which name its version in a header, get the fields of its models.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
@@ -9,7 +15,8 @@ from gateway.domain import Model
 from gateway.errors import ModelNotFound
 from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
-from gateway.http.exchange import AnyRequest
+from gateway.http.body import json_response
+from gateway.http.exchange import AnyRequest, header
 from gateway.routing.model_routes import may_name
 
 
@@ -25,18 +32,19 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
         return {model.id: model for model in shown if may_name_it(model)}
 
     @get("/v1/models")
-    async def list_models(request: AnyRequest) -> Response[object]:
-        return Response(
-            {"object": "list", "data": [_model_card(model) for model in (await usable(request)).values()]}
-        )
+    async def list_models(request: AnyRequest) -> Response[bytes]:
+        models = list((await usable(request)).values())
+        if _wants_anthropics(request):
+            return json_response(_anthropic_list(models))
+        return json_response({"object": "list", "data": [_model_card(model) for model in models]})
 
     @get("/v1/models/{model_id:path}")
-    async def retrieve_model(request: AnyRequest) -> Response[object]:
+    async def retrieve_model(request: AnyRequest) -> Response[bytes]:
         model_id = str(request.path_params["model_id"]).removeprefix("/")
         model = (await usable(request)).get(model_id)
         if model is None:
             raise ModelNotFound(f"The model '{model_id[:200]}' is not served here.")
-        return Response(_model_card(model))
+        return json_response(_anthropic_card(model) if _wants_anthropics(request) else _model_card(model))
 
     return [list_models, retrieve_model]
 
@@ -53,3 +61,25 @@ def _model_card(model: Model) -> dict[str, object]:
         "max_model_len": model.context_tokens,
         "features": sorted(model.features),
     }
+
+
+def _wants_anthropics(request: AnyRequest) -> bool:
+    return bool(header(request.scope, b"anthropic-version"))
+
+
+def _anthropic_card(model: Model) -> dict[str, object]:
+    return {
+        "type": "model",
+        "id": model.id,
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created_s, UTC),
+        "max_input_tokens": model.context_tokens,
+        "max_tokens": model.context_tokens,
+    }
+
+
+def _anthropic_list(models: Sequence[Model]) -> dict[str, object]:
+    """Return all models as one page."""
+    ends = {"first_id": models[0].id, "last_id": models[-1].id} if models else {}
+    cards = [_anthropic_card(model) for model in models]
+    return {"data": cards, "first_id": None, "last_id": None, **ends, "has_more": False}

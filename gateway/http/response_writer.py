@@ -7,6 +7,7 @@ for every chunk: a tenth of what a gateway does in Python for a query.
 from __future__ import annotations
 
 import re
+import sys
 from asyncio import Future
 from collections.abc import Awaitable
 
@@ -23,16 +24,19 @@ _WITHOUT_BODY = frozenset((204, 304))
 class ResponseWriter:
     """Writes one response. `sent`: a future that is done, returned for what is written at once."""
 
-    __slots__ = ("_cycle", "_in_chunks", "_sent")
+    __slots__ = ("_cycle", "_in_chunks", "_sent", "_until_close")
 
     def __init__(self, cycle: RequestResponseCycle, sent: Future[None]) -> None:
         self._cycle = cycle
         self._sent = sent
         self._in_chunks = False  # the response has no content-length
+        self._until_close = False  # nor chunks, which HTTP/1.0 lacks: it ends with the connection
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message of the application. Raises what uvicorn raises for it."""
         cycle = self._cycle
+        if cycle.scope["http_version"] == "1.0":
+            self._frame_for_http_1_0(message)
         if cycle.disconnected or cycle.flow.write_paused:
             return cycle.send(message)  # type: ignore[arg-type]
         if self._in_chunks and message["type"] == "http.response.body":
@@ -44,6 +48,16 @@ class ResponseWriter:
             cycle.transport.write(head)
             return self._sent
         return cycle.send(message)  # type: ignore[arg-type]
+
+    def _frame_for_http_1_0(self, message: Message) -> None:
+        """Have uvicorn send a body of unknown length as it is, and close the connection behind it."""
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._until_close = b"content-length" not in dict(message["headers"])
+            if self._until_close:
+                cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        elif message["type"] == "http.response.body" and self._until_close and not message["more_body"]:
+            cycle.expected_content_length = len(message["body"])
 
     def _head(self, message: HTTPResponseStartEvent) -> bytes:
         """Begin a response and return its head; empty for one that is left to uvicorn."""
@@ -59,6 +73,7 @@ class ResponseWriter:
             or len(values.translate(None, _CONTROL)) != len(values)
             or cycle.scope["method"] == "HEAD"
             or status in _WITHOUT_BODY
+            or self._until_close
         ):
             return b""
         lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % each for each in headers]]

@@ -35,9 +35,10 @@ _UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {
     "functions",
     "audio",
     "prediction",
-    "web_search_options",
     "verbosity",
 }
+_UNREAD_PARTS = {"audio": "leave it out", "function_call": "send the call as 'tool_calls'"}
+"""Fields of an assistant's message that hold a part of what it said, and that no model is told."""
 
 
 def read_chat(fields: Fields) -> GenerationRequest:
@@ -80,6 +81,8 @@ def _logprobs(fields: Fields) -> int | None:
 
 def _refuse_unsupported_by_chat(fields: Fields) -> None:
     refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
+    if fields.raw("web_search_options") is not None:  # also {}, which asks for a search
+        fields.refuse("web_search_options", "is not supported: nothing is searched here", UNSUPPORTED)
     if fields.raw("function_call") not in (None, "none"):
         fields.refuse("function_call", "is only allowed with 'functions'")
     if any(modality != "text" for modality in fields.items("modalities")):
@@ -112,8 +115,9 @@ def _message(message: Fields) -> Message:
             MISSING,
         )
     call_id = message.required_text("tool_call_id") if role == "tool" else ""
-    if role == "assistant" and message.raw("audio") is not None:
-        message.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
+    for name, instead in _UNREAD_PARTS.items() if role == "assistant" else ():
+        if message.raw(name) is not None:
+            message.refuse(name, f"is not supported; {instead}", UNSUPPORTED)
     read = _content(message, role, content)
     text = read.text + refusal
     return Message(role, text, message.text("name"), calls, call_id, reasoning=reasoning, images=read.images)

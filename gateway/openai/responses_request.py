@@ -16,7 +16,7 @@ from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.reasoning import read_effort, read_template_kwargs
 from gateway.openai.request import GenerationRequest, StreamOptions
 from gateway.openai.response_format import ANY_OBJECT, read_schema
-from gateway.openai.responses_tools import qualified_name, read_response_tools
+from gateway.openai.responses_tools import encode_once, qualified_name, read_response_tools
 from gateway.openai.sampling import (
     MAX_COUNT,
     UNSUPPORTED_FIELDS,
@@ -237,7 +237,7 @@ def _text_format(fields: Fields) -> tuple[dict[str, object], str]:
             "type": "json_schema",
             "name": text_format.text("name"),
             "description": text_format.text("description") or None,
-            "schema": text_format.raw("schema"),
+            "schema": encode_once(text_format.raw("schema")),
             "strict": text_format.flag("strict"),
         }
         return {"format": described, **shown}, schema

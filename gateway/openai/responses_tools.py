@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.openai.custom_tools import read_custom
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import (
@@ -20,7 +22,12 @@ from gateway.openai.tools import (
 )
 
 NAMESPACE_SEPARATOR = "__"
-UNUSED_TOOLS = ("web_search", "web_search_preview")
+UNUSED_TOOLS = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
 """Tools that clients offer with every request and that run at nobody's here: models are not told of them."""
 
 
@@ -47,7 +54,14 @@ def read_response_tools(fields: Fields) -> ResponseTools:
         if item.raw("type") not in UNUSED_TOOLS:
             _read_tool(item, shown, functions)
     tools = read_offered(fields, functions, _read_choice)
-    return ResponseTools(tools, shown, fields.raw("tool_choice") or "auto")
+    return ResponseTools(tools, shown, encode_once(fields.raw("tool_choice") or "auto"))
+
+
+def encode_once(value: object) -> msgspec.Raw:
+    """Encode what a response repeats as it came: at once, since it may nest too deeply for the larger stack
+    on which a response is encoded, and streams repeat it in several events.
+    """
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def qualified_name(namespace: str, name: str) -> str:
@@ -89,7 +103,7 @@ def _shown_function(function: dict[str, object]) -> dict[str, object]:
         "type": "function",
         "name": function["name"],
         "description": function.get("description"),
-        "parameters": function.get("parameters"),
+        "parameters": encode_once(function.get("parameters")),
         "strict": bool(function.get("strict")),
     }
 
@@ -103,7 +117,7 @@ def _read_custom(item: Fields) -> tuple[dict[str, object], dict[str, object]]:
         "description": item.text("description") or None,
     }
     if grammar is not None:
-        shown["format"] = item.raw("format")
+        shown["format"] = encode_once(item.raw("format"))
     return shown, read_custom(item, grammar)
 
 

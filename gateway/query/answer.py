@@ -301,7 +301,7 @@ class QueryRun:
             reason, failure = f"{reason}; {failure.site}: {failure.message}", None
         if not complete:
             reason = f"{reason}; this gateway has just started, and sites may still join"
-        refusal = refusal_of(self.query, demand, sites, now_s) if complete else None
+        refusal = refusal_of(self.query, demand, self.query.needs, sites, now_s) if complete else None
         return refusal or final_error(failure, planned.resume, reason)
 
     def _excluded(self, planned: Try) -> dict[str, str]:

@@ -17,6 +17,7 @@ from gateway.federation.attempt import AttemptFailed
 from gateway.memory_budget import TENANT_PARTS
 from gateway.query.admission import RETRY_AFTER_S, check_model
 from gateway.query.context import QueryContext
+from gateway.query.refusals import refusal_of
 from gateway.query.targets import targets_of
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, tries
@@ -96,7 +97,11 @@ class TokenCounter:
             needs=query.needs | COUNT,
             regions=query.caller.regions,
         )
-        placed = self._context.place(demand, planned, keep_estimates=False)
-        if placed.site is None:
-            raise final_error(failure, None, placed.reason)
-        return placed.site.name
+        context = self._context
+        placed = context.place(demand, planned, keep_estimates=False)
+        if placed.site is not None:
+            return placed.site.name
+        refusal = None
+        if context.fleet_complete:
+            refusal = refusal_of(query, demand, demand.needs, context.directory.sites, context.clock())
+        raise refusal or final_error(failure, None, placed.reason)

@@ -17,10 +17,16 @@ MAX_AWAY_S = {Lane.INTERACTIVE: 600.0, Lane.BATCH: 3_600.0}
 """A site that was not heard of for longer is not waited for: it may be gone for good, and stays listed."""
 
 
-def refusal_of(query: Query, demand: Demand, sites: Sequence[Site], now_s: float) -> MicoError | None:
-    """Return the error for a query that no site may ever take, of all sites that serve its model."""
+def refusal_of(
+    query: Query, demand: Demand, needs: frozenset[str], sites: Sequence[Site], now_s: float
+) -> MicoError | None:
+    """Return the error for a query that no site may ever take, of all sites that serve its model. `needs`:
+    what a site must be able to do for it before anything of it is answered.
+    """
     return (
-        _region_error(query, sites) or _limits_error(demand, sites) or _inability_error(query, sites, now_s)
+        _region_error(query, sites)
+        or _limits_error(demand, sites)
+        or _inability_error(query, needs, sites, now_s)
     )
 
 
@@ -93,14 +99,16 @@ def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
     return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
 
 
-def _inability_error(query: Query, sites: Sequence[Site], now_s: float) -> BadRequest | None:
+def _inability_error(
+    query: Query, needs: frozenset[str], sites: Sequence[Site], now_s: float
+) -> BadRequest | None:
     """Return the error for what no site can do that serves the model, those left out that are long gone."""
     models = [site.identity.models[query.model] for site in _heard_of(query, sites, now_s)]
-    if not models or any(query.needs <= model.features for model in models):
+    if not models or any(needs <= model.features for model in models):
         return None
-    lacking = query.needs - frozenset().union(*(model.features for model in models))
+    lacking = needs - frozenset().union(*(model.features for model in models))
     return BadRequest(
-        f"No site that serves {query.model} has all of: {', '.join(sorted(lacking or query.needs))}."
+        f"No site that serves {query.model} has all of: {', '.join(sorted(lacking or needs))}."
         " /v1/models lists what models can do.",
         param="model",
     )

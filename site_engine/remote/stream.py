@@ -63,10 +63,20 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
+class _Part(msgspec.Struct):
+    """A chunk of a content that is a list, as of Mistral's models that reason: text, or thinking, which is
+    text in chunks itself. Others, such as references, have no place in an answer here.
+    """
+
+    type: str = ""
+    text: str | None = None
+    thinking: list[_Part] | None = None
+
+
 class _Message(msgspec.Struct):
     """`reasoning` of vLLM from 0.16 on and OpenRouter, `reasoning_content` of everyone else."""
 
-    content: str | None = None
+    content: str | list[_Part] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -247,8 +257,10 @@ class ResponseStream:
             raise MalformedStream(f"choice {index} was not asked for")
         progress = self._choices[index]
         message = choice.delta or _Message()
-        text = choice.text or message.content or ""
-        reasoning = message.reasoning or message.reasoning_content or ""
+        content = message.content
+        told, thoughts = (content, "") if isinstance(content, str) else _joined(content)
+        text = choice.text or told
+        reasoning = message.reasoning or message.reasoning_content or thoughts
         refusal = message.refusal or ""
         calls = tuple(map(progress.call, message.tool_calls or ()))
         if choice.finish_reason:
@@ -275,6 +287,12 @@ class ResponseStream:
                 reasoning_tokens=progress.reasoning_tokens,
             )
         )
+
+
+def _joined(parts: Sequence[_Part] | None) -> tuple[str, str]:
+    """Return the text and the reasoning of a content in chunks."""
+    text = "".join(each.text or "" for each in parts or () if each.type == "text")
+    return text, "".join(_joined(each.thinking)[0] for each in parts or () if each.type == "thinking")
 
 
 def possible_count(tokens: int | None) -> int | None:

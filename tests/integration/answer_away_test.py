@@ -123,6 +123,20 @@ def test_a_site_that_is_gone_for_long_lends_no_ability(model: str, asked: dict[s
     play(scenario)
 
 
+@pytest.mark.parametrize(("leave", "status"), [(gone, 529), (gone_for_long, 400)])
+def test_a_site_that_is_gone_for_long_counts_no_tokens(
+    leave: Callable[[Scene, ScriptedSite], Awaitable[None]], status: int
+) -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        able = await here.site("able", features=("chat", "count"))
+        await here.site("plain", features=("chat",))
+        await leave(here, able)
+        response = await edge.post("/v1/messages/count_tokens", chat_body(model="m"))
+        assert response.status_code == status, response.text
+
+    play(scenario)
+
+
 def test_a_site_that_is_gone_for_long_makes_no_prompt_fit() -> None:
     """It stays listed. Clients that shorten their prompts at a 400 would send them again and again."""
 

@@ -330,6 +330,25 @@ def test_models_are_listed_with_their_context_length() -> None:
     run(scenario)
 
 
+def test_clients_of_anthropics_api_get_its_models() -> None:
+    async def scenario(edge: Edge) -> None:
+        headers = {"anthropic-version": "2023-06-01"}
+        page = (await edge.http.get("/v1/models", headers=headers)).json()
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (MODEL, NESTED, False)
+        card = (await edge.http.get(f"/v1/models/{MODEL}", headers=headers)).json()
+        assert card == page["data"][0]
+        assert card == {
+            "type": "model",
+            "id": MODEL,
+            "display_name": MODEL,
+            "created_at": "2023-11-14T22:13:20Z",
+            "max_input_tokens": 1024,
+            "max_tokens": 1024,
+        }
+
+    run(scenario)
+
+
 def test_a_key_lists_only_the_models_it_may_use() -> None:
     async def scenario(edge: Edge) -> None:
         narrow = edge.sdk.with_options(api_key="narrow")

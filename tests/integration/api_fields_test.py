@@ -309,6 +309,17 @@ def test_fields_that_cannot_be_honoured_are_refused(field: str) -> None:
     assert asked(**{field: None}) == UNSAID
 
 
+def test_an_empty_object_asks_for_a_search_too() -> None:
+    refused("web_search_options", web_search_options={})
+
+
+@pytest.mark.parametrize("field", ["audio", "function_call"])
+def test_what_an_assistant_said_is_read_or_refused(field: str) -> None:
+    said = {"role": "assistant", "content": "x"}
+    asked(messages=[said | {field: None}])
+    refused(f"messages.0.{field}", messages=[said | {field: {"id": "a", "name": "f", "arguments": "{}"}}])
+
+
 def test_fields_without_effect_are_accepted() -> None:
     fields = {
         "user": "u-1",

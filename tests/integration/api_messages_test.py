@@ -163,6 +163,8 @@ def test_limits_stops_and_schemas_reach_the_site() -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (20, 0.5, 0.9, 5)
     assert sampling.stop == ("END", "\n\n")
     assert json.loads(sampling.guided_json) == schema
+    beta = read(output_format={"type": "json_schema", "schema": schema}, output_config={"effort": "low"})
+    assert json.loads(beta.sampling.guided_json) == schema
 
 
 def test_max_tokens_above_the_context_mean_as_many_as_fit() -> None:
@@ -195,6 +197,7 @@ def test_max_tokens_above_the_context_mean_as_many_as_fit() -> None:
         ("stop_sequences.0", {"stop_sequences": [""]}),
         ("thinking.type", {"thinking": {"type": "perhaps"}}),
         ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
+        ("output_format.type", {"output_format": {"type": "xml"}}),
         ("container", {"container": "c"}),
     ],
 )

@@ -144,7 +144,7 @@ CRM = {"type": "namespace", "name": "crm", "description": "customers", "tools": 
 
 def test_functions_of_a_namespace_are_known_by_both_names() -> None:
     chat = chat_of(
-        tools=[ADD, CRM, {"type": "web_search"}],
+        tools=[ADD, CRM, {"type": "web_search"}, {"type": "web_search_2025_08_26"}],
         tool_choice={"type": "function", "name": "add", "namespace": "crm"},
         input=[
             {"role": "user", "content": "Hi"},

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from litestar import get as route_get
+from litestar.handlers import HTTPRouteHandler
+from litestar.response import Stream
 
 from gateway.admin.dashboard.pages import page_routes
 from gateway.domain import Answer, AnswerEvent, Delta, Query
@@ -41,10 +44,11 @@ JSON = HEAD + "content-type: application/json\r\n"
 
 
 @asynccontextmanager
-async def serving(script: Script, limits: ConnectionLimits = QUICK) -> AsyncIterator[Open]:
-    server = http_server(
-        create_http(script.backend(), page_routes()), host="127.0.0.1", port=0, end_within_s=1, limits=limits
-    )
+async def serving(
+    script: Script, limits: ConnectionLimits = QUICK, handlers: Sequence[HTTPRouteHandler] = ()
+) -> AsyncIterator[Open]:
+    app = create_http(script.backend(), [*page_routes(), *handlers])
+    server = http_server(app, host="127.0.0.1", port=0, end_within_s=1, limits=limits)
     listener = socket.create_server(("127.0.0.1", 0))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
@@ -71,11 +75,12 @@ def play(
     limits: ConnectionLimits = QUICK,
     readiness: Readiness = READY,
     answer: Answer | None = None,
+    handlers: Sequence[HTTPRouteHandler] = (),
 ) -> Script:
     script = Script(answer=answer or scripted("Hello"), readiness=readiness)
 
     async def main() -> None:
-        async with serving(script, limits) as connect:
+        async with serving(script, limits, handlers) as connect:
             await scenario(connect)
 
     asyncio.run(main())
@@ -132,7 +137,8 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
         reader, writer = await connect()
         heads: list[bytes] = []
         for method in ("GET", "HEAD", "GET"):
-            writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+            writer.write(head.encode())
             answer = await (reader.readuntil(b"\r\n\r\n") if method == "HEAD" else answered(reader))
             heads.append(answer.partition(b"\r\n\r\n")[0])
         assert comparable_head(heads[0]) == comparable_head(heads[1]) == comparable_head(heads[2]), path
@@ -140,7 +146,8 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
         return heads[1]
 
     async def well(connect: Open) -> None:
-        for path in ("/health", "/ready", "/version", "/", "/admin", "/admin/static/page.js"):
+        paths = ["/health", "/ready", "/version", "/", "/admin", "/admin/static/page.js", "/v1/models"]
+        for path in paths:
             assert (await ask(connect, path)).startswith(b"HTTP/1.1 200"), path
 
     async def not_ready(connect: Open) -> None:
@@ -148,6 +155,48 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
 
     play(well)
     play(not_ready, readiness=Readiness(False, "No site has joined yet."))
+
+
+@pytest.mark.parametrize("origin", ["", "origin: http://page\r\n"])
+def test_a_stream_over_http_1_0_is_no_chunks_and_ends_with_the_connection(origin: str) -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = json.dumps(chat_body(stream=True))
+        writer.write(
+            f"{JSON}{origin}content-length: {len(body)}\r\n\r\n{body}".replace("/1.1", "/1.0").encode()
+        )
+        head, _, frames = (await cut(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head.lower()
+        events = frames.split(b"\n\n")
+        assert all(each.startswith(b"data: ") for each in events[:-1])
+        assert events[-2:] == [b"data: [DONE]", b""]
+
+    play(scenario)
+
+
+def test_a_head_ends_also_where_get_streams_for_ever() -> None:
+    left = asyncio.Event()
+
+    async def ticks() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"tick"
+                await asyncio.sleep(0)
+        finally:
+            left.set()
+
+    @route_get("/ticks")
+    async def stream() -> Stream:
+        return Stream(ticks())
+
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        for path in ("/ticks", "/health"):
+            writer.write(f"HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"), path
+        await left.wait()
+
+    play(scenario, handlers=[stream])
 
 
 def test_what_is_no_http_is_refused_in_the_shape_of_every_error() -> None:

@@ -38,7 +38,7 @@ class Wire:
 
 def cycle_of(wire: Any, method: str, keep_alive: bool) -> RequestResponseCycle:
     log = logging.getLogger("test")
-    scope: Any = {"type": "http", "method": method}
+    scope: Any = {"type": "http", "http_version": "1.1", "method": method}
     return RequestResponseCycle(
         scope,
         wire,

@@ -81,6 +81,17 @@ def test_reasoning_is_told_and_counted_apart() -> None:
         assert (end.completion_tokens, end.reasoning_tokens) == (3, 2)
 
 
+def test_a_content_in_chunks_is_text_and_reasoning() -> None:
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}], "closed": True}
+    chunks = [thinking, {"type": "reference", "reference_ids": [1]}, {"type": "text", "text": "42"}]
+    stream = ResponseStream(["a"])
+    outputs = [stream.feed(event(choices=[{"index": 0, "delta": {"content": [each]}}])) for each in chunks]
+    told = [[(each.reasoning, each.text) for each in some] for some in outputs]
+    assert told == [[("hm", "")], [], [("", "42")]]
+    (together,) = ResponseStream(["a"]).feed(event(choices=[{"index": 0, "delta": {"content": chunks}}]))
+    assert (together.reasoning, together.text) == ("hm", "42")
+
+
 def test_the_servers_count_of_its_reasoning_holds_up_to_what_it_said_in_all() -> None:
     for counted, kept in ((4, 4), (9, 5)):
         usage = {"completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": counted}}

@@ -8,12 +8,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from litestar import Response
+from litestar import Response, get
 from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import AnyRequest
-from gateway.http.health import get_or_head
 
 FOLDER: Final = Path(__file__).parent / "static"
 POLICY: Final = (
@@ -50,11 +49,11 @@ def _file(path: Path) -> File:
 def page_routes() -> list[HTTPRouteHandler]:
     files = read_files()
 
-    @get_or_head("/admin")
+    @get("/admin")
     async def page(request: AnyRequest) -> Response[bytes]:
         return _answer(request, files["index.html"])
 
-    @get_or_head("/admin/static/{name:str}")
+    @get("/admin/static/{name:str}")
     async def static(request: AnyRequest) -> Response[bytes]:
         name = request.path_params["name"]
         if name not in files:
