@@ -20,6 +20,7 @@ A = SiteView(
     certificate_until=None,
     state=SiteState.READY,
     models=["m"],
+    model_count=1,
     asleep=0,
     own_bytes=0,
     pinned_off=[],
