@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 T = TypeVar("T")
+PEPPER_VARIABLE = "MICO_GATEWAY_KEY_PEPPER"
 UNPREPARED_TIP = "mico up or mico db upgrade prepares it; --database names another"
 TOO_NEW_TIP = "the newer version's mico reads it; --database names another"
 UNREACHABLE_TIP = "see that it runs and that its address is right; --database names another"
@@ -22,7 +24,8 @@ UNREACHABLE_TIP = "see that it runs and that its address is right; --database na
 def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitable[T]]) -> T:
     """Open the store, run `work` on it, and return its result.
 
-    `folder` holds the pepper of the keys. Raises CommandFailed.
+    The pepper of the keys is the gateway's: MICO_GATEWAY_KEY_PEPPER, as in its container, else that in
+    `folder`. Raises CommandFailed.
     """
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -33,7 +36,8 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     async def visit() -> T:
         require_file(database_url)
-        async with open_store(database_url, folder, serving=False) as store:
+        pepper = os.environ.get(PEPPER_VARIABLE)
+        async with open_store(database_url, folder, pepper=pepper, serving=False) as store:
             return await work(store)
 
     try:

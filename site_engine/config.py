@@ -350,7 +350,7 @@ def _site_config(settings: dict[str, Any]) -> SiteConfig:
     missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
-        raise ConfigError(f"not set: {names}")
+        raise ConfigError(f"not set: {names}; a file (--config), --set name=value or the variable sets it")
     sleeps = bool(settings.get("devices")) or settings.get("sleep", "disk") == "disk"
     _require(sleeps, "sleep", "is set, but the base sleeps only where devices is set")
     return SiteConfig(**settings)

@@ -11,6 +11,7 @@ from gateway.domain import SiteState
 from gateway.operator_orders import Action, Verb
 from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import SiteView
+from gateway.wording import refused_models
 
 TIGHT = 0.15
 
@@ -114,7 +115,8 @@ def _text(action: Action, left: float | None, load: float | None) -> str:
 
 
 def _warnings(left: float | None, load: float | None, refused: Sequence[str]) -> list[str]:
-    warnings = [f"No other site can serve {model}: its queries will be refused (503)." for model in refused]
+    names = refused_models(refused)
+    warnings = [f"No other site can serve {names} will be refused (503)."] if refused else []
     if left is None or load is None or left >= 1:
         return warnings
     if load > left:

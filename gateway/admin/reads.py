@@ -29,7 +29,7 @@ def read_routes(
     @get("/admin/api/overview")
     async def overview(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        return _json_bytes(publisher.encoded)
+        return _json_bytes(msgspec.json.encode(publisher.snapshot) if publisher.snapshot else b"")
 
     @get("/admin/api/history")
     async def plot_history(request: AnyRequest) -> Response[bytes]:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from gateway.domain import SiteState
 from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import Banner, SiteView, Totals
-from gateway.wording import several
+from gateway.wording import MAX_NAMED, first_few, refused_models, several
 
 HOT_LOAD = 0.9
 CRITICAL_ERROR_SHARE = 0.05
 NOTABLE_ERROR_SHARE = 0.01
-MAX_NAMED = 3
 
 
 def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
@@ -38,7 +37,8 @@ def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
         return ["no site has joined, so every query is refused."]
     wanted = {model for site in sites for model in site.models}
     served = {model for site in sites if site.taking for model in set(site.models) - set(site.pinned_off)}
-    found = [f"no site can serve {model}: its queries are refused." for model in sorted(wanted - served)]
+    lost = sorted(wanted - served)
+    found = [f"no site can serve {refused_models(lost)} are refused."] if lost else []
     if totals.ended_per_min and totals.errors_per_min / totals.ended_per_min > CRITICAL_ERROR_SHARE:
         found.append(_errors_text(totals))
     return found
@@ -92,6 +92,4 @@ def _errors_text(totals: Totals) -> str:
 
 
 def _names(sites: Sequence[SiteView]) -> str:
-    names = [site.name for site in sites[:MAX_NAMED]]
-    more = len(sites) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return first_few([site.name for site in sites])

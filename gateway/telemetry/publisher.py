@@ -181,7 +181,7 @@ class SnapshotPublisher:
             quality=merged.quality,
             events=self.events.newest(MAX_EVENTS_SHOWN),
         )
-        self.encoded = msgspec.json.encode(self.snapshot)
+        self.encoded = self.snapshot.encoded_for_pages()
         self.history.add(self.snapshot.sample())
         self._mark_paid_sites(int(now // 60))
         self._notify()

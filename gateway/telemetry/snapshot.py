@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -36,7 +36,8 @@ class SiteView(msgspec.Struct, frozen=True):
     cloud: str
     region: str
     state: SiteState
-    models: list[str]
+    models: list[str]  # empty in what pages are streamed
+    model_count: int
     asleep: int  # of the models, those that sleep or wake
     own_bytes: int  # of memory of the variants that are awake, beside the base's; equal parts count twice
     pinned_off: list[str]
@@ -123,6 +124,11 @@ class Snapshot:
     quality: ForecastQuality | None
     events: list[Event]
 
+    def encoded_for_pages(self) -> bytes:
+        """Return the snapshot as JSON without the names of models: a page needs them in one dialog only."""
+        sites = [msgspec.structs.replace(site, models=[]) for site in self.sites]
+        return msgspec.json.encode(replace(self, sites=sites))
+
     def sample(self) -> Sample:
         """Return the snapshot's point in the plots."""
         known = [(site.load, site.name) for site in self.sites if site.load is not None]
@@ -205,6 +211,7 @@ def view(
         region=identity.region,
         state=shown_state(site, now_s),
         models=sorted(identity.models),
+        model_count=len(identity.models),
         asleep=sum([each.state is not ModelState.READY for each in identity.models.values()]),
         own_bytes=sum(
             [each.own_bytes for each in identity.models.values() if each.state is ModelState.READY]

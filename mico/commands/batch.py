@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Files of queries, answered when there is spare capacity.", no_args_is_help=True)
 
+T = TypeVar("T")
 Batch = dict[str, Any]
 POLL_S = 1.0
 UNAVAILABLE_TIMEOUT_S = 180.0
@@ -247,7 +249,9 @@ def wait_and_fetch(session: Session, client: Client, batch_id: str, output: Path
     if batch["status"] == "failed":
         raise invalid_batch_error(batch)
     written = {
-        name: download(client, batch.get(f"{kind}_file_id"), path)
+        name: ask_until_available(
+            session, batch_id, partial(download, client, batch.get(f"{kind}_file_id"), path)
+        )
         for name, kind, path in (("output", "output", output), ("errors", "error", errors_path(output)))
     }
     print_result(session, batch, written, as_json)
@@ -259,23 +263,31 @@ def wait_until_ended(session: Session, client: Client, batch_id: str) -> Batch:
     """Return the batch once it has ended; wait for a gateway that is unavailable for a while."""
     from mico.progress import count_progress
 
-    last_answer_s = time.monotonic()
     with count_progress(session.terminal) as show_count:
         while True:
-            try:
-                batch = client.get(path_of(batch_id))
-            except GatewayUnavailable as failure:
-                if time.monotonic() - last_answer_s > UNAVAILABLE_TIMEOUT_S:
-                    raise CommandFailed(
-                        failure.error, cause=failure.cause, tip=f"later: mico batch fetch {batch_id} --wait"
-                    ) from failure
-                time.sleep(POLL_S)
-                continue
-            last_answer_s = time.monotonic()
+            batch = ask_until_available(session, batch_id, partial(client.get, path_of(batch_id)))
             counts = batch["request_counts"]
             show_count(batch["status"], counts["completed"], counts["failed"], counts["total"])
             if batch["status"] in FINAL_STATUSES:
                 return batch
+            time.sleep(POLL_S)
+
+
+def ask_until_available(session: Session, batch_id: str, ask: Callable[[], T]) -> T:
+    """Return the result of `ask`, which is repeated while no gateway answers. Raises CommandFailed."""
+    first_s = time.monotonic()
+    told = False
+    while True:
+        try:
+            return ask()
+        except GatewayUnavailable as failure:
+            if time.monotonic() - first_s > UNAVAILABLE_TIMEOUT_S:
+                raise CommandFailed(
+                    failure.error, cause=failure.cause, tip=f"later: mico batch fetch {batch_id} --wait"
+                ) from failure
+            if not told:
+                session.terminal.info(f"{failure.error}; it is asked again, and the batch goes on meanwhile")
+            told = True
             time.sleep(POLL_S)
 
 

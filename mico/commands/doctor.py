@@ -137,7 +137,7 @@ def check_database(session: Session) -> Finding:
     from mico.store_access import with_store
 
     where = session.settings.resolve("database_url")
-    if where.origin == "default" and not session.folder.path.exists():
+    if where.origin == ".mico" and not session.folder.path.exists():
         return Finding("database", Verdict.WARN, "none yet", "mico up")
 
     async def count(store: Store) -> int:

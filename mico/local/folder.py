@@ -109,7 +109,7 @@ class Folder:
     def client_settings(self) -> dict[str, Any]:
         """Return the settings that a federation in this folder provides to client commands."""
         running, key = self.running(), self.key()
-        settings: dict[str, Any] = {"database_url": self.database_url} if self.path.exists() else {}
+        settings: dict[str, Any] = {"database_url": self.database_url}
         if running:
             settings |= {"base_url": running.base_url, "database_url": running.database_url}
             settings |= {"api_key": key} if key else {}

@@ -155,6 +155,17 @@ def test_pods_run_as_nobody_and_end_after_their_drain() -> None:
         assert "memory" in container["resources"]["limits"]
 
 
+def test_a_gateway_takes_connections_until_its_service_sends_none() -> None:
+    """Service and pod hear of the end at once: a gateway that stops listening first refuses clients."""
+    (pod,) = (each for each in pods() if each["spec"]["containers"][0]["name"] == "gateway")
+    (gateway,) = pod["spec"]["containers"]
+    program, pause_s = gateway["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    assert float(pause_s) >= 3
+    drain_s = load_gateway(None, {}).drain_s
+    assert pod["spec"]["terminationGracePeriodSeconds"] > float(pause_s) + drain_s
+
+
 def test_services_select_pods_and_ports_that_exist() -> None:
     labels = [pod["metadata"]["labels"] for pod in pods()]
     ports = {port["name"] for each in containers() for port in each.get("ports", ())}

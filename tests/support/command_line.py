@@ -36,6 +36,7 @@ def leave_environment(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "MICO_API_KEY",
         "MICO_DATABASE_URL",
         "MICO_FOLDER",
+        "MICO_GATEWAY_KEY_PEPPER",
         "OPENAI_BASE_URL",
         "MICO_DEBUG",
     ):

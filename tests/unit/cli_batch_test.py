@@ -136,6 +136,29 @@ def test_a_gateway_that_restarts_is_waited_for(
     assert status == 1 and "mico batch fetch batch_1 --wait" in err
 
 
+def test_a_gateway_that_is_away_is_told_once_and_waited_for_also_at_the_download(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    class AwayAtTheDownload(Gateway):
+        away = 2
+
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/content") and self.away:
+                self.away -= 1
+                raise httpx.ConnectError("gone")
+            return super().__call__(request)
+
+    gateway = AwayAtTheDownload(
+        a_batch("in_progress"), 503, httpx.ConnectError, a_batch("completed", 2, output_file_id="out")
+    )
+    status, _, err = play(monkeypatch, capsys, gateway, "run", "in.jsonl", "-o", "out.jsonl")
+    assert status == 0
+    assert (here / "out.jsonl").read_bytes() == OUTPUT
+    waits = [line for line in err.splitlines() if "asked again" in line]
+    assert len(waits) == 2  # one of the batch, one of its file
+    assert "the gateway refused with status 503" in waits[0]
+
+
 def test_ctrl_c_leaves_the_batch_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from gateway.store.store import open_store
 from mico.cli import app, main
 from mico.commands.doctor import Verdict, check_clocks
 from mico.commands.keys import audit_act, format_time
@@ -66,6 +68,32 @@ def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) ->
     assert run(capsys, "keys", "revoke", made["id"])[0] == 0
     _, out, _ = run(capsys, "keys", "list", "--json")
     assert json.loads(out)[0]["state"] == "revoked"
+
+
+def test_a_key_is_hashed_with_the_pepper_of_the_environment_as_at_the_gateway(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pepper = "5a" * 32
+    monkeypatch.setenv("MICO_GATEWAY_KEY_PEPPER", pepper)
+    run(capsys, "db", "upgrade")
+    secret = run(capsys, "keys", "create", "first", "--admin")[1].strip()
+
+    async def is_known() -> bool:
+        database = f"sqlite:///{empty_folder}/.mico/mico.db"
+        async with open_store(database, empty_folder / "gateway", pepper=pepper) as store:
+            return store.keys.authenticate(secret) is not None
+
+    assert asyncio.run(is_known())
+    assert not (empty_folder / ".mico" / "key-pepper").exists()
+
+
+def test_a_folder_that_is_not_there_has_no_other_folders_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "db", "upgrade")
+    run(capsys, "keys", "create", "ann")
+    status, out, err = run(capsys, "--folder", "elsewhere", "keys", "list")
+    assert (status, out) == (1, "")
+    assert "elsewhere/mico.db" in err
+    assert not Path("elsewhere").exists()
 
 
 def test_a_table_of_keys_tells_their_regions_and_their_end(capsys: pytest.CaptureFixture[str]) -> None:

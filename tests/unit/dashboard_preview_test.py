@@ -20,6 +20,7 @@ A = SiteView(
     certificate_until=None,
     state=SiteState.READY,
     models=["m"],
+    model_count=1,
     asleep=0,
     own_bytes=0,
     pinned_off=[],
@@ -70,6 +71,12 @@ def test_a_load_that_does_not_fit_and_a_model_that_nobody_else_has_are_warned_of
     assert found.refused_models == ["n"]
     assert "No other site can serve n" in found.warnings[0]
     assert "40% does not fit into 25%" in found.warnings[1]
+
+
+def test_a_thousand_models_that_nobody_else_has_are_one_warning() -> None:
+    many = replace(B, models=[f"m{number:03}" for number in range(1_000)])
+    warning = preview(Action(Verb.DRAIN, "b", ""), [A, many]).warnings[0]
+    assert warning.startswith("No other site can serve m000, m001, m002 and 997 more: their queries")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import msgspec
@@ -9,9 +10,11 @@ import pytest
 
 from gateway.device import DeviceLoad
 from gateway.domain import IterationCost, LoadReport, Model, ModelState, Site, SiteIdentity, SiteState
+from gateway.federation.directory import Directory
 from gateway.telemetry.banner import banner
+from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.recent import SiteWaits
-from gateway.telemetry.snapshot import Rate, Rates, SiteView, SiteViews, headroom, totals
+from gateway.telemetry.snapshot import Rate, Rates, SiteView, SiteViews, Snapshot, headroom, totals
 
 IDENTITY = SiteIdentity("a", "boot", "aws", "us", {}, slots=4, kv_capacity_tokens=100)
 
@@ -113,6 +116,16 @@ def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], lev
     assert words in said.text
 
 
+def test_the_banner_names_three_of_a_thousand_models_and_still_says_which_site_is_down() -> None:
+    lost = msgspec.structs.replace(
+        SERVING, state=SiteState.DOWN, report_age_s=5.0, models=[f"m{number:03}" for number in range(1_000)]
+    )
+    assert banner([lost], totals([lost], 0.0, 0.0)).text == (
+        "Critical: no site can serve m000, m001, m002 and 997 more: their queries are refused. "
+        "a down, silent for 5 s."
+    )
+
+
 def test_the_banner_says_what_room_is_left() -> None:
     sites = [SERVING, msgspec.structs.replace(SERVING, name="b", state=SiteState.DOWN, report_age_s=5.0)]
     known = replace(totals(sites, 0.0, 0.0), headroom=0.41)
@@ -149,6 +162,24 @@ def test_models_that_sleep_or_wake_are_counted_and_the_memory_of_the_others() ->
     (found,) = shown(replace(one, identity=replace(one.identity, models=models)))
     assert (found.models, found.asleep) == (["m", "v", "w", "x"], 2)
     assert found.own_bytes == 10 + 13
+
+
+def test_a_streamed_snapshot_counts_the_models_of_a_site_and_names_none_of_them() -> None:
+    """A thousand adapters at each of fifty sites were a megabyte a second for every open page."""
+    names = [f"ft:base:acme:support:{number:08}" for number in range(1_000)]
+    models = {name: Model(name, "1", 8192, 0, "acme") for name in names}
+    directory = Directory()
+    for number in range(50):
+        directory.join(replace(IDENTITY, name=f"site-{number}", models=models), 0.0)
+    publisher = SnapshotPublisher(directory, "here", clock=lambda: 1.0)
+
+    async def published() -> Snapshot:
+        return publisher.tick()
+
+    snapshot = asyncio.run(published())
+    assert {site.model_count for site in snapshot.sites} == {1_000}
+    assert snapshot.sites[0].models == names
+    assert names[-1].encode() not in publisher.encoded
 
 
 def test_a_view_kept_of_an_unchanged_site_equals_one_built_anew() -> None:

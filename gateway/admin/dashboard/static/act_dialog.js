@@ -46,12 +46,21 @@ export class ActDialog {
     return el("label", {}, input, VERBS[verb]);
   }
 
-  select(verb) {
+  // The stream has no names of models: a site may serve a thousand.
+  async models(verb) {
+    if (verb === "unpin") return this.site.pinned_off;
+    const { sites } = verb === "pin-off" ? await request("overview") : { sites: [] };
+    const served = sites.find((site) => site.name === this.site.name)?.models ?? [];
+    return served.filter((model) => !this.site.pinned_off.includes(model));
+  }
+
+  async select(verb) {
     this.verb = verb;
     for (const part of this.dialog.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(verb);
-    const models = verb === "unpin" ? this.site.pinned_off : this.site.models.filter((model) => !this.site.pinned_off.includes(model));
-    $("model").replaceChildren(...models.map((model) => el("option", {}, model)));
     $("yes").textContent = VERBS[verb];
+    const models = await this.models(verb).catch(() => []); // the preview says what is wrong
+    if (verb !== this.verb) return;
+    $("model").replaceChildren(...models.map((model) => el("option", {}, model)));
     this.preview();
   }
 

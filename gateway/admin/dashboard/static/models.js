@@ -11,7 +11,7 @@ function place({ parent, state, in_host }) {
 }
 
 export async function drawModels(section, sites) {
-  const choice = section.querySelector("select"), names = sites.filter((site) => site.models.length > 1).map((site) => site.name);
+  const choice = section.querySelector("select"), names = sites.filter((site) => site.model_count > 1).map((site) => site.name);
   section.hidden = !names.length;
   if (section.hidden) return;
   if (choice.key !== (choice.key = names.join())) {

@@ -125,7 +125,7 @@ export class SiteTable {
     const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
     const certificate = left == null || left > DAY_S / 4 ? "" : ` · ▲ certificate ${left < 0 ? "over" : Math.ceil(left / 3600) + " h"}`;
     const more = (site.asleep ? `, ${site.asleep} asleep` : "") + (site.own_bytes ? `, ${number(site.own_bytes / 1e9, 2)} GB own` : "");
-    const models = site.models.length > 1 ? ` · ${site.models.length} models${more}` : "";
+    const models = site.model_count > 1 ? ` · ${site.model_count} models${more}` : "";
     const lost = site.devices.filter((device) => device.lost).length;
     const devices = site.devices.length ? ` · ${lost ? `▲ ${lost} of ` : ""}${site.devices.length} devices${lost ? " lost" : ""}` : "";
     const trains = site.training ? ` · trains ${site.training} ${site.training > 1 ? "jobs" : "job"}` : "";
