@@ -5,8 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.support.scheduling import OneFederation
 
 # The same examples in every run, in whatever time they take: a failure is due to a change, not to a draw or a
 # slow machine. `--hypothesis-profile=default` looks for new ones.
@@ -26,3 +31,13 @@ def pytest_collection_finish() -> None:
     """From now on only what tests make is looked through."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneFederation | None:
+    """Of a run that shares out files, keep the end-to-end tests' federation with one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.support.scheduling import OneFederation
+
+    return OneFederation(config, log)

@@ -1,4 +1,4 @@
-"""One federation for all end-to-end tests of a session; its logs are shown beside a failure."""
+"""One federation for all tests of this folder, ended after them; its logs are shown beside a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.local_federation import LocalFederation
 from tests.support.tiny_model import write_tiny_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Generator[LocalFederation]:
     folder: Path = tmp_path_factory.mktemp("federation")
     started = LocalFederation.start(folder / "mico", write_tiny_model(folder / "tiny"))

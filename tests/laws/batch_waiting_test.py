@@ -58,6 +58,7 @@ def test_every_line_is_taken_once_and_both_kinds_run_while_there_are_both(
 ) -> None:
     async def main() -> None:
         lines = some_lines(3 * PAGE_LINES, heavy)
+        work, untaken = sum(map(work_of, lines)), {line.number: line for line in lines}
         ledger, rnd = await ledger_of(tmp_path, lines), random.Random(1)
         waiting, blend, taken, running = WaitingLines(any_order), Blend(), list[Line](), list[Line]()
         await waiting.refill(ledger, "batch_1")
@@ -66,9 +67,9 @@ def test_every_line_is_taken_once_and_both_kinds_run_while_there_are_both(
             while len(running) < AT_SITES and (end := waiting.next_end(blend, AT_SITES, 0)):
                 running.append(end.popleft())
                 taken.append(running[-1])
-                start(blend, running[-1], lines)
-            left = [line for line in lines if line not in taken]
-            if any_order and {is_heavy(line) for line in left} == {True, False}:
+                untaken.pop(running[-1].number, None)
+                blend.started(running[-1], work)
+            if any_order and set(map(is_heavy, untaken.values())) == {True, False}:
                 assert sum(map(is_heavy, running)) == PREFILL_SHARE * AT_SITES
             ended = [running.pop(rnd.randrange(len(running))) for _ in range(min(50, len(running)))]
             for line in ended:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+from mico.demo_model import train
 from mico.demo_model.card import card
 from mico.demo_model.corpus import (
     ANSWER,
@@ -26,7 +27,7 @@ from mico.demo_model.corpus import (
 )
 from mico.demo_model.data import Exchange
 from mico.demo_model.functions import draw_chat
-from mico.demo_model.network import Batches
+from mico.demo_model.network import Batches, model_config
 from mico.demo_model.tokens import CONTEXT_TOKENS, train_tokenizer
 from mico.demo_model.train import WARM_UP_SHARE, Plan, fit, learning_rate, main
 
@@ -144,7 +145,11 @@ def corpus_folder(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_a_run_repeats_exactly(corpus_folder: Path) -> None:
+def test_a_run_repeats_exactly(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    monkeypatch.setattr(
+        train, "model_config", lambda tokenizer: LlamaConfig(**model_config(tokenizer).to_dict() | small)
+    )
     corpus, plan = load_corpus(corpus_folder), Plan(steps=2, batch_windows=2)
     once, again = (fit(corpus, plan)[0].state_dict() for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,6 @@ from tests.support.tiny_gguf import VOCAB, WORDS, tiny_sizes, write_gguf
 
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
-CONVERT = """
-import sys
-from pathlib import Path
-from site_engine.model.gguf import converted
-
-converted(Path(sys.argv[1]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -161,15 +151,12 @@ def test_a_disk_without_room_is_told_before_the_work(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama(), "llama")
-    largest = 100_000  # bytes of a file, in that process: less than the weights
-    run = subprocess.run(
-        [sys.executable, "-c", CONVERT, str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
-    )
-    assert (run.returncode, run.stderr.splitlines()[-1].split(":")[0]) == (1, "OSError"), run.stderr
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # bytes of a file: less than the weights
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            converted(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert left(cache) == []
     assert converted(path).is_dir()  # and now there is room
