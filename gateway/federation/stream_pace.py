@@ -1,4 +1,4 @@
-"""Wakes those that send text to clients: at once while the event loop has time for each chunk, else together."""
+"""Wakes those that send text to clients: at once while the event loop has time for each, else together."""
 
 from __future__ import annotations
 

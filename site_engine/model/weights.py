@@ -131,7 +131,7 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return where the data of a file begins, and what it says of each tensor. Raises OSError, ValueError."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(path.stat().st_size, MAX_HEADER_BYTES):
+        if length > min(path.stat().st_size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"{path} is no safetensors file, or cut")
         head = file.read(length)
     try:

@@ -224,7 +224,10 @@ def _place(module: str) -> tuple[BlockKind, int]:
 
 
 def end_tokens(folder: Path, model: LoadedModel) -> tuple[int, ...]:
-    """Return the end tokens that a folder's generation_config.json names, else the base's."""
+    """Return the end tokens that a folder's generation_config.json names, else the base's.
+
+    Ids outside the vocabulary end nothing, as of a base.
+    """
     path = folder / "generation_config.json"
     found = read_json(path) if path.is_file() else {}
     if not isinstance(found, dict):
@@ -233,11 +236,10 @@ def end_tokens(folder: Path, model: LoadedModel) -> tuple[int, ...]:
     if named is None:
         return model.eos_token_ids
     ids = tuple(named) if isinstance(named, list) else (named,)
-    wrong = [each for each in ids if type(each) is not int or not 0 <= each < model.vocab_size]
-    if wrong:
+    if wrong := [each for each in ids if type(each) is not int]:
         told = ", ".join(map(repr, wrong[:8]))
         raise VariantRefused(f"{path}: eos_token_id names {told}; ids here are 0 to {model.vocab_size - 1}")
-    return ids
+    return tuple(each for each in ids if 0 <= each < model.vocab_size)
 
 
 def own_tokenizer(folder: Path, model: LoadedModel) -> str:

@@ -8,8 +8,9 @@ import math
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
 from site_engine.errors import VariantRefused
@@ -37,6 +38,20 @@ def read_json(path: Path, max_bytes: int = 1_000_000) -> Any:
         raise VariantRefused(f"{path} cannot be read: {error}") from error
 
 
+MAX_NUMBERS = (1 << 63) - 1
+"""The most numbers of a tensor."""
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBERS)]
+
+
+class Entry(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[list[Size], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[Size, Size]  # bytes, from where the data begins
+
+
 class TensorFile:
     """One file, open for reading. Raises VariantRefused for a file that is cut, and for one without room.
 
@@ -51,12 +66,13 @@ class TensorFile:
             size = path.stat().st_size
             if room_bytes is not None and size > room_bytes:
                 raise VariantRefused(f"{path} has {size:,} bytes, and there is room for {room_bytes:,}")
-            self._begin, self._entries = header(path)
-            self.names = _names_in_order(self._entries, size - self._begin)
+            self._begin, found = header(path)
+            self._entries = _entries_in_order(found, size - self._begin)
             self._file = path.open("rb", buffering=0)
         except (OSError, ValueError) as error:
             raise VariantRefused(f"{path} cannot be read: {error}") from error
         self._path = path
+        self.names = [*self._entries]
 
     def __enter__(self) -> TensorFile:
         return self
@@ -67,7 +83,7 @@ class TensorFile:
         self._file.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name]["shape"])
+        return tuple(self._entries[name].shape)
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Read a tensor with the data type of `like`, on its device."""
@@ -80,7 +96,7 @@ class TensorFile:
         take the interpreter from other threads as often. They share their memory.
         """
         found: dict[str, torch.Tensor] = {}
-        for _, run in groupby(self.names, key=lambda name: self._entries[name]["dtype"]):
+        for _, run in groupby(self.names, key=lambda name: self._entries[name].dtype):
             names = list(run)
             numbers = self._read(names).to(like.device, like.dtype)
             pieces = numbers.split([math.prod(self.shape(name)) for name in names])
@@ -92,10 +108,10 @@ class TensorFile:
 
     def _read(self, names: list[str]) -> torch.Tensor:
         """Read the numbers of tensors of one data type that lie one after another in the file."""
-        kind = self._entries[names[0]]["dtype"]
+        kind = self._entries[names[0]].dtype
         if (dtype := FLOATS.get(kind)) is None:
             raise VariantRefused(f"{self._path}: {names[0]} holds {kind}, not floating-point numbers")
-        begin, end = (self._entries[names[at]]["data_offsets"][at] for at in (0, -1))
+        begin, end = (self._entries[names[at]].data_offsets[at] for at in (0, -1))
         read = torch.empty(end - begin, dtype=torch.uint8)
         numbers: Any = read.numpy()
         try:
@@ -105,23 +121,29 @@ class TensorFile:
         return read.view(dtype)
 
 
-def _names_in_order(entries: Any, data_bytes: int) -> list[str]:
-    """Return the names of tensors as they lie in a file: one after another, all of it. Raises ValueError."""
-    in_order, end = [], 0
+def _entries_in_order(found: Any, data_bytes: int) -> dict[str, Entry]:
+    """Return the tensors of a header as they lie in the file: one after another, all of it.
+
+    Raises ValueError.
+    """
     try:
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            first, last = entry["data_offsets"]
-            if first != end or any(size < 0 for size in entry["shape"]):
-                raise ValueError(f"{name} lies where another tensor does, or has no shape")
-            dtype = FLOATS.get(entry["dtype"])
-            if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
-                raise ValueError(f"{name} has {last - first} bytes for the shape {entry['shape']}")
-            in_order.append(name)
-            end = last
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError("it is no safetensors file") from error
+        entries = msgspec.convert(found, dict[str, Entry])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it is no safetensors file: {error}") from error
+    end = 0
+    in_order = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
+    for name, entry in in_order.items():
+        first, last = entry.data_offsets
+        if first != end or last < first:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        if math.prod(size or 1 for size in entry.shape) > MAX_NUMBERS:
+            raise ValueError(f"{name} has too large a shape")
+        dtype = FLOATS.get(entry.dtype)
+        if dtype is not None and last - first != math.prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"{name} has {last - first:,} bytes, and its shape others")
+        end = last
     if end != data_bytes:
-        raise ValueError(f"it is cut, or no safetensors file: {data_bytes} bytes of data, {end} named")
+        raise ValueError(f"it is cut, or no safetensors file: {data_bytes:,} bytes of data, {end:,} named")
     return in_order
 
 

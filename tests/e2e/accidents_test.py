@@ -114,13 +114,14 @@ def test_a_site_that_dies_under_load_costs_at_most_the_answers_it_had_begun(
         try:
             victim = eventually(lambda: busiest(federation), "some site has work")
             federation.kill(victim)
+            killed.set()
+            ended = [end for each in asked for end in each.result()]
+            assert set(ended) <= {"length", "upstream_lost"}
+            assert ended.count("length") >= 1
+            assert ask(sdk, federation) == "length"
         finally:
             killed.set()
-        ended = [end for each in asked for end in each.result()]
-        assert set(ended) <= {"length", "upstream_lost"}
-        assert ended.count("length") >= 1
-        assert ask(sdk, federation) == "length"
-    federation.restart_dead()
+            federation.restart_dead()
     federation.wait_until_ready()
     federation.wait_until_idle()
     assert victim in federation.sites()

@@ -237,8 +237,10 @@ def test_jobs_end_once_with_the_same_adapter_whoever_dies(school: School, whole:
     school.sites[killed].kill()
     gateway = federation.running.gateways[0]
     os.kill(gateway.pid, signal.SIGKILL)
-    eventually(lambda: not gateway.alive, "the gateway is gone")
-    federation.restart_dead()
+    try:
+        eventually(lambda: not gateway.alive, "the gateway is gone")
+    finally:
+        federation.restart_dead()
 
     school.ready(other)
     school.succeeded(kept)  # beside no gateway it went on

@@ -272,7 +272,8 @@ def test_a_variants_own_end_token_ends_its_answers_alone(tmp_path: Path) -> None
     prompt = [3, 1, 4]
     whole = made.answer(prompt, 12)
     end = next(token for token in whole[2:] if token not in whole[:2])
-    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    ends = {"eos_token_id": [-1, end, 10_000]}  # others than those of the vocabulary end nothing
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps(ends))
     engine = engine_for(model)
     assert engine.add_variant(made.variant).eos_token_ids == (end,)
     for name, chain in (("variant", made), ("base", None)):

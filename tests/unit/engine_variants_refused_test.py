@@ -256,10 +256,6 @@ BAD: dict[str, tuple[Make, str]] = {
     "modules that are none": (edited(modules_to_save=5), r"modules_to_save is a int"),
     "a kind that is none": (edited(peft_type=["LORA"]), r"kind \['LORA'\] are not served"),
     "a scale without a number": (edited(lora_alpha=float("nan")), r"lora_alpha of .* is nan, not a number"),
-    "end tokens beyond the vocabulary": (
-        with_end_tokens(2, 320, -1),
-        r"eos_token_id names 320, -1; ids here are 0 to 319",
-    ),
     "end tokens that are none": (with_end_tokens("</s>"), r"eos_token_id names '</s>'; ids here"),
     "settings of answers that are none": (
         with_file("generation_config.json", "[1]"),

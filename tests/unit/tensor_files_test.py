@@ -86,6 +86,20 @@ DAMAGED: dict[str, tuple[object, int]] = {
     "fewer bytes than its shape": ({"a": {**A, "shape": [3]}}, 8),
     "a negative shape": ({"a": {**A, "shape": [-1, -2]}}, 8),
     "a shape of text": ({"a": {**A, "shape": ["2"]}}, 8),
+    "a shape of numbers with points": ({"a": {**A, "shape": [2.0]}}, 8),
+    "a shape of truth values": ({"a": {**A, "shape": [True, 2]}}, 8),
+    "no list as a shape": ({"a": {**A, "shape": {}}}, 8),
+    "more than 64 bits": ({"a": {**A, "shape": [10**30, 0], "data_offsets": [0, 0]}}, 0),
+    "too many numbers": ({"a": {**A, "shape": [2**62, 4, 0], "data_offsets": [0, 0]}}, 0),
+    "very many dimensions": ({"a": {**A, "shape": [2**62] * 40_000}}, 8),
+    "offsets with points": ({"a": {**A, "data_offsets": [0.0, 8.0]}}, 8),
+    "an end before its begin": (
+        {
+            "a": {**A, "shape": [10**12], "data_offsets": [0, 4 * 10**12]},
+            "b": {"dtype": "I64", "shape": [1], "data_offsets": [4 * 10**12, 8]},
+        },
+        8,
+    ),
     "a data type of no name": ({"a": {**A, "dtype": [1]}}, 8),
 }
 
@@ -96,8 +110,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
     head = told if isinstance(told, bytes) else json.dumps(told).encode()
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(data_bytes))
-    with pytest.raises(VariantRefused, match=r"damaged.safetensors cannot be read: .+"):
+    with pytest.raises(VariantRefused, match=r"damaged.safetensors cannot be read: .+") as refused:
         TensorFile(path)
+    assert len(str(refused.value)) < 400 + len(str(path))
 
 
 def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
