@@ -58,6 +58,7 @@ async def open_core(
 ) -> AsyncIterator[Core]:
     """Start these parts; at the end, wait until every query that has ended is recorded."""
     directory, clock = Directory(), asyncio.get_running_loop().time
+    federation = _federation(config, directory, clock, credentials, lambda: leases.replicas)
     forecasts = _start_forecasts(config, directory)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
@@ -65,7 +66,6 @@ async def open_core(
         directory, config.name, clock=clock, unix_time=store.clock, history_store=store.snapshots
     )
     leases = await _start_leases_and_routes(config, store)
-    federation = _federation(config, directory, clock, credentials, leases)
     observers = [metrics.observe, publisher.observe, *([] if traces is None else [traces.observe])]
     query_context = QueryContext(
         directory,
@@ -105,7 +105,7 @@ def _federation(
     directory: Directory,
     clock: Callable[[], float],
     credentials: ListenerCredentials,
-    leases: Leases,
+    replicas: Callable[[], tuple[str, ...]],
 ) -> Federation:
     settings = FederationSettings(
         config.name,
@@ -116,7 +116,7 @@ def _federation(
         worker_ports=config.worker_ports(config.grpc_port),
         mutual_worker_ports=config.worker_ports(config.mtls_port),
     )
-    return Federation(settings, directory, clock, credentials.certificates, replicas=lambda: leases.replicas)
+    return Federation(settings, directory, clock, credentials.certificates, replicas=replicas)
 
 
 def _start_forecasts(config: GatewayConfig, directory: Directory) -> ForecastService:

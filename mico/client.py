@@ -123,15 +123,18 @@ class Client:
 
         is_special = target.exists() and not target.is_file()
         partial = target if is_special else target.with_name(f"{target.name}.part")
+        written = 0
         try:
             with self.http.stream("GET", self.root + path) as response, partial.open("wb") as file:
                 if response.is_error:
                     raise error_from_response(response.status_code, response.read().decode(errors="replace"))
                 for data in response.iter_bytes():
-                    file.write(data)
+                    written += file.write(data)
             if not is_special:
                 partial.replace(target)
         except httpx.HTTPError as error:
+            if is_special and written:  # a second try would write its beginning again
+                raise CommandFailed("the download broke off", cause=str(error)) from error
             raise self.unreachable(error) from error
         except OSError as error:
             raise CommandFailed(f"{target} was not written", cause=error.strerror or str(error)) from error

@@ -125,7 +125,7 @@ async def _line(
         queries = line_queries(generation, caller, context, query_id=batch.id)
         model = context.model_of(replace(batch, model=generation.model))
         lengths = [await _expected_tokens(structs.replace(query, model=model), context) for query in queries]
-    except MicoError:
+    except (MicoError, RecursionError):  # some bodies nest more deeply than they can be encoded
         queries, lengths = [], []
     prefix = prefix_of(queries[0].prompt, batch.tenant, queries[0].model) if queries else Prefix((), 0)
     line = Line(

@@ -42,6 +42,7 @@ MAX_BLOCKS = 1_000
 MAX_CALLS = 1000
 MAX_FEATURES = 64
 MAX_CONTEXT_TOKENS = 100_000_000
+LAST_UNIX_S = 253_402_300_799  # of the year 9999, after which there are no dates
 MAX_REASON_CHARS = 1_000
 """Of a sentence of a site; clients see some of them."""
 MAX_DELTAS = 50_000
@@ -238,7 +239,7 @@ def _model(message: pb.Model) -> Model:
         id=message.id,
         revision=clean_name(message.revision),
         context_tokens=message.context_tokens,
-        created_s=max(0, message.created_s),
+        created_s=min(max(0, message.created_s), LAST_UNIX_S),
         owned_by=clean_name(message.owned_by) or "mico",
         features=_features(tuple(message.features[:MAX_FEATURES])),
         max_prompt_chars=message.context_tokens * message.max_token_chars,

@@ -101,8 +101,6 @@ async def send_error(
 def _translate_framework_error(exc: HTTPException) -> ErrorResponse:
     """Translate Litestar's own refusals: unknown paths, wrong methods, broken parameters and forms."""
     sent = {name.lower(): value for name, value in (exc.headers or {}).items()}
-    if "GET" in sent.get("allow", ""):
-        sent["allow"] += ", HEAD"  # which the gateway serves as GET
     headers = tuple((name.encode(), value.encode()) for name, value in sent.items())
     message = _FRAMEWORK_MESSAGES.get(exc.detail, exc.detail)
     code = _FRAMEWORK_CODES.get(exc.status_code)

@@ -6,7 +6,7 @@ Wraps the framework's outermost layer: unknown paths and wrong methods never rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,8 @@ class ExchangeMiddleware:
         def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *self._headers(exchange), *always]
+                exchange.complete = scope["method"] == "HEAD"  # nothing follows
+                message["headers"] = [*_allowing_head(message["headers"]), *self._headers(exchange), *always]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.complete = True
             return send(message)
@@ -151,6 +152,14 @@ class ExchangeMiddleware:
             **exchange.line.fields,
         }
         log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})  # type: ignore[typeddict-item]
+
+
+def _allowing_head(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a response; HEAD, which is served as GET, is allowed where GET is."""
+    return [
+        (name, value + b", HEAD" if name == b"allow" and b"GET" in value and b"HEAD" not in value else value)
+        for name, value in headers
+    ]
 
 
 def _head_only(send: Send) -> Send:

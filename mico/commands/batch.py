@@ -198,9 +198,8 @@ def fetch(
     client = session.client(*gateway)
     target = output or Path(f"{batch_id}.out.jsonl")
     check_output_file(target)
-    batch = client.get(path_of(batch_id))
-    if not wait and batch["status"] not in FINAL_STATUSES:
-        raise CommandFailed(f"{batch_id} is {batch['status']}", tip="--wait waits until it is over")
+    if not wait and (status := client.get(path_of(batch_id))["status"]) not in FINAL_STATUSES:
+        raise CommandFailed(f"{batch_id} is {status}", tip="--wait waits until it is over")
     wait_and_fetch(session, client, batch_id, target, as_json)
 
 
@@ -275,19 +274,19 @@ def wait_until_ended(session: Session, client: Client, batch_id: str) -> Batch:
 
 def ask_until_available(session: Session, batch_id: str, ask: Callable[[], T]) -> T:
     """Return the result of `ask`, which is repeated while no gateway answers. Raises CommandFailed."""
-    first_s = time.monotonic()
-    told = False
+    failed_s: float | None = None  # when it first failed
     while True:
         try:
             return ask()
         except GatewayUnavailable as failure:
-            if time.monotonic() - first_s > UNAVAILABLE_TIMEOUT_S:
+            is_first = failed_s is None
+            failed_s = time.monotonic() if failed_s is None else failed_s
+            if time.monotonic() - failed_s > UNAVAILABLE_TIMEOUT_S:
                 raise CommandFailed(
                     failure.error, cause=failure.cause, tip=f"later: mico batch fetch {batch_id} --wait"
                 ) from failure
-            if not told:
-                session.terminal.info(f"{failure.error}; it is asked again, and the batch goes on meanwhile")
-            told = True
+            if is_first:
+                session.terminal.info(f"{failure.error}; it is asked again, and the batch is kept meanwhile")
             time.sleep(POLL_S)
 
 

@@ -6,6 +6,7 @@ Does not start anything.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from mico.errors import CommandFailed, ExitCode
 from mico.local.folder import Folder, write_private
 from mico.local.profiles import Profile
+from mico.store_access import PEPPER_VARIABLE
 
 HOST = "127.0.0.1"
 KV_TOKENS_PER_SLOT = 512
@@ -68,7 +70,8 @@ class Plan:
             "site_token_file": str(self.folder.token_file),
         }
         if len(self.gateways) > 1:
-            settings["key_pepper"] = self.folder.pepper_file.read_text().strip()
+            if PEPPER_VARIABLE not in os.environ:  # which all of them read
+                settings["key_pepper"] = self.folder.pepper_file.read_text().strip()
             settings["peers"] = [f"{HOST}:{other.grpc}" for other in self.gateways if other != ports]
         return settings
 

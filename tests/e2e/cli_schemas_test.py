@@ -27,7 +27,7 @@ SITE = (
 PROCESS = "log name pid role state"
 SHOWN_SITE = (
     "asleep cached_share capacity_tokens certificate_until cloud devices errors_per_min input_per_s "
-    "input_usd_per_mtok itl_p95_s kv_used load models name output_per_s output_usd_per_mtok "
+    "input_usd_per_mtok itl_p95_s kv_used load model_count models name output_per_s output_usd_per_mtok "
     "outstanding_tokens own_bytes pending pinned_off pool region report_age_s running share slots state "
     "tokens_per_s training ttft_p95_s weight"
 )
@@ -192,6 +192,7 @@ def test_json_keeps_its_names(
         "PLAN": str(federation.folder.config(federation.running.sites[0].name)),
     }
     status, out, err = run(*(words.get(word, word) for word in command), "--json")
+    run("routes", "remove", "assistant", "--reason", "a test")  # others share the federation
     assert status == 0, err
     told = json.loads(out)
     for path, names in PROMISED[command].items():

@@ -151,6 +151,7 @@ async def play(place: Place) -> None:
         "MICO_GATEWAY_GRPC_PORT": "0",
         "MICO_GATEWAY_MTLS_PORT": "0",
         "MICO_GATEWAY_DATABASE_URL": place.environment["MICO_DATABASE_URL"],
+        "MICO_GATEWAY_KEY_PEPPER": pepper,
         "MICO_GATEWAY_PKI": "pki",
         "MICO_GATEWAY_SITE_TOKENS": told.secret("site_token"),
         "MICO_GATEWAY_LOG_LEVEL": "debug",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -274,11 +275,13 @@ def test_the_names_in_a_hello_are_cut_and_printable() -> None:
     model = pb.Model(
         id="m", context_tokens=9, revision=long, owned_by=long, features=[long] * 1000, created_s=-1
     )
+    late = pb.Model(id="late", context_tokens=9, created_s=2**63 - 1)
     names = dict.fromkeys(("cloud", "region", "engine", "version", "pool", "boot_id"), long)
-    site = codec.identity(hello(models=[model], **names))
+    site = codec.identity(hello(models=[model, late], **names))
     shown = [site.cloud, site.region, site.engine, site.version, site.pool]
     found = site.models["m"]
     shown += [found.revision, found.owned_by, *found.features]
     assert all(each.isprintable() and len(each) <= codec.MAX_NAME for each in shown)
     assert len(site.boot_id) <= codec.MAX_NAME
     assert (len(found.features), found.created_s) == (1, 0)
+    assert datetime.fromtimestamp(site.models["late"].created_s, UTC).year == 9999

@@ -181,6 +181,8 @@ def test_unknown_paths_and_wrong_methods_have_the_error_shape() -> None:
         wrong = get(path, "DELETE")
         error_of(wrong, 405)
         assert set(wrong.headers["allow"].split(", ")) == set(allowed.split(", "))
+    for path in ("/v1/models", "/health"):
+        assert set(get(path, "OPTIONS").headers["allow"].split(", ")) == {"GET", "OPTIONS", "HEAD"}
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -360,6 +362,13 @@ def test_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture) -> No
     assert fields["status"] == 200
     assert fields["complete"] is True
     assert "mico-secret" not in str(vars(record))
+
+
+def test_a_head_is_logged_as_complete(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "gateway"):
+        assert get("/v1/models", "HEAD").status_code == 200
+    (record,) = [record for record in caplog.records if record.name == "gateway.http.exchange"]
+    assert vars(record)["fields"]["complete"] is True
 
 
 @pytest.mark.parametrize("path", JSON_ROUTES)

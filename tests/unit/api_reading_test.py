@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +132,8 @@ def test_null_and_absent_read_the_same(reader: Any, body: dict[str, Any]) -> Non
     results = []
     for variant in (present, padded):
         try:
-            results.append(repr(read(reader, variant)))
+            with patch.object(msgspec, "Raw", bytes):  # whose representation shows what it holds
+                results.append(repr(read(reader, variant)))
         except BadRequest as refusal:
             results.append(refusal.message)
     assert results[0] == results[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,40 @@ def test_a_gateway_that_is_away_is_told_once_and_waited_for_also_at_the_download
     waits = [line for line in err.splitlines() if "asked again" in line]
     assert len(waits) == 2  # one of the batch, one of its file
     assert "the gateway refused with status 503" in waits[0]
+
+
+def test_a_download_to_a_pipe_that_breaks_off_is_not_begun_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    class Broken(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield OUTPUT[:5]
+            raise httpx.ReadError("gone")
+
+    class BreaksOff(Gateway):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/content"):
+                return httpx.Response(200, stream=Broken())
+            return super().__call__(request)
+
+    os.mkfifo(here / "pipe")
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit((here / "pipe").read_bytes)
+        gateway = BreaksOff(a_batch("completed", 2, output_file_id="out"))
+        arguments = ("fetch", "batch_1", "-o", str(here / "pipe"), "--wait")
+        status, _, err = play(monkeypatch, capsys, gateway, *arguments)
+        assert read.result(60) == OUTPUT[:5]
+    assert status == 1
+    assert "the download broke off" in err
+
+
+def test_fetch_waits_for_a_gateway_that_is_away_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    gateway = Gateway(httpx.ConnectError, a_batch("completed", 2, output_file_id="out"))
+    status, _, err = play(monkeypatch, capsys, gateway, "fetch", "batch_1", "-o", "out.jsonl", "--wait")
+    assert status == 0 and "asked again" in err
+    assert (here / "out.jsonl").read_bytes() == OUTPUT
 
 
 def test_ctrl_c_leaves_the_batch_and_says_how_to_go_on(
