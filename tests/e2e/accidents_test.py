@@ -26,11 +26,25 @@ def body(federation: LocalFederation, **fields: Any) -> dict[str, Any]:
     return {"model": federation.model, "messages": question, "temperature": 0, "ignore_eos": True, **fields}
 
 
+@pytest.fixture(scope="module")
+def whole_fleet(federation: LocalFederation) -> None:
+    """Wait until the gateway expects no more sites, and refuses for good what none of them can serve."""
+
+    def is_refused() -> bool:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        with federation.http() as http:
+            asked = body(federation, tools=tools)
+            return http.post("/v1/chat/completions", json=asked).status_code == 400
+
+    eventually(is_refused, "the gateway expects no more sites")
+
+
 def tokens_seen(federation: LocalFederation) -> int:
     sites = federation.sites().values()
     return sum(site["tokens_total"] + site["prompt_tokens_total"] for site in sites)
 
 
+@pytest.mark.usefixtures("whole_fleet")
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
