@@ -100,8 +100,7 @@ async def send_error(
 
 def _translate_framework_error(exc: HTTPException) -> ErrorResponse:
     """Translate Litestar's own refusals: unknown paths, wrong methods, broken parameters and forms."""
-    sent = {name.lower(): value for name, value in (exc.headers or {}).items()}
-    headers = tuple((name.encode(), value.encode()) for name, value in sent.items())
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in (exc.headers or {}).items())
     message = _FRAMEWORK_MESSAGES.get(exc.detail, exc.detail)
     code = _FRAMEWORK_CODES.get(exc.status_code)
     return ErrorResponse(exc.status_code, message, INVALID_REQUEST, code, _param_of(exc), headers)

@@ -59,7 +59,7 @@ export class ActDialog {
     for (const part of this.dialog.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(verb);
     $("yes").textContent = VERBS[verb];
     $("yes").disabled = true;
-    const models = await this.models(verb).catch(() => []); // as the preview says
+    const models = await this.models(verb).catch(() => []); // the preview tells why
     if (verb !== this.verb) return;
     $("yes").disabled = false;
     $("model").replaceChildren(...models.map((model) => el("option", {}, model)));
