@@ -42,7 +42,7 @@ from bench.support.device_demand import (
 )
 from bench.support.variant_engines import BASE, Query, decode
 from bench.support.variant_engines import serve as answer
-from site_engine.switch_interval import switch_soon
+from site_engine.process_settings import set_up_process
 
 TOGETHER, APART, ALONE = "common batches", "shared parameters", "process per model"
 PUBLISHED = {3: 1.35, 6: 1.50, 9: 2.01, 12: 2.26, 20: 1.71, 30: 1.85}
@@ -206,7 +206,7 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     asked = arguments()
-    switch_soon()  # as the process of an engine does
+    set_up_process()  # as the process of an engine does
     bench = Bench(asked)
     name = torch.cuda.get_device_name() if asked.device == "cuda" else platform.processor() or "CPU"
     cost = StepCost(**json.loads(asked.costs)) if asked.costs else None

@@ -34,7 +34,7 @@ from site_engine.engine.build import build_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.switch_interval import switch_soon
+from site_engine.process_settings import set_up_process
 from site_engine.training.adapter import attach, new_adapter, target_modules
 from site_engine.training.data import Dataset, Example
 from site_engine.training.micro_batch import run_micro_batch
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tf32", action="store_true", help="compute adapters with 10 bits of fraction")
     options = parser.parse_args(arguments)
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
-    switch_soon()  # as a site does
+    set_up_process()  # as a site does
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = plain_model(str(options.shape), device)

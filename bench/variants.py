@@ -32,7 +32,7 @@ from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
-from site_engine.switch_interval import switch_soon
+from site_engine.process_settings import set_up_process
 from site_engine.variants.certify import alone
 
 MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
@@ -414,7 +414,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
-    switch_soon()  # as the process of an engine does
+    set_up_process()  # as the process of an engine does
     if asked.device.startswith("cuda"):
         torch.set_num_threads(1)  # likewise
     sizes = Sizes(asked.rank, asked.slots, asked.rows, asked.prompt_tokens, asked.steps)

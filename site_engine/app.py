@@ -29,8 +29,8 @@ from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.optional_packages import UNUSED, hide, hide_torch
+from site_engine.process_settings import set_up_process
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
-from site_engine.switch_interval import switch_soon
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
@@ -49,7 +49,7 @@ def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
     `spawn` starts the process of an engine.
     """
     config, *others = configs
-    switch_soon()
+    set_up_process()
     logs.set_up(config.log_level, config.site.rpartition("/")[0] if others else config.site)
     hide(*UNUSED)
     if all(each.separates_engine and not each.training for each in configs):

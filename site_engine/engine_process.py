@@ -32,7 +32,7 @@ from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.first_import import first_import
 from site_engine.native import facts_of, grammars_of
 from site_engine.optional_packages import UNUSED, hide
-from site_engine.switch_interval import switch_soon
+from site_engine.process_settings import set_up_process
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
 
@@ -51,7 +51,7 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     """Serve over an inherited socket; return the exit status. `startup` has what came before."""
     startup = startup or StartUp(time.monotonic)
     end_with_parent()
-    switch_soon()
+    set_up_process()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)

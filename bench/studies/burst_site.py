@@ -39,7 +39,7 @@ from site_engine.federation.link import Link, LinkTimeouts
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model, Welcome
 from site_engine.native import NativeEngine, prompt_tokenizer
-from site_engine.switch_interval import switch_soon
+from site_engine.process_settings import set_up_process
 from site_engine.text.detokenize import NoText
 from wire import federation_pb2 as pb
 
@@ -202,7 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    switch_soon()
+    set_up_process()
     print(json.dumps({"load_average": os.getloadavg()[0], **uvloop.run(measure(options))}))
 
 

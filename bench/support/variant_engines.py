@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 SETTLING = 12  # steps after the last prompt that are not counted
 SPARE_TOKENS = 60  # of an answer, so that no row ends while others are timed
 BASE = ""
+WRITERS = 8  # threads that write the files of adapters
 CERTIFIED = 64
 MAX_PENDING = 100_000
 
@@ -107,8 +109,9 @@ class Scene:
         Only the first are certified, which compares their logits with the model's: random weights say no
         more, and a thousand would take minutes.
         """
-        for number in range(count):
-            variant = self.adapter(number)
+        with ThreadPoolExecutor(WRITERS) as writers:
+            written = list(writers.map(self.adapter, range(count)))
+        for number, variant in enumerate(written):
             if variant.id in self.engine.variants:
                 continue
             began_s = time.perf_counter()
@@ -117,7 +120,7 @@ class Scene:
             else:
                 self.store._served[variant.id] = self.store._prepare(self.store._load(variant))
             self.added_s.append(time.perf_counter() - began_s)
-        return [self.adapter(number).id for number in range(count)]
+        return [variant.id for variant in written]
 
     def with_slots(self, count: int, chains: Sequence[str], *, warm: bool = False) -> SiteEngine:
         """Return an engine with so many slots, which serves these adapters of `engine` as prepared there."""

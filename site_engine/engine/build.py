@@ -124,10 +124,10 @@ def overlapped_engine(
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
     trials: Iterable[LoadedVariant] = () if arenas is None else arenas.trials(model)
     for variant in chain((None,), trials):  # each trial takes the place of the one before
+        difference = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
         limit = certify.limit(model.dtype, len(model.layers))
         if variant is not None and variants is not None:
-            limit = variants.certifier.reference(variant).limit
-        difference = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
+            limit = variants.certifier.limit(variant, difference)
         if not difference <= limit:  # true of NaN, too
             raise ModelNotSupported(
                 f"{type(model.model).__name__} computes other logits here than the reference"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain as joined
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -26,15 +26,6 @@ from site_engine.variants.grouped import GroupedForward
 
 TIMES_ROUNDING = 2.0
 """Logits may differ by so many times as rounding otherwise moves those that the variant has alone."""
-
-
-class Reference(NamedTuple):
-    """What a variant gives alone: logits [tokens, vocabulary] of each prompt, and by how much of the largest
-    those that an engine computes may differ.
-    """
-
-    logits: list[torch.Tensor]
-    limit: float
 
 
 class Certifier:
@@ -56,27 +47,24 @@ class Certifier:
         """Do what is needed once. Raises VariantRefused for a base that takes no variants."""
         assert self._base_logits
 
-    def reference(self, variant: LoadedVariant) -> Reference:
-        """Compute a variant alone. Raises VariantRefused for logits that are not finite.
+    def limit(self, variant: LoadedVariant, off: float) -> float:
+        """Return by how much of the largest the logits of an engine, which are `off`, may differ.
 
         A fixed limit would refuse variants by chance: rounding moves the logits of a deep model in bfloat16
-        by more than that, and how far depends on the variant.
+        by more than that, and how far depends on the variant. That is measured where the fixed one is passed.
         """
-        with ExitStack() as undo:
-            change_modules(self._alone, variant, undo)
-            changed = self._logits_alone(variant)
-            round_otherwise(self._alone, undo)
-            rounded = self._logits_alone(variant)
-        if not all(bool(torch.isfinite(logits).all()) for logits in changed):
-            raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
         tolerance = certify.limit(self._model.dtype, len(self._model.layers))
-        return Reference(changed, max(tolerance, TIMES_ROUNDING * relative(rounded, changed)))
+        if off <= tolerance:
+            return tolerance
+        rounded = self._logits_alone(variant, rounded=True)
+        return max(tolerance, TIMES_ROUNDING * relative(rounded, self._logits_alone(variant)))
 
     def certify(self, variant: LoadedVariant) -> None:
         """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
         self.ready()
-        changed, limit = self.reference(variant)
-        model = self._model
+        changed, model = self._logits_alone(variant), self._model
+        if not all(bool(torch.isfinite(logits).all()) for logits in changed):
+            raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
         off = certify.largest_difference(
             model.forward,
             model.layers,
@@ -85,15 +73,22 @@ class Certifier:
             variants=[None, variant] * len(self._prompts),
             use_variants=grouped.rows_of(model.device),
         )
-        if not off <= limit:
+        if not off <= (limit := self.limit(variant, off)):
             raise VariantRefused(
                 f"{variant.chain.id} computes other logits beside other rows than alone: they differ by "
                 f"{off:.1e} of the largest (limit {limit:.1e})"
             )
 
-    def _logits_alone(self, variant: LoadedVariant | None = None) -> list[torch.Tensor]:
+    def _logits_alone(
+        self, variant: LoadedVariant | None = None, *, rounded: bool = False
+    ) -> list[torch.Tensor]:
+        """Return logits [tokens, vocabulary] of each prompt, if `rounded` with outputs rounded otherwise."""
         model, device = self._alone, self._model.device
-        with torch.inference_mode():
+        with ExitStack() as undo, torch.inference_mode():
+            if variant is not None:
+                change_modules(model, variant, undo)
+            if rounded:
+                round_otherwise(model, undo)
             return [
                 model(
                     torch.tensor([ids], device=device), past_key_values=past(variant), use_cache=False

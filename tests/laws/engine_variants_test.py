@@ -18,6 +18,8 @@ import torch
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import Finish, RejectionReason, Request, RequestRejected
 from site_engine.errors import VariantRefused
+from site_engine.model import certify as model_certify
+from site_engine.variants import certify
 from site_engine.variants.changes import LoadedVariant, LowRank
 from tests.support.engine_models import (
     SHAPES,
@@ -209,6 +211,23 @@ def test_a_variant_whose_files_have_changed_does_not_wake(tmp_path: Path) -> Non
         engine.add_variant(made.variant._replace(fingerprint=fingerprint))
     assert not engine.variants
     engine.add_variant(made.variant)
+
+
+def test_what_rounding_does_is_computed_for_a_variant_beyond_the_tolerance_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = served("llama")
+    rounded: list[Any] = []
+    monkeypatch.setattr(certify, "round_otherwise", lambda _, undo: rounded.append(undo))
+    engine_for(model).add_variant(lora(tmp_path / "near", plain, rank=4, seed=1).variant)
+    assert not rounded
+    monkeypatch.setattr(model_certify, "largest_difference", lambda *_, **__: 0.5)
+    with pytest.raises(VariantRefused, match=r"differ by 5.0e-01 of the largest"):
+        engine_for(model).add_variant(lora(tmp_path / "far", plain, rank=4, seed=2).variant)
+    assert len(rounded) == 1
+    monkeypatch.setattr(certify, "relative", lambda *_: 0.3)
+    engine_for(model).add_variant(lora(tmp_path / "moved", plain, rank=4, seed=3).variant)
+    assert len(rounded) == 2
 
 
 def test_the_same_contents_are_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
