@@ -48,11 +48,6 @@ GAP = 2.0
 SMALLEST_GAP = 1e-3
 
 
-def pool_of(on: Engine) -> EnginePool:
-    assert isinstance(on.core, EnginePool)
-    return on.core
-
-
 async def begun(on: Engine, asked: Sequence[Request]) -> asyncio.Task[float]:
     """Ask, and return once all requests run."""
     asking = asyncio.create_task(on.ask(asked))
@@ -140,7 +135,7 @@ def pause_steps(move: Move, times: Sequence[float], usual_s: float) -> float:
 
 
 async def moves(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    pool, vocabulary = pool_of(on), on.facts.vocab_size
+    pool, vocabulary = on.pool, on.facts.vocab_size
     alone = requests("alone", options.rows, options.prompt, options.tokens, vocabulary)
     await on.ask(alone)
     pauses: list[tuple[float, int]] = []  # in steps, and which move it was
@@ -177,7 +172,7 @@ async def moves(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
 
 async def loss(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Kill the process of the last device while streams run."""
-    pool = pool_of(on)
+    pool = on.pool
     for name in ("warm", "lost"):
         asked = requests(name, options.streams, options.short_prompt, options.tokens, on.facts.vocab_size)
         asking = await begun(on, asked)

@@ -111,6 +111,12 @@ class Engine:
     answers: Answers
     load: LoadSeen | None = None
 
+    @property
+    def pool(self) -> EnginePool:
+        """Return the engines, started with several devices."""
+        assert isinstance(self.core, EnginePool)
+        return self.core
+
     async def ask(self, requests: Sequence[Request]) -> float:
         """Have requests answered, all at once, and return the seconds that it took. Raises RuntimeError."""
         answers = self.answers

@@ -28,7 +28,7 @@ import torch
 
 from bench.support.adapter_demand import Asked, arrivals, zipf_queries
 from bench.support.applications import Engines, Kind, Place, Sizes
-from bench.support.claims import Claims
+from bench.support.claims import Claims, quantile
 from bench.support.device_demand import (
     CountedDevice,
     CountedMember,
@@ -173,11 +173,6 @@ def measured_cost(engines: Engines, rows: Sequence[int], steps: int) -> StepCost
         max(0.0, one - each_adapter),
         each_adapter,
     )
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[int(part * (len(ordered) - 1))]
 
 
 def arguments() -> argparse.Namespace:

@@ -27,7 +27,7 @@ import transformers
 
 from bench.support import beside_vllm
 from bench.support.adapter_demand import answer_when_due, arrivals, zipf_queries
-from bench.support.claims import Claims
+from bench.support.claims import Claims, quantile
 from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
@@ -356,11 +356,6 @@ def margins(reference: Any, prompt: list[int], answer: list[int]) -> list[float]
     chosen = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
     gaps: list[float] = ((logits.amax(1) - chosen) / logits.abs().amax(1)).tolist()
     return gaps
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[int(part * (len(ordered) - 1))]
 
 
 def described(took_s: Sequence[float]) -> dict[str, float]:

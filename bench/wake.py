@@ -35,16 +35,10 @@ from bench.ranks import MINIATURE, WITHIN_S, Engine, engine, requests
 from bench.support.random_folder import random_folder
 from site_engine.core.request import Request
 from site_engine.pool.lending import LOOK_EVERY_S
-from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import tokenizer
 
 TOKENS = 32
 """Of each answer."""
-
-
-def pool_of(on: Engine) -> EnginePool:
-    assert isinstance(on.core, EnginePool)
-    return on.core
 
 
 async def turned(turn: Callable[[Callable[[str], None]], None]) -> float:
@@ -98,10 +92,10 @@ async def wake(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
     found |= {"wrong_without_sleep": differ(wanted, await greedy_answers(on, "control", options)), "wrong": 0}
     for turn in range(options.turns):
         before = free_bytes(options.devices)
-        found["sleep_s"].append(round(await turned(pool_of(on).sleeping.sleep), 3))
+        found["sleep_s"].append(round(await turned(on.pool.sleeping.sleep), 3))
         found["freed_gb"].append(round((free_bytes(options.devices) - before) / 1e9, 2))
         began_s = time.perf_counter()
-        found["wake_s"].append(round(await turned(pool_of(on).sleeping.wake), 3))
+        found["wake_s"].append(round(await turned(on.pool.sleeping.wake), 3))
         asked = requests(f"first {turn}", 1, options.prompt, TOKENS, on.facts.vocab_size)
         await on.ask(asked)
         found["first_token_s"].append(round(first_s(on, asked, began_s)[0], 3))
@@ -146,8 +140,8 @@ async def alternate(bases: Sequence[Engine], options: argparse.Namespace) -> dic
             awake.remove(at)
         else:
             if len(awake) >= options.awake:
-                await turned(pool_of(bases[awake.pop(0)]).sleeping.sleep)
-            asleep_s.append(await turned(pool_of(bases[at]).sleeping.wake))
+                await turned(bases[awake.pop(0)].pool.sleeping.sleep)
+            asleep_s.append(await turned(bases[at].pool.sleeping.wake))
         awake.append(at)
 
     found: dict[str, Any] = {}
@@ -155,11 +149,11 @@ async def alternate(bases: Sequence[Engine], options: argparse.Namespace) -> dic
     found["resident"] = await bursts(bases, options, "resident", nothing)
     found["first_sleep_s"] = []
     for each in awake[options.awake :]:
-        found["first_sleep_s"].append(round(await turned(pool_of(bases[each]).sleeping.sleep), 3))
+        found["first_sleep_s"].append(round(await turned(bases[each].pool.sleeping.sleep), 3))
     del awake[options.awake :]
     for at in list(awake):  # whose first sleep makes the copy
-        found["first_sleep_s"].append(round(await turned(pool_of(bases[at]).sleeping.sleep), 3))
-        await turned(pool_of(bases[at]).sleeping.wake)
+        found["first_sleep_s"].append(round(await turned(bases[at].pool.sleeping.sleep), 3))
+        await turned(bases[at].pool.sleeping.wake)
     found["asleep"] = await bursts(bases, options, "asleep", make_room)
     found["wakes"] = len(asleep_s)
     found["wake_p50_s"] = round(statistics.median(asleep_s), 3)
@@ -177,7 +171,7 @@ async def crowded(bases: Sequence[Engine], options: argparse.Namespace, which: s
     """Let some of the bases sleep while the others are asked for more than their own memory holds."""
     awake, asleep = bases[: options.awake], bases[options.awake :]
     for each in asleep:
-        await turned(pool_of(each).sleeping.sleep)
+        await turned(each.pool.sleeping.sleep)
     if which == "lent":
         await asyncio.sleep(3 * LOOK_EVERY_S)
     found: dict[str, Any] = {"extra_tokens": [await extra_tokens(each) for each in awake]}
@@ -191,7 +185,7 @@ async def crowded(bases: Sequence[Engine], options: argparse.Namespace, which: s
         running = asyncio.gather(*(on.ask(its) for on, its in zip(awake, asked, strict=True)))
         if name == "one wakes":
             await first_tokens(awake, asked)
-            waking = asyncio.create_task(turned(pool_of(asleep[0]).sleeping.wake))
+            waking = asyncio.create_task(turned(asleep[0].pool.sleeping.wake))
         await running
         took_s = time.perf_counter() - began_s
         waits = [each for on, its in zip(awake, asked, strict=True) for each in first_s(on, its, began_s)]

@@ -100,12 +100,8 @@ class Forecast:
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
-    def bucket(self, max_length: int, buckets: int) -> int:
-        """Return floor(expected length / (max_length / buckets)), clipped: the bucket in MICO, §3.2."""
-        return min(buckets - 1, int(self.expected() * buckets / max_length))
-
     def likeliest_bucket(self, max_length: int, buckets: int) -> int:
-        """Return the bucket with the largest probability: the answer that is right most often."""
+        """Return the bucket of MICO, §3.2, with the largest probability: it is right most often."""
         inner = (self.share_within(max_length * index / buckets) for index in range(1, buckets))
         ends = [0.0, *inner, 1.0]
         masses = [right - left for left, right in pairwise(ends)]

@@ -30,7 +30,7 @@ UNKNOWN_SUFFIX = "unknown-model"
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The known facts of a query: the user's last message, the answering model, and the preceding context.
+    """The known facts of a query: the user's last message, the answering model, and the number of the turn.
 
     `parent` is the model of which that one is a variant, empty if it is none.
     """
@@ -38,7 +38,6 @@ class Features:
     text: str
     model: str
     turn: int = 1
-    context_chars: int = 0
     parent: str = ""
 
 

@@ -91,3 +91,8 @@ class TransferFailed(SiteError):
         super().__init__(message)
         self.final = final
         self.stale = stale
+
+
+def describe(exc: BaseException) -> str:
+    """Return the type of an exception and, where it has one, its message."""
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -38,3 +39,9 @@ class Claims:
     def claim(self, what: str, value: float, limit: float, *, at_least: bool) -> None:
         self.claims.append(Claim(what, value, limit, at_least))
         self.log(claim=what, value=round(value, 4), limit=limit, held=self.claims[-1].held)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the value below which this part of the others lies."""
+    ordered = sorted(values)
+    return ordered[int(part * (len(ordered) - 1))]

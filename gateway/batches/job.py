@@ -13,8 +13,6 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
 from gateway.batches.blend import Blend
@@ -50,8 +48,7 @@ from gateway.errors import (
     TooMany,
     Unauthenticated,
 )
-from gateway.store.database import reason
-from gateway.store.errors import StoreUnavailable
+from gateway.store.database import DATABASE_ERRORS, reason
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +64,6 @@ MAX_AWAY_BACKOFFS, MAX_AWAY_S = 60, 3600.0
 """A line for which a site is away waits so many times BACKOFF_S at most, and so many seconds in all."""
 MAX_KEPT_LINES: Final = 64
 """Lines with several prompts that wait to run again with the answers of some of them."""
-DATABASE_ERRORS: Final = (SQLAlchemyError, OSError, StoreUnavailable)
 
 InFlight = dict[str, str]
 """Site names by query id, of the lines of this replica that were started and have not ended."""

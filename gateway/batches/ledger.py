@@ -29,7 +29,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
 from gateway.batches.order import PREFILL_HEAVY
-from gateway.batches.pace import PROMPT_TOKEN_WORK
 from gateway.batches.values import (
     UNFINISHED,
     Batch,
@@ -41,6 +40,7 @@ from gateway.batches.values import (
     Purpose,
     RunningLines,
 )
+from gateway.routing.fleet import PROMPT_TOKEN_WORK
 from gateway.store.database import database_time
 from gateway.store.tables import batch_lines, batches, files
 

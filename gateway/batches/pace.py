@@ -6,13 +6,12 @@ from math import inf
 from typing import Final, NamedTuple
 
 from gateway.batches.values import Batch, Line
+from gateway.routing.fleet import PROMPT_TOKEN_WORK
 
 HURRY_SHARE: Final = 0.8
 """A batch that is expected to end after this share of its window goes first."""
 LEARN_S: Final = 600.0
 """Seconds for which a batch runs until its pace is known."""
-PROMPT_TOKEN_WORK: Final = 0.02
-"""Work of a prompt token in units of a token of an answer, of which an iteration computes one a row."""
 FIRST_PRIORITY: Final = -(2**31)
 """Of the lines of a batch that goes first: at a site they start before those of all other batches."""
 

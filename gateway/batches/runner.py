@@ -9,10 +9,10 @@ from typing import Final
 
 from gateway.batches.capacity import Sharing
 from gateway.batches.context import BatchContext
-from gateway.batches.job import DATABASE_ERRORS, InFlight, Job
+from gateway.batches.job import InFlight, Job
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.values import Batch
-from gateway.store.database import reason
+from gateway.store.database import DATABASE_ERRORS, reason
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
-from gateway.federation.model_index import NO_MODELS, ModelIndex
+from gateway.federation.model_index import ModelIndex
 from gateway.federation.unreported import without_ended
 from gateway.operator_orders import Standing
 from gateway.prices import Prices, prices_of
-from gateway.routing.fleet import Fleet, kv_tokens
+from gateway.routing.fleet import NO_MODELS, Fleet, kv_tokens
 from gateway.routing.offload import is_crowded
 from gateway.routing.prefixes import PrefixIndex
 

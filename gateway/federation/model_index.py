@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.domain import Model, ModelState
-
-NO_MODELS: Mapping[str, Model] = MappingProxyType({})
+from gateway.routing.fleet import NO_MODELS
 
 
 class Abilities(NamedTuple):

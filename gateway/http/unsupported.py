@@ -20,7 +20,7 @@ def _tree(*names: str) -> tuple[str, ...]:
 
 _UNSUPPORTED = {
     "scoring": ("/v1/score", "/score"),
-    "images": _tree("images"),
+    "generation of images": _tree("images"),
     "audio": _tree("audio"),
     "videos": _tree("videos"),
     "sessions in real time": _tree("realtime", "live"),

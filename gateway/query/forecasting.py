@@ -325,7 +325,4 @@ def features(query: Query, parent: str) -> Features:
     if not isinstance(query.prompt, Chat):
         return Features(text=query.text, model=query.model, parent=parent)
     turns = sum(message.role == "user" for message in query.prompt.messages)
-    chars = sum(len(message.content) for message in query.prompt.messages) - len(query.text)
-    return Features(
-        text=query.text, model=query.model, turn=max(1, turns), context_chars=chars, parent=parent
-    )
+    return Features(text=query.text, model=query.model, turn=max(1, turns), parent=parent)

@@ -8,12 +8,14 @@ from typing import Any, Final
 
 from sqlalchemy import URL, ExceptionContext, Insert, Table, delete, event, false, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from gateway.store.errors import StoreError
+from gateway.store.errors import StoreError, StoreUnavailable
 from gateway.store.sqlite import SingleHopConnection
 
+DATABASE_ERRORS: Final = (SQLAlchemyError, OSError, StoreUnavailable)
+"""What a call may raise while the database is away."""
 BUSY_TIMEOUT_MS: Final = 5_000
 CONNECTIONS: Final = 8
 """For recorder, keys, leases, orders, certificates, snapshots, retention and a read. Clients' queries

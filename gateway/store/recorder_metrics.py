@@ -24,7 +24,7 @@ class RecorderMetrics(Collector):
             "mico_journal_bytes", "Bytes of the journal that waits for the database", health.journal_bytes
         )
         yield GaugeMetricFamily(
-            "mico_journal_limit_bytes", "Bytes at which queries are refused", health.journal_limit_bytes
+            "mico_journal_limit_bytes", "Bytes of a full journal", health.journal_limit_bytes
         )
         yield CounterMetricFamily(
             "mico_records_without_decisions",

@@ -8,13 +8,10 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from gateway.batches.files import Page
 from gateway.errors import TooMany
 from gateway.federation.training import RunReport
-from gateway.store.database import reason
-from gateway.store.errors import StoreUnavailable
+from gateway.store.database import DATABASE_ERRORS, reason
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
@@ -27,7 +24,6 @@ from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
 
 log = logging.getLogger(__name__)
 
-DATABASE_ERRORS: Final = (SQLAlchemyError, OSError, StoreUnavailable)
 POLL_S: Final = 2.0
 """Interval of looking at the database. A lease outlives several polls."""
 TICK_S: Final = 0.25

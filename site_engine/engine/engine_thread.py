@@ -21,7 +21,7 @@ from site_engine.core.stall_watch import StallWatch
 from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
 from site_engine.engine.engine_interface import Engine
 from site_engine.engine_client import Group, Listener, LoadSeen
-from site_engine.errors import EngineBroken, NotServed, Reason, TrainingRefused, VariantRefused
+from site_engine.errors import EngineBroken, NotServed, Reason, TrainingRefused, VariantRefused, describe
 
 if TYPE_CHECKING:
     from site_engine.training.snapshot import Snapshot
@@ -177,7 +177,7 @@ class EngineThread:
             except Exception as exc:
                 log.exception("variant %s could not be loaded", variant.id)
                 publish = partial(
-                    _raise, VariantRefused(f"{variant.id} could not be loaded: {_describe(exc)}")
+                    _raise, VariantRefused(f"{variant.id} could not be loaded: {describe(exc)}")
                 )
             self._enqueue(lambda: self._calls.append(partial(reply, _outcome(publish))))
 
@@ -206,7 +206,7 @@ class EngineThread:
                 begin = partial(_raise, refused)
             except Exception as exc:
                 log.exception("job %s could not be read", order.job_id)
-                reason = f"the job could not be read: {_describe(exc)}"
+                reason = f"the job could not be read: {describe(exc)}"
                 begin = partial(_raise, TrainingRefused(reason, elsewhere=True))
             self._enqueue(partial(run, begin))
 
@@ -345,7 +345,7 @@ class EngineThread:
         except Exception as exc:
             log.exception("the engine failed to take a request")
             self._engine.release(taken)
-            return NotServed(Reason.INTERNAL, f"the engine failed to take the request: {_describe(exc)}")
+            return NotServed(Reason.INTERNAL, f"the engine failed to take the request: {describe(exc)}")
         self._live.update((request.id, _Live(request)) for request in group)
         return answers[0]
 
@@ -395,17 +395,17 @@ class EngineThread:
         log.error("an iteration of the engine failed (%d in a row)", self._consecutive_errors, exc_info=exc)
         if self._consecutive_errors >= MAX_CONSECUTIVE_ERRORS:
             raise EngineBroken(
-                f"{MAX_CONSECUTIVE_ERRORS} iterations in a row failed, the last with: {_describe(exc)}"
+                f"{MAX_CONSECUTIVE_ERRORS} iterations in a row failed, the last with: {describe(exc)}"
             ) from exc
         waiting = set(self._engine.release(list(self._live)))
         started = [request_id for request_id in self._live if request_id not in waiting]
         for request_id in started:
             self._engine.cancel(request_id)
         self._resubmit(request_id for request_id in list(self._live) if request_id in waiting)
-        return [self._failed(request_id, f"the engine failed: {_describe(exc)}") for request_id in started]
+        return [self._failed(request_id, f"the engine failed: {describe(exc)}") for request_id in started]
 
     def _break(self, exc: Exception) -> None:
-        self._broken = _describe(exc)
+        self._broken = describe(exc)
         log.critical("the engine is broken beyond use", exc_info=exc)
         self._publish(
             [self._failed(request_id, f"the engine is broken: {self._broken}") for request_id in self._live]
@@ -420,7 +420,7 @@ class EngineThread:
 
 def _unsaved(exc: Exception) -> Failed:
     log.error("the state of a job could not be saved", exc_info=exc)
-    return Failed(f"its state could not be saved: {_describe(exc)}", elsewhere=True)
+    return Failed(f"its state could not be saved: {describe(exc)}", elsewhere=True)
 
 
 def _raise(refused: VariantRefused | TrainingRefused) -> NoReturn:
@@ -432,10 +432,6 @@ def _outcome(change: Callable[[], T]) -> T | VariantRefused:
         return change()
     except VariantRefused as refused:
         return refused
-
-
-def _describe(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
 
 
 def _ignore(_: object) -> None:

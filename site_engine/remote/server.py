@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from site_engine.errors import NotServed, Reason
+from site_engine.errors import NotServed, Reason, describe
 from site_engine.remote import http2
 from site_engine.remote.request import HttpRequest
 
@@ -89,7 +89,7 @@ class Server:
             finally:
                 await response.aclose()
         except (httpx.HTTPError, OSError) as exc:
-            raise ServerLost(f"{self.root} does not answer: {_describe(exc)}") from exc
+            raise ServerLost(f"{self.root} does not answer: {describe(exc)}") from exc
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON object of an answer that comes as a whole. Raises ServerRefused and ServerLost."""
@@ -122,7 +122,7 @@ class Server:
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
-            raise ServerLost(f"{self.root} broke off: {_describe(exc)}") from exc
+            raise ServerLost(f"{self.root} broke off: {describe(exc)}") from exc
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the headers of its response are there."""
@@ -175,7 +175,3 @@ def retry_after_s_of(headers: Mapping[str, str]) -> float:
     except ValueError:
         return RETRY_AFTER_S
     return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
-
-
-def _describe(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

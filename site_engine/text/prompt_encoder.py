@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 from uuid import uuid4
 
-from site_engine.text.vocabulary import byte_alphabet
+from site_engine.text.vocabulary import TRIAL_TOKENS, TRIALS, byte_alphabet
 
 PIECE_CHARS = 1 << 13
 """Some milliseconds of work: what a turn takes."""
@@ -24,8 +24,6 @@ NFC_CHARS = 4
 """Most characters that normalization form C composes into one (U+1F82 of four)."""
 KEEPING = {"ByteLevel", "Digits", "Split", "Punctuation"}
 """Pre-tokenizers of which, unless told to remove what they split at, every character reaches the model."""
-TRIALS = 32
-TRIAL_TOKENS = 24
 
 
 class PromptEncoder:

@@ -9,6 +9,7 @@ from typing import Any
 from site_engine.text.detokenize import UNFINISHED, ByteVocabulary, DecodingVocabulary, NoText, Vocabulary
 
 TRIALS = 32
+"""Random texts on which a faster way must agree with the tokenizer's own, of TRIAL_TOKENS each."""
 TRIAL_TOKENS = 24
 NO_BYTE = 0xFFFF  # a character beyond those of single bytes
 

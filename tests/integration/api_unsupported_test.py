@@ -11,7 +11,7 @@ from tests.support.fakes.edge import error_of, get, post
     ("path", "what"),
     [
         ("/v1/score", "scoring"),
-        ("/v1/images/generations", "images"),
+        ("/v1/images/generations", "generation of images"),
         ("/v1/audio/speech", "audio"),
         ("/v1/audio/transcriptions", "audio"),
         ("/v1/moderations", "moderation"),
@@ -22,7 +22,7 @@ from tests.support.fakes.edge import error_of, get, post
         ("/v1/conversations/conv_1/items", "conversations"),
         ("/v1/uploads", "uploads in parts"),
         ("/v1/uploads/upload_1/parts", "uploads in parts"),
-        ("/v1/images/generations/x", "images"),
+        ("/v1/images/generations/x", "generation of images"),
         ("/v1/videos", "videos"),
         ("/v1/vector_stores/vs_1/files/file_1", "vector stores"),
         ("/v1/realtime/client_secrets", "real time"),

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import Model
-from gateway.federation.model_index import NO_MODELS, ModelIndex
+from gateway.federation.model_index import ModelIndex
+from gateway.routing.fleet import NO_MODELS
 
 models = st.builds(
     Model,
