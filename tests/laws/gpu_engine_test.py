@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -34,16 +35,18 @@ from tests.support.engine_models import (
     gather,
     greedy,
     random_model,
+    uncertified,
 )
 from tests.support.training import equal, examples, run, trainer
 
 pytestmark = pytest.mark.slow
 
 
-def overlapped(of: Family, *, fused: bool = False, **settings: int) -> SiteEngine:
+def overlapped(of: Family, *, fused: bool = False, certified: bool = False, **settings: int) -> SiteEngine:
     chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256} | settings
     forward = llama_forward(of.served) if fused else None
-    return overlapped_engine(of.served, EngineSettings(**chosen, debug_poison=True), Ticks(), forward)
+    with nullcontext() if certified else uncertified():
+        return overlapped_engine(of.served, EngineSettings(**chosen, debug_poison=True), Ticks(), forward)
 
 
 def requests(count: int, seed: int = 3) -> list[tuple[list[int], int]]:
@@ -66,7 +69,7 @@ def fused_family(name: str) -> Family:
 def test_tokens_equal_those_of_generate(name: str, fused: bool, count: int) -> None:
     """Five are more than there are slots; three run side by side."""
     of = fused_family(name) if fused else family(name)
-    engine = overlapped(of, fused=fused)
+    engine = overlapped(of, fused=fused, certified=True)
     asked = requests(count)
     for number, (prompt, tokens) in enumerate(asked):
         engine.submit(greedy(str(number), prompt, tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tests.support.engine_models import (
     greedy,
     greedy_answer,
     random_model,
+    uncertified,
 )
 from tests.support.variants import fine_tuned, lora, prefix_tuned
 
@@ -50,11 +52,12 @@ def fused(name: str) -> tuple[LoadedModel, Any]:
     return from_model(copy.deepcopy(plain), name=name, eos_token_ids=()), plain
 
 
-def overlapped(model: LoadedModel, **settings: Any) -> SiteEngine:
+def overlapped(model: LoadedModel, *, certified: bool = False, **settings: Any) -> SiteEngine:
     chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256, "adapter_slots": 2} | settings
-    return overlapped_engine(
-        model, EngineSettings(**chosen, debug_poison=True), Ticks(), llama_forward(model)
-    )
+    with nullcontext() if certified else uncertified():
+        return overlapped_engine(
+            model, EngineSettings(**chosen, debug_poison=True), Ticks(), llama_forward(model)
+        )
 
 
 @pytest.mark.slow
@@ -205,7 +208,7 @@ def test_kernels_that_add_something_else_are_found_before_the_site_serves(
 
     monkeypatch.setattr(AdapterArenas, "add", half)
     with pytest.raises(ModelNotSupported, match="other logits here than the reference, with a variant"):
-        overlapped(fused("llama")[0])
+        overlapped(fused("llama")[0], certified=True)
 
 
 def test_rounding_that_moves_an_adapter_far_stops_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,4 +226,4 @@ def test_rounding_that_moves_an_adapter_far_stops_no_engine(monkeypatch: pytest.
     )
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    overlapped(from_model(plain.eval().requires_grad_(False), eos_token_ids=()))
+    overlapped(from_model(plain.eval().requires_grad_(False), eos_token_ids=()), certified=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ from site_engine.core.request import Output, Request, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
+from site_engine.model import certify
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.model_families import random_model
 
@@ -171,3 +173,11 @@ def assert_idle(engine: SiteEngine) -> None:
     assert (load.running, load.pending, load.kv_reserved_tokens, load.unread_tokens) == (0, 0, 0, 0)
     assert (load.token_load, load.pending_prompt_tokens, load.pending_response_tokens) == (0.0, 0, 0.0)
     assert not engine.has_work
+
+
+def uncertified() -> Any:
+    """Build engines on a device without the comparison of their logits, for tests that compare answers.
+
+    It takes seconds where kernels are interpreted, and has tests of its own.
+    """
+    return mock.patch.object(certify, "runner_difference", return_value=0.0)
