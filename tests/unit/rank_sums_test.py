@@ -99,7 +99,8 @@ def remember(folder: Path, rank: int, size: int, answer: Any) -> None:
 
 def started(work: Any, folder: Path, size: int) -> list[Any]:
     """Start a process for each rank; return the connections to them."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # what takes seconds to import is imported once
     ends = [context.Pipe() for _ in range(size)]
     for rank, (_, theirs) in enumerate(ends):
         context.Process(target=work, args=(folder, rank, size, theirs), daemon=True).start()
