@@ -223,6 +223,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store, side_work: SideWor
         count=TokenCounter(query_context).count,
         models=NamedModels(query_context),
         known_models=NamedModels(query_context, also_away=True),
+        fleet_complete=lambda: query_context.fleet_complete,
         routes=query_context.routes,
         authenticate=store.keys.authenticate,
         look_up_key=store.keys.look_up,

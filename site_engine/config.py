@@ -296,9 +296,11 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
     return found[0]
 
 
-def load_groups(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> tuple[SiteConfig, ...]:
-    """Load a configuration: later sources win, an override of None is none. Each group of a file is a site of
-    its own. Raises ConfigError.
+def load_groups(
+    path: Path | None, environ: Mapping[str, str], defaults: Mapping[str, Any] = {}, /, **overrides: Any
+) -> tuple[SiteConfig, ...]:
+    """Load a configuration: later sources win, an override of None is none; `defaults` are of settings that
+    none has. Each group of a file is a site of its own. Raises ConfigError.
     """
     settings: dict[str, Any] = {}
     groups: tuple[dict[str, Any], ...] = ()
@@ -319,6 +321,7 @@ def load_groups(path: Path | None, environ: Mapping[str, str], **overrides: Any)
             groups = _groups(tables, settings)
     if "pool" in settings and "site" not in settings:
         settings["site"] = f"{settings['pool']}-{socket.gethostname().partition('.')[0]}"
+    settings = {**defaults, **settings}
     if len(groups) > 1:
         _check_shared(settings, groups)
         settings["usd_per_hour"] = settings.get("usd_per_hour", 0.0) / len(groups)

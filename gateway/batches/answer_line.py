@@ -38,9 +38,7 @@ MAX_LINE_INPUTS: Final = 128
 """Inputs that one line may have embedded: its result is one line of a file, and a row of the database."""
 
 
-def read_request(
-    endpoint: UnaryFormat, body: dict[str, object], context: BatchContext, tenant: str
-) -> GenerationRequest:
+def read_request(endpoint: UnaryFormat, body: dict[str, object]) -> GenerationRequest:
     """Read the body of a line. Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
     request = endpoint.read(Fields(body, problems))
@@ -48,7 +46,6 @@ def read_request(
     if isinstance(prompt, Pooling) and prompt.inputs > MAX_LINE_INPUTS:
         problems.add("input", f"holds at most {MAX_LINE_INPUTS} items in a batch, got {prompt.inputs}")
     problems.raise_any()
-    check_model(request, context.models(), tenant)
     return request
 
 
@@ -92,7 +89,8 @@ async def answer_line(
 
     `kept`: the prompts that earlier runs of the line have answered.
     """
-    request = read_request(endpoint, body, context, caller.tenant)
+    request = read_request(endpoint, body)
+    check_model(request, context.models(), caller.tenant, fleet_complete=context.knows_sites())
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
     )

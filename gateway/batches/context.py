@@ -25,9 +25,8 @@ async def no_refresh() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """`models`: those that any site serves or served, with the routes to them; empty as long as sites may
-    still be joining. `knows_sites`: whether all have had the time to join, and any did. `model_of`: the model
-    that answers the lines of a batch now.
+    """`models`: those that any site serves or served, with the routes to them. `knows_sites`: whether all
+    have had the time to join, and any did. `model_of`: the model that answers the lines of a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
     key is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again,

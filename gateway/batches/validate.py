@@ -18,6 +18,7 @@ from gateway.batches.reading import InvalidLine, LineRequest, RawLine, read_line
 from gateway.batches.values import Batch, BatchError, Line
 from gateway.domain import Caller, Query
 from gateway.errors import MicoError
+from gateway.openai.request import check_model
 from gateway.prompt import Pooling
 from gateway.routing.prefixes import Prefix, prefix_of
 
@@ -121,7 +122,9 @@ async def _line(
     """Build a line with its expected length, which is 0 for a body that will be refused: it costs nothing."""
     caller = Caller(batch.key_id, batch.tenant)
     try:
-        generation = read_request(ENDPOINTS[batch.endpoint], request.body, context, batch.tenant)
+        generation = read_request(ENDPOINTS[batch.endpoint], request.body)
+        if context.knows_sites():
+            check_model(generation, context.models(), batch.tenant)
         queries = line_queries(generation, caller, context, query_id=batch.id)
         model = context.model_of(replace(batch, model=generation.model))
         lengths = [await _expected_tokens(structs.replace(query, model=model), context) for query in queries]

@@ -39,9 +39,10 @@ async def _counts_nothing(_: Query) -> int:
 class Backend:
     """`count` returns the tokens of a prompt. `models` are those that sites serve now, with the `routes`, the
     names that stand for some; `known_models` also those that sites served before they went down, by which
-    requests are checked: empty as long as sites may still be joining. `authenticate` works in memory and in
-    constant time; `look_up_key` may ask the database for a key that `authenticate` does not know.
-    `quota_status` returns the quota that a caller sees in the rate limit headers.
+    requests are checked; they are all once the `fleet_complete`: before, sites may still be joining.
+    `authenticate` works in memory and in constant time; `look_up_key` may ask the database for a key that
+    `authenticate` does not know. `quota_status` returns the quota that a caller sees in the rate limit
+    headers.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
     token is opened without it, so that no load balancer cuts it; after that, a comment is sent whenever the
@@ -52,6 +53,7 @@ class Backend:
     count: Callable[[Query], Awaitable[int]] = _counts_nothing
     models: Callable[[], Sequence[Model]]
     known_models: Callable[[], Sequence[Model]] = tuple
+    fleet_complete: Callable[[], bool] = lambda: True
     routes: Callable[[], Mapping[str, ModelRoute]] = dict
     authenticate: Callable[[str], Caller | None]
     look_up_key: Callable[[str], Awaitable[Caller | None]] = _no_such_key

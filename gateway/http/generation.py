@@ -93,7 +93,8 @@ class UnaryEndpoint:
         exchange.caller = caller = await authenticate(scope, self.backend)
         try:
             request = await self.backend.read_json(scope, receive, caller, self._read_request)
-            check_model(request, self.backend.known_models(), caller.tenant)
+            models, complete = self.backend.known_models(), self.backend.fleet_complete()
+            check_model(request, models, caller.tenant, fleet_complete=complete)
         except ClientGone:
             return
         queries = build_queries(

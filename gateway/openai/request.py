@@ -9,12 +9,13 @@ import msgspec
 
 from gateway.decision import PlacementLimits
 from gateway.domain import Caller, Model, Query, Sampling, needs
-from gateway.errors import BadRequest, ContextTooLong
+from gateway.errors import BadRequest, ContextTooLong, NoSite
 from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
 from gateway.prompt import EMBED, RERANK, Prompt, least_chars
 
 MAX_CONVERSATION_CHARS = 200
 """Longer names of conversations are cut."""
+RETRY_AFTER_S = 1.0
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -78,15 +79,24 @@ _FEATURES = {
 }
 
 
-def check_model(request: GenerationRequest, models: Sequence[Model], tenant: str) -> None:
-    """Raise BadRequest for what no site that serves the model can do. Does not refuse unknown models, nor say
-    anything of those of other tenants.
+def check_model(
+    request: GenerationRequest, models: Sequence[Model], tenant: str, *, fleet_complete: bool = True
+) -> None:
+    """Raise BadRequest for what no site that serves the model can do, NoSite as long as one that can may
+    still join. Does not refuse unknown models, nor say anything of those of other tenants.
     """
     model = next((m for m in models if m.id == request.model and m.tenant in ("", tenant)), None)
-    if model is not None:
+    if model is None:
+        return
+    try:
         _check_max_tokens(request, model)
         _check_prompts(request, model)
         _check_features(request, model)
+    except BadRequest as exc:
+        if fleet_complete:
+            raise
+        reason = f"{exc} This gateway has just started, and sites may still join."
+        raise NoSite(reason, retry_after_s=RETRY_AFTER_S) from exc
 
 
 def _check_max_tokens(request: GenerationRequest, model: Model) -> None:

@@ -10,7 +10,18 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from gateway.decision import Estimate
-from gateway.domain import Attempt, Delta, Finish, Opening, Outcome, Query, SiteIdentity, Status, Usage
+from gateway.domain import (
+    Attempt,
+    Delta,
+    Finish,
+    Lane,
+    Opening,
+    Outcome,
+    Query,
+    SiteIdentity,
+    Status,
+    Usage,
+)
 from gateway.ending import Ending
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.failure import INABILITIES, AttemptFailure, FailureCause, Resume
@@ -97,10 +108,11 @@ class QueryState:
     def charged(self) -> Usage:
         """Return the tokens to record and to count against quotas, without their cost.
 
-        An error instead of an answer costs nothing, whatever sites have counted. What was cancelled costs
-        what was counted until then.
+        An error instead of an answer costs nothing, whatever sites have counted: also of a line that failed
+        in mid-answer, as nobody gets a part of it. What was cancelled costs what was counted until then.
         """
-        return self._counted if self.error is None or self.opened else Usage(0, 0)
+        has_part = self.opened and self.query.lane is not Lane.BATCH
+        return self._counted if self.error is None or has_part else Usage(0, 0)
 
     @property
     def delivered(self) -> Resume | None:

@@ -70,8 +70,7 @@ class Targets:
 class NamedModels:
     """The models that sites serve now and the routes to them, as models: made anew once either changes.
 
-    `also_away`: with what sites served before they went down, to check what requests need. None as long as
-    sites may still be joining: what those can do is not known.
+    `also_away`: with what sites served before they went down, to check what requests need.
     """
 
     def __init__(self, context: QueryContext, *, also_away: bool = False) -> None:
@@ -81,8 +80,6 @@ class NamedModels:
         self._models: list[Model] = []
 
     def __call__(self) -> list[Model]:
-        if self._also_away and not self._context.fleet_complete:
-            return []
         directory, routes = self._context.directory, self._context.routes()
         served = directory.models if self._also_away else directory.served
         if self._made_of is None or self._made_of[0] is not served or self._made_of[1] is not routes:

@@ -59,7 +59,7 @@ def is_known(row: Any) -> bool:
     return row.scope in _SCOPES and row.kind in _KINDS
 
 
-_SCOPES, _KINDS = frozenset(map(str, Scope)), frozenset(map(str, Kind))
+_SCOPES, _KINDS = {str(each): each for each in Scope}, {str(each): each for each in Kind}
 _ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 _LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
 
@@ -86,15 +86,15 @@ _REPLICAS = select(
 """The replicas, this one among them, and beside each what tells whether anything else is to be read."""
 
 
-def _among_ids(columns: Any) -> tuple[ColumnElement[bool], ...]:
-    """Match the limits `ids`, whose `subjects` have the database use its index: by tuples alone it scans."""
-    subjects = columns.subject.in_(bindparam("subjects", expanding=True))
-    ids = tuple_(columns.scope, columns.subject, columns.kind).in_(bindparam("ids", expanding=True))
-    return columns.scope.in_([*Scope]), subjects, ids
+def _among_subjects(columns: Any) -> ColumnElement[bool]:
+    """Match the limits of `subjects`, which the database finds by its index: by tuples alone it scans."""
+    return and_(columns.scope.in_([*Scope]), columns.subject.in_(bindparam("subjects", expanding=True)))
 
 
-_LOCKED = select(quotas).where(*_among_ids(quotas.c)).order_by(*_LIMIT_ID).with_for_update()
-_SLICES = select(quota_slices).where(*_among_ids(quota_slices.c))
+_AMONG_IDS = _among_subjects(quotas.c), tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True))
+_LOCKED = select(quotas).where(*_AMONG_IDS).order_by(*_LIMIT_ID).with_for_update()
+_SLICES = select(quota_slices).where(_among_subjects(quota_slices.c))
+"""Also slices of other kinds of these subjects: writing out each id takes longer than reading them."""
 _RENEWED = (
     update(replicas)
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
@@ -387,7 +387,7 @@ async def _mark(connection: AsyncConnection) -> tuple[int, int]:
 
 def id_of(row: Any) -> LimitId:
     """Return the id of the limit that a row is of."""
-    return LimitId(Scope(row.scope), row.subject, Kind(row.kind))
+    return LimitId(_SCOPES[row.scope], row.subject, _KINDS[row.kind])
 
 
 def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:

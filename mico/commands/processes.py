@@ -18,6 +18,8 @@ from mico.terminal import Terminal
 if TYPE_CHECKING:
     from site_engine.plan import Plan
 
+NO_PART_OF_PLANS = {"site": "unnamed", "gateways": ("unnamed:1",)}
+"""Settings that a site needs to start, and its memory does not depend on."""
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; the environment overrides it.")
 ]
@@ -97,7 +99,7 @@ def plan_site(
     from site_engine.plan import parse_gpus, plan_groups
 
     try:
-        configs = load_groups(config, os.environ, **parse_overrides(overrides))
+        configs = load_groups(config, os.environ, NO_PART_OF_PLANS, **parse_overrides(overrides))
         plans = plan_groups(configs, parse_gpus(gpus))
     except ConfigError as error:
         raise CommandFailed(

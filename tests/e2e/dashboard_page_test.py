@@ -357,9 +357,10 @@ def test_a_job_of_fine_tuning_is_on_the_page_with_its_loss(
 
 def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFederation) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
-    answer = federation.sdk().chat.completions.with_raw_response.create(
-        model=federation.model, messages=messages, max_tokens=4
-    )
+    with federation.sdk() as sdk:
+        answer = sdk.chat.completions.with_raw_response.create(
+            model=federation.model, messages=messages, max_tokens=4
+        )
     assert float(answer.headers["x-mico-cost-usd"]) > 0
     page.open(federation.base_url.removesuffix("/v1") + "/admin")
     cloud = json.dumps(federation.sites()[answer.headers["x-mico-site"]]["cloud"])

@@ -52,12 +52,13 @@ def chat(federation: LocalFederation, attempt_id: str, prompt: str, **sampling: 
 
 
 def asked_directly(federation: LocalFederation, prompt: str) -> tuple[str, str, int, int]:
-    answer = federation.sdk().chat.completions.create(
-        model=federation.model,
-        messages=[{"role": "user", "content": prompt}],
-        max_completion_tokens=TOKENS,
-        temperature=0,
-    )
+    with federation.sdk() as sdk:
+        answer = sdk.chat.completions.create(
+            model=federation.model,
+            messages=[{"role": "user", "content": prompt}],
+            max_completion_tokens=TOKENS,
+            temperature=0,
+        )
     (choice,), usage = answer.choices, answer.usage
     assert usage is not None
     return choice.message.content or "", choice.finish_reason, usage.prompt_tokens, usage.completion_tokens

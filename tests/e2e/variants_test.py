@@ -74,13 +74,20 @@ def expected(folder: Path, model: Any) -> list[str]:
 def ask(federation: LocalFederation, model: str) -> tuple[list[str], set[str]]:
     """Return the greedy answers of a model, and the sites that gave them."""
     answers, sites = [], set()
-    for prompt in PROMPTS:
-        raw = federation.sdk().completions.with_raw_response.create(
-            model=model, prompt=prompt, max_tokens=TOKENS, temperature=0
-        )
-        answers.append(raw.parse().choices[0].text)
-        sites.add(str(raw.headers["x-mico-site"]))
+    with federation.sdk() as sdk:
+        for prompt in PROMPTS:
+            raw = sdk.completions.with_raw_response.create(
+                model=model, prompt=prompt, max_tokens=TOKENS, temperature=0
+            )
+            answers.append(raw.parse().choices[0].text)
+            sites.add(str(raw.headers["x-mico-site"]))
     return answers, sites
+
+
+def listed(federation: LocalFederation, field: str) -> dict[str, Any]:
+    """Return a field of every model that a client finds."""
+    with federation.sdk() as sdk:
+        return {each.id: each.to_dict()[field] for each in sdk.models.list().data}
 
 
 def served(federation: LocalFederation) -> dict[str, set[str]]:
@@ -116,7 +123,7 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
             "v3/g": {"shared-base"},
         }
         eventually(lambda: wanted.items() <= served(federation).items(), "three sites with their variants")
-        parents = {each.id: each.to_dict()["parent"] for each in federation.sdk().models.list().data}
+        parents = listed(federation, "parent")
         assert [parents[name] for name in alone] == [None, "shared-base", "shared-base", "shared-base"]
         assert ask(federation, "support") == (answers["support"], {"v1/g"})
         assert ask(federation, "legal") == (answers["legal"], {"v2/g"})
@@ -175,8 +182,7 @@ def show_page(federation: LocalFederation, folder: Path) -> None:
 
 
 def state_of(federation: LocalFederation, model: str) -> str:
-    states = {each.id: each.to_dict()["state"] for each in federation.sdk().models.list().data}
-    return str(states[model])
+    return str(listed(federation, "state")[model])
 
 
 def test_two_bases_in_one_process_answer_as_they_do_alone(

@@ -166,6 +166,15 @@ def test_a_gateway_takes_connections_until_its_service_sends_none() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > float(pause_s) + drain_s
 
 
+def test_an_update_of_sites_needs_no_gpu_beside_theirs() -> None:
+    """By default a pod more is started first: where every GPU is in use it waits for ever."""
+    rolled = [each for each in manifests() if each["kind"] == "Deployment"]
+    assert [each["metadata"]["name"] for each in rolled] == ["mico-site"]
+    for each in rolled:
+        rolling = {"maxSurge": 0, "maxUnavailable": 1}
+        assert each["spec"]["strategy"] == {"type": "RollingUpdate", "rollingUpdate": rolling}
+
+
 def test_services_select_pods_and_ports_that_exist() -> None:
     labels = [pod["metadata"]["labels"] for pod in pods()]
     ports = {port["name"] for each in containers() for port in each.get("ports", ())}

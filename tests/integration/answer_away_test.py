@@ -72,6 +72,26 @@ def test_an_ability_of_a_site_that_has_not_joined_yet_is_asked_for_again(model: 
     play(scenario)
 
 
+@pytest.mark.parametrize("model", ["m", "name"])
+def test_a_limit_over_the_contexts_that_have_joined_yet_is_asked_for_again(model: str) -> None:
+    """A site would clip it; one with a longer context may be on its way back."""
+
+    async def scenario(here: Scene, edge: Edge) -> None:
+        short = await here.site("short", context_tokens=1024)
+        here.gateway.fleet_complete_s = inf
+        refused = await edge.chat(model=model, max_completion_tokens=1025)
+        assert "1025" in (message := error_of(refused, 503)["message"]) and "may still join" in message
+        assert refused.headers["retry-after"]
+        messages = edge.post("/v1/messages", chat_body(model=model, max_tokens=1025))  # as many as fit
+        asked = asyncio.create_task(messages)
+        await short.finish(await short.assigned(), "x", 1)
+        assert (await asked).status_code == 200
+        here.gateway.fleet_complete_s = -inf
+        error_of(await edge.chat(model=model, max_completion_tokens=1025), 400)
+
+    play(scenario)
+
+
 def test_a_prompt_too_long_for_the_sites_that_are_there_is_sent_again_to_one_that_is_away() -> None:
     async def scenario(here: Scene, edge: Edge) -> None:
         long, short = await here.site("long", context_tokens=4096), await here.site("short")

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import Delta, Opening, Status, Usage
+from gateway.domain import Delta, Lane, Opening, Status, Usage
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -28,7 +28,7 @@ from gateway.query.answer import answer
 from gateway.query.forecasting import ForecastService
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
-from tests.support.answers import collect, run, text_of
+from tests.support.answers import collect, run, start_answer, text_of
 from tests.support.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -139,6 +139,28 @@ def test_an_error_instead_of_an_answer_costs_nothing(
         (outcome,) = here.outcomes
         assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (status, 0, 0)
         assert outcome.attempts[0].prompt_tokens == 7, "what the site counted is with its attempt"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("lane", "charged"), [(Lane.INTERACTIVE, (7, 3)), (Lane.BATCH, (0, 0))])
+def test_a_line_of_a_batch_is_not_charged_what_its_failed_run_began(
+    lane: Lane, charged: tuple[int, int]
+) -> None:
+    """Nobody gets a part of a line; it runs again and is charged then."""
+
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task, pieces = start_answer(here, replace(here.query(n=2), lane=lane))  # of two choices none resumes
+        await site.step(await site.assigned(), "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await site.close()
+        with pytest.raises(UpstreamLost):
+            await task
+        await here.gateway.wait_settled()
+        (outcome,) = here.outcomes
+        assert (outcome.prompt_tokens, outcome.completion_tokens) == charged
+        assert outcome.attempts[0].completion_tokens == 3
 
     run(scenario)
 

@@ -60,6 +60,7 @@ def backend_of(here: Scene) -> Backend:
         count=TokenCounter(here.gateway).count,
         models=NamedModels(here.gateway),
         known_models=NamedModels(here.gateway, also_away=True),
+        fleet_complete=lambda: here.gateway.fleet_complete,
         routes=here.gateway.routes,
         authenticate=CALLERS.get,
         ready=lambda: Readiness(True, ""),

@@ -148,6 +148,16 @@ def test_settings_are_shown_with_their_origin_and_without_secrets(
     assert shown["api_key"] == {"value": "…deed", "origin": "MICO_API_KEY"}
 
 
+def test_a_plan_of_a_site_needs_a_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = Path(__file__).parents[2] / "mico/demo_model/weights"
+    status, out, err = run(capsys, "site", "plan", "--set", f"model={weights}", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["kv_tokens"] > 0
+    status, _, err = run(capsys, "site", "plan")
+    assert status == 2
+    assert "not set: model" in err and "gateways" not in err
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     from importlib.metadata import version
 

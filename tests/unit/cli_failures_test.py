@@ -80,6 +80,7 @@ runpy.run_module("mico", run_name="__main__")
         (("down",), 0, "nothing runs here"),
         (("gateway", "--set", "http_prot=1"), 2, "did you mean http_port?"),
         (("gateway", "--set", "http_port"), 2, "has no value"),
+        (("site", "--set", "path=x"), 2, "sets path, which is unknown"),
         (("site", "--set", "slots=1"), 2, "--set name=value or the variable sets it"),
         (("sites", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
         (("keys", "create", "ann", "--database", "oracle://x"), 1, "not supported"),

@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infra" / "grafana"
 VALUES = {"state": {str(state) for state in SiteState}, "outcome": {str(status) for status in Status}}
 VALUES["type"] = {"prompt", "response"}
+SCRAPED = yaml.safe_load((ROOT / "infra/compose/prometheus.yaml").read_text())["scrape_configs"]
+VALUES["job"] = {each["job_name"] for each in SCRAPED}
 
 
 def scaler(directory: Directory) -> Scaler:
@@ -117,8 +119,8 @@ EXPRESSIONS += [rule["expr"] for rule in rules()]
 
 @pytest.mark.parametrize("expression", sorted(set(EXPRESSIONS)))
 def test_an_expression_uses_only_what_is_exported(expression: str) -> None:
-    known = exported()
-    names = set(re.findall(r"\bmico_\w+", expression))
+    known = {**exported(), "up": {"job", "instance"}}  # which Prometheus has of every target
+    names = set(re.findall(r"\b(?:mico_\w+|up\b)", expression))
     assert names
     assert names <= set(known), names - set(known)
     labels = {

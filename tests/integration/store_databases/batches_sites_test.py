@@ -158,9 +158,13 @@ def test_a_line_waits_for_a_site_by_time_however_often_it_has_run(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["down", "not met yet"])
+@pytest.mark.parametrize(
+    ("is_known", "asked"),
+    [(True, {"logprobs": True}), (False, {"logprobs": True}), (False, {"max_tokens": 1025})],
+    ids=["down", "not met yet", "longer and not met yet"],
+)
 def test_lines_wait_for_the_site_that_has_what_they_need(
-    url: str, monkeypatch: pytest.MonkeyPatch, is_known: bool
+    url: str, monkeypatch: pytest.MonkeyPatch, is_known: bool, asked: dict[str, Any]
 ) -> None:
     """Another that lacks it is no reason to refuse them while the one that has it restarts, or has not joined
     a gateway that has just started.
@@ -171,18 +175,19 @@ def test_lines_wait_for_the_site_that_has_what_they_need(
         async with replica(url, features=("chat", "resume")) as here:
             gateway = here.scene.gateway
             if is_known:
-                await (await here.scene.site("c")).close()
+                await (await here.scene.site("c", context_tokens=4096)).close()
                 await until(lambda: gateway.directory.site("c").state is SiteState.DOWN)  # type: ignore[union-attr]
             else:
                 gateway.fleet_complete_s = math.inf
-            lines = [chat_line(0, logprobs=True), *(chat_line(number) for number in range(1, 9))]
+            lines = [chat_line(0, **asked), *(chat_line(number) for number in range(1, 9))]
             batch_id = await here.submit(jsonl(*lines))
             await here.reached(batch_id, "in_progress")
             await until(lambda: len(here.asked) == 8, "the others run")
             await has_looked(here, batch_id)
             assert await counts(here, batch_id) == (8, 0)
             gateway.fleet_complete_s = -math.inf
-            serving = asyncio.create_task(here.serve(await here.scene.site("c", boot_id="again")))
+            able = await here.scene.site("c", boot_id="again", context_tokens=2048)
+            serving = asyncio.create_task(here.serve(able))
             done = await here.ended(batch_id)
             assert (done.status, done.request_counts.completed) == ("completed", 9)
             serving.cancel()

@@ -117,6 +117,8 @@ resource "aws_db_parameter_group" "this" {
   lifecycle { create_before_destroy = true }
 }
 
+resource "terraform_data" "life" {} # its id is another after each destroy: a snapshot outlives its server, and keeps its name
+
 resource "aws_db_instance" "primary" {
   identifier                      = var.name
   engine                          = "postgres"
@@ -141,7 +143,7 @@ resource "aws_db_instance" "primary" {
   enabled_cloudwatch_logs_exports = ["postgresql", "upgrade"]
   deletion_protection             = var.protect
   skip_final_snapshot             = !var.protect
-  final_snapshot_identifier       = "${var.name}-final"
+  final_snapshot_identifier       = "${var.name}-final-${terraform_data.life.id}"
 }
 
 resource "aws_db_instance" "standby" {

@@ -28,6 +28,10 @@ run "servers" {
     error_message = "two zones, encrypted at rest and on the way, backed up, protected; the password in no state"
   }
   assert {
+    condition     = can(regex("^mico-final-[0-9a-f-]{36}$", aws_db_instance.primary.final_snapshot_identifier))
+    error_message = "the last snapshot has a name that those of earlier servers of this name don't have"
+  }
+  assert {
     condition = alltrue([
       aws_db_instance.standby.replicate_source_db == aws_db_instance.primary.arn, aws_db_instance.standby.storage_encrypted,
       aws_db_instance.standby.kms_key_id == aws_kms_key.standby.arn, aws_db_instance.standby.backup_retention_period == 7,
