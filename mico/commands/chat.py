@@ -36,6 +36,7 @@ class Answer:
     first_token_s: float | None
     total_s: float
     reasoning: str = ""
+    request_id: str = "-"
 
     def stats(self) -> str:
         decoding_s = self.total_s - (self.first_token_s or self.total_s)
@@ -43,7 +44,8 @@ class Answer:
         rate = f"{further / decoding_s:.0f} tok/s" if further > 0 and decoding_s > 0 else "- tok/s"
         first_token, total = format_seconds(self.first_token_s), format_seconds(self.total_s)
         tokens = several(self.completion_tokens, "token")
-        return f"first token {first_token}, {rate}, {tokens}, total {total}, site {self.site}"
+        where = f"site {self.site}, request {self.request_id}"
+        return f"first token {first_token}, {rate}, {tokens}, total {total}, {where}"
 
 
 class SamplingOptions(NamedTuple):
@@ -87,7 +89,7 @@ def chat(
     ] = None,
     sampling: SamplingOptions,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Show times, speed and site of each answer.")
+        bool, typer.Option("--stats", help="Show times, speed, site and request id of each answer.")
     ] = False,
     gateway: GatewayOptions,
 ) -> None:
@@ -192,10 +194,11 @@ def stream_answer(
     first_token_s: float | None = None
     parts: list[str] = []
     thoughts: list[str] = []
-    site, tokens = "-", 0
+    site, request_id, tokens = "-", "-", 0
     with closing(client.chat(model, messages, **options)) as events:
         for event in events:
             site = event.headers.get("x-mico-site", site)
+            request_id = event.headers.get("x-request-id", request_id)
             tokens = (event.chunk.get("usage") or {}).get("completion_tokens", tokens)
             deltas = [choice["delta"] for choice in event.chunk["choices"]]
             text = "".join(delta.get("content") or "" for delta in deltas)
@@ -211,4 +214,4 @@ def stream_answer(
                 parts.append(text)
                 write(text)
     total_s = time.monotonic() - began_s
-    return Answer("".join(parts), site, tokens, first_token_s, total_s, "".join(thoughts))
+    return Answer("".join(parts), site, tokens, first_token_s, total_s, "".join(thoughts), request_id)

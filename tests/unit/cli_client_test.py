@@ -47,7 +47,9 @@ def chunk(text: str = "", **more: object) -> str:
 
 
 def streams(*parts: str) -> Callable[[httpx.Request], httpx.Response]:
-    return lambda _: httpx.Response(200, headers={"x-mico-site": "aws"}, text="".join(parts))
+    return lambda _: httpx.Response(
+        200, headers={"x-mico-site": "aws", "x-request-id": "r1"}, text="".join(parts)
+    )
 
 
 def test_an_answer_is_written_as_it_comes_and_returned_with_its_figures() -> None:
@@ -58,7 +60,7 @@ def test_an_answer_is_written_as_it_comes_and_returned_with_its_figures() -> Non
     assert written == ["Hel", "lo"]
     assert (answer.text, answer.site, answer.completion_tokens) == ("Hello", "aws", 2)
     assert answer.first_token_s is not None
-    assert "site aws" in answer.stats()
+    assert answer.stats().endswith("site aws, request r1")
 
 
 def test_reasoning_is_written_apart_and_goes_back_with_the_conversation() -> None:
