@@ -23,13 +23,14 @@ from site_engine.engine.process_client import AdmissionReply, EngineProcess, Orp
 from site_engine.engine.process_messages import Described
 from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
-from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
+from site_engine.errors import NotServed, Reason, VariantRefused
 from site_engine.pool import ownership
 from site_engine.pool.figures import idle_figures, join_facts, mean_cost
 from site_engine.pool.ownership import Act, Owned, Phase
 from site_engine.pool.places import Places
 from site_engine.pool.rebalancing import Rebalancer
 from site_engine.pool.replica import Replica, give_up_hung, introduce, served, site_figures
+from site_engine.pool.replica_starter import ReplicaStarter
 from site_engine.pool.routing import Work, blocks_of, choose, work_of
 from site_engine.pool.sleeping import PoolSleep
 from site_engine.pool.training import PoolTraining
@@ -39,11 +40,6 @@ from site_engine.text.detokenize import NoText, Vocabulary
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SETTLED_AFTER_S = 300.0
-"""An engine that has served so long was not lost soon: it is started again at once."""
-MAX_WAIT_S = 60.0
-"""Between two starts of an engine that is lost soon, or does not start."""
 
 
 class EnginePool:
@@ -61,7 +57,6 @@ class EnginePool:
         are the first ones, by the names of their devices.
         """
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
-        self._launch = launch
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._share_prefixes = share_prefixes
@@ -71,6 +66,9 @@ class EnginePool:
         self._owned: dict[str, Owned] = {}  # requests that have not ended
         self._limit_tokens = 0  # of a request, the same in every engine
         self._variants = PoolVariants(lambda: [each.process for each in self._serving()])
+        self._starter = ReplicaStarter(
+            launch, self._variants, clock, is_wanted=lambda: not self.sleeping.asleep, join=self._join
+        )
         self.trainer = PoolTraining(lambda: {each.place: each.process.trainer for each in self._serving()})
         self._rebalancer = Rebalancer()
         self._places = Places()
@@ -81,8 +79,8 @@ class EnginePool:
             self._replicas,
             serves=lambda: bool(self._owned),
             trains=lambda: self.trainer.trains,
-            start=self._start,
-            restart=lambda replica: self._begin(self._restart(replica)),
+            start=self._starter.start,
+            restart=lambda replica: self._begin(self._starter.restart(replica)),
             begin=self._begin,
         )
 
@@ -126,7 +124,7 @@ class EnginePool:
         for replica, its in zip(self._replicas, facts, strict=True):
             replica.begin(replica.process, its, LoadSeen(idle_figures(its), self._clock()))
         joined = join_facts(facts)
-        self._limit_tokens = joined.context_tokens
+        self._limit_tokens = self._starter.limit_tokens = joined.context_tokens
         return joined
 
     def start(self, listener: Listener) -> None:
@@ -162,6 +160,11 @@ class EnginePool:
         process.vocabulary, process.on_lost = self.vocabulary, partial(self._take_over, replica)
         lost, load = partial(self._lost, replica), partial(self._load, replica)
         process.start(Listener(self._outputs, load, lost, self.trainer.heard))
+
+    def _join(self, replica: Replica) -> None:
+        """Let an engine that has started again serve with the others."""
+        self._serve(replica)
+        introduce(self._serving())
 
     def _serving(self) -> list[Replica]:
         return [each for each in self._replicas if each.serves]
@@ -405,45 +408,9 @@ class EnginePool:
             return
         replica.serves = False
         if self._serving():
-            self._begin(self._restart(replica))
+            self._begin(self._starter.restart(replica))
         elif self._listener is not None:
             self._listener.broken(reason)
-
-    async def _restart(self, replica: Replica) -> None:
-        """Start a lost engine until it serves: at once, and ever more rarely if it is lost soon again."""
-        if self._clock() - replica.began_s > SETTLED_AFTER_S:
-            replica.wait_s = 0.0
-        while True:
-            await asyncio.sleep(replica.wait_s)
-            replica.wait_s = min(max(1.0, 2 * replica.wait_s), MAX_WAIT_S)
-            async with replica.turning:
-                if self.sleeping.asleep or replica.serves:
-                    return
-                try:
-                    await self._start(replica)
-                except (ConfigError, VariantRefused, OSError) as exc:
-                    log.error("engine %d does not start again: %s", replica.place, exc)
-                else:
-                    log.warning("engine %d serves again", replica.place)
-                    return
-
-    async def _start(self, replica: Replica) -> None:
-        """Start an engine and let it serve. Raises ConfigError and VariantRefused."""
-        process = await self._launch(replica.place)
-        try:
-            facts = await process.ready()
-            if min(facts.context_tokens, facts.kv_tokens) < self._limit_tokens:
-                raise ConfigError(f"it has room for {facts.kv_tokens} tokens of keys and values only")
-            async with self._variants.changing:
-                await self._variants.load(process)
-                replica.begin(process, facts, LoadSeen(idle_figures(facts), self._clock()))
-                self._serve(replica)
-                introduce(self._serving())
-        except BaseException as exc:
-            process.kill()
-            if not isinstance(exc, ConfigError | VariantRefused):
-                process.stop()  # which waits for its end: the event loop may end before that
-            raise
 
 
 async def _replied(answer: Coroutine[Any, Any, T], reply: Callable[[T], None]) -> None:

@@ -263,7 +263,7 @@ def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
 
     async def scenario() -> None:
         async with launched() as heard:
-            launch, tries = heard.pool._launch, list[int]()
+            launch, tries = heard.pool._starter.launch, list[int]()
 
             async def no_memory_at_first(place: int) -> EngineProcess:
                 tries.append(place)
@@ -271,7 +271,7 @@ def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
                     raise OSError(errno.ENOMEM, "Cannot allocate memory")
                 return await launch(place)
 
-            monkeypatch.setattr(heard.pool, "_launch", no_memory_at_first)
+            monkeypatch.setattr(heard.pool._starter, "launch", no_memory_at_first)
             os.kill(heard.pool.pids[1], signal.SIGKILL)
             await heard.serving(1)
             await heard.serving(2)
