@@ -23,7 +23,8 @@ from site_engine.core.request import (
     State,
 )
 from site_engine.core.request_queue import AdmissionQueue, has_place
-from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.core.schedule_plan import SchedulePlan
+from site_engine.core.scheduler import Scheduler
 from site_engine.cuda.shared_memory import shared_memory
 from site_engine.engine.live_requests import LiveRequests
 from site_engine.engine.load_figures import load_figures
