@@ -253,7 +253,9 @@ class Scene:
         links: Any = self.gateway.federation.links
         answering = [site.name for site in self.sites if site.answers_pings]
         for _ in range(2 * MISSED_HEARTBEATS):
-            await until(lambda: not any(links[each]._pings for each in answering if each in links), "pongs")
+            await until(
+                lambda: not any(links[it].pings.unanswered for it in answering if it in links), "pongs"
+            )
             self._heart.beat()
             await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
         await until(lambda: name not in links, f"{name} to be gone")
