@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.domain import Caller, Decision, LoadReport, Model, Query, Sampling, SiteIdentity
+from gateway.decision import Decision
+from gateway.domain import Caller, LoadReport, Model, Query, Sampling, SiteIdentity
 from gateway.failure import FailureCause
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory

@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.domain import Caller, Outcome, Query, Sampling
+from gateway.domain import Caller, Query, Sampling
 from gateway.federation.directory import Directory
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
+from gateway.outcome import Outcome
 from gateway.prompt import Chat, Message
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import ForecastService
