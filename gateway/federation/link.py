@@ -82,31 +82,18 @@ class Link:
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._unreported = UnreportedDemands()
-        self._reads_bunches, self._clock = reads_bunches, clock
-        self._directory, self._offloading = directory, offloading
+        self._reads_bunches = reads_bunches
+        self._clock = clock
+        self._directory = directory
+        self._offloading = offloading
         self._awake = awake or AwakeClock(clock)
         self._pace = pace or StreamPace()
         self._progress = Progress(self._awake.now_s)
         self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
-        self._ejections, self._told_s = 0, -inf  # in a row; when the site last told of prompts
+        self._told_s = -inf  # when the site last told of prompts
+        self._ejections = 0  # in a row
         self._ejected: _Ejection | None = None
-        self._handlers: Mapping[str, Callable[[Any], None]] = {
-            "accepted": self._accepted,
-            "rejected": self._rejected,
-            "counted": self.counts.counted,
-            "ordered": self.orders.ordered,
-            "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
-            "training": self.training.reported,
-            "step": self._step,
-            "models": self._change_models,
-            "load": self._report,
-            "pong": self._pong,
-            "draining": self._draining,
-            "bye": self._draining,
-            "bid": lambda bid: offloading.bid(self.name),
-            "released": self._released,
-            "prefixes": self._prefixes,
-        }
+        self._handlers = self._handlers_by_kind()
 
     @property
     def name(self) -> str:
@@ -237,6 +224,25 @@ class Link:
                 raise codec.ProtocolError(f"unexpected message {body}")
             else:
                 self._handlers[body](getattr(each, body))
+
+    def _handlers_by_kind(self) -> Mapping[str, Callable[[Any], None]]:
+        return {
+            "accepted": self._accepted,
+            "rejected": self._rejected,
+            "counted": self.counts.counted,
+            "ordered": self.orders.ordered,
+            "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
+            "training": self.training.reported,
+            "step": self._step,
+            "models": self._change_models,
+            "load": self._report,
+            "pong": self._pong,
+            "draining": self._draining,
+            "bye": self._draining,
+            "bid": lambda bid: self._offloading.bid(self.name),
+            "released": self._released,
+            "prefixes": self._prefixes,
+        }
 
     # -- silence --
 

@@ -76,7 +76,8 @@ class EngineProcess(asyncio.Protocol):
         self._listener: Listener | None = None
         self._frames = pm.Frames()
         self._eos_token_ids: tuple[int, ...] = ()
-        self._next_call, self._next_number = count(1), count(1)
+        self._next_call = count(1)
+        self._next_number = count(1)
         self.answers = Answers(lambda number: self._send(pm.Cancel([number])))
         self._pace = SendPace(stream_interval_s)
         self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
@@ -319,7 +320,9 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_exception(ConfigError(message.message))
         else:
             self._eos_token_ids = message.facts.eos_token_ids
-            self.start_parts, self.inbox, self.shares = message.parts, message.inbox, message.shares
+            self.start_parts = message.parts
+            self.inbox = message.inbox
+            self.shares = message.shares
             self._ready.set_result(message.facts)
 
     def _load(self, message: pm.Load | pm.Alive) -> None:

@@ -125,7 +125,8 @@ class EnginePool:
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
-        self.trainer.on_event, self._variants.on_refused = listener.training, listener.refused
+        self.trainer.on_event = listener.training
+        self._variants.on_refused = listener.refused
         for each in self._replicas:
             self._serve(each)
         introduce(self._serving())
@@ -153,8 +154,9 @@ class EnginePool:
 
     def _serve(self, replica: Replica) -> None:
         process = replica.process
-        process.vocabulary, process.on_lost = self.vocabulary, partial(self._take_over, replica)
-        lost, load = partial(self._lost, replica), partial(self._load, replica)
+        process.vocabulary = self.vocabulary
+        process.on_lost = partial(self._take_over, replica)
+        load, lost = partial(self._load, replica), partial(self._lost, replica)
         process.start(Listener(self.requests.take_outputs, load, lost, self.trainer.heard))
 
     def _join(self, replica: Replica) -> None:

@@ -155,8 +155,12 @@ class PoolRequests:
         one, target = self.owned.get(request_id), self._replicas[to]
         if one is None or not target.serves:
             return False
-        source, (changed, act) = self._replicas[one.engine].process, ownership.move(one, to)
-        if act is not Act.EXPORT or not target.can_take(answer := source.answers.of(request_id)):
+        changed, act = ownership.move(one, to)
+        if act is not Act.EXPORT:
+            return False
+        source = self._replicas[one.engine].process
+        answer = source.answers.of(request_id)
+        if not target.can_take(answer):
             return False
         self.owned[request_id] = changed
         target.process.expect(answer.request)
