@@ -27,7 +27,7 @@ from bench.support.offline_work import H200, Line, draw, mix
 from site_engine.core.load import CostFit
 from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 from site_engine.core.request import Lane, Request
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from tests.support.counted_engine import CountedEngine, Counts
 from tests.support.held_to_the_end import HeldToTheEnd
 

@@ -29,7 +29,7 @@ from bench.support.offline_work import Line
 from gateway.batches.values import Order
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import PromptBudget
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.engine.build import packed_runner
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings

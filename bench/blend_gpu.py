@@ -37,7 +37,7 @@ from bench.support.offline_served import ORDERS, Forecasts, Serving, prompts
 from bench.support.offline_work import H200, Line
 from gateway.batches.order import order as in_order
 from site_engine.core.reserve import Reservation
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.forward import fast_forward
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.build import overlapped_engine, warm_graphs

@@ -29,7 +29,7 @@ from bench.support.peers import PEERS, limits_for
 from bench.support.workload import SHAPES, queries
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.batch_layout import MIXED_TOKENS
 from site_engine.cuda.compile import TIMED_ROWS
 from site_engine.cuda.forward import fast_forward

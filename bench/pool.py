@@ -112,16 +112,16 @@ async def move_while(
     """Move one request after another until all have ended or there were enough; `before`: moves."""
     draw, found = random.Random(before), list[Move]()
     while not asking.done():
-        running = [name for name in names if pool.where(name) is not None]
+        running = [name for name in names if pool.requests.where(name) is not None]
         if running and before + len(found) < options.moves:
             name = draw.choice(running)
-            source = pool.where(name)
+            source = pool.requests.where(name)
             target = draw.choice([place for place in pool.pids if place != source])
             asked_s = time.perf_counter()
-            if pool.move(name, target):
-                while pool.is_moving(name):  # noqa: ASYNC110 - nothing reports it
+            if pool.requests.move(name, target):
+                while pool.requests.is_moving(name):  # noqa: ASYNC110 - nothing reports it
                     await asyncio.sleep(0.0005)
-                if pool.where(name) == target:
+                if pool.requests.where(name) == target:
                     found.append(Move(name, before + len(found) + 1, asked_s, time.perf_counter()))
         await asyncio.sleep(options.every_s)
     return found
@@ -179,7 +179,7 @@ async def loss(on: Engine, options: argparse.Namespace) -> dict[str, Any]:
         if name == "warm":
             await asking
     place, pid = max(pool.pids.items())
-    orphans = [each for each in asked if pool.where(each.id) == place]
+    orphans = [each for each in asked if pool.requests.where(each.id) == place]
     killed_s = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     await asking

@@ -14,10 +14,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.config import ConfigError, GatewayConfig
-from gateway.domain import SHADOW_TENANT, Outcome
+from gateway.domain import SHADOW_TENANT
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, Listening, listen
 from gateway.listeners import ListenerCredentials
+from gateway.outcome import Outcome
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import ForecastService
 from gateway.query.shadows import Shadows

@@ -8,12 +8,9 @@ them, and the rest of the hours was idle. docs/decisions/own-site-prices.md comp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
-if TYPE_CHECKING:
-    from gateway.domain import LoadReport, SiteIdentity
+from gateway.domain import LoadReport, SiteIdentity
 
 SECONDS_AN_HOUR = 3_600.0
 MTOK = 1e6

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from site_engine.config import HUB, MAX_NAME_CHARS, SiteConfig
+from site_engine.config import MAX_NAME_CHARS, SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.training import Content
 from site_engine.engine_client import LoadSeen
@@ -25,6 +25,7 @@ from site_engine.federation.site import Site
 from site_engine.federation.training import answer
 from site_engine.messages import Model, ModelOrder, ModelState
 from site_engine.native import NativeEngine
+from site_engine.variants.sources import VariantSources
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class Group:
         self._engine = engine
         self._site = site
         self._wanted = wanted
-        self._hub = tuple(each for each in config.models_from if each.startswith(HUB))
-        self._folders = tuple(Path(each).resolve() for each in config.models_from if each not in self._hub)
+        self._sources = VariantSources(config.models_from)
         (self._base,) = site.hello().models
         self._base_waking: list[Reply] = []  # orders that wait for the base to be awake
         self._after_base: dict[str, list[Reply]] = {}  # by variant: what is to wake once the base is awake
@@ -318,7 +318,7 @@ class Group:
     def _addition(self, order: ModelOrder) -> Callable[[Reply], None]:
         """Return what adds the variant that an order names. Raises VariantRefused."""
         if order.content is None:
-            return partial(self.add, self._checked(order))
+            return partial(self.add, self._sources.variant_of(order))
         tuning, content = self.tuning, order.content
         if tuning is None:
             raise VariantRefused("this site does not train, and fetches no adapters")
@@ -351,29 +351,6 @@ class Group:
             raise VariantRefused(f"{variant_id} is served here already; remove it first")
         if len(self._models) >= MAX_MODELS:
             raise VariantRefused(f"{MAX_MODELS:,} variants are here, which is the limit; remove one first")
-
-    def _checked(self, order: ModelOrder) -> Variant:
-        """Return the variant of a folder that an order names. Raises VariantRefused."""
-        if bool(order.adapter) == bool(order.folder):
-            raise VariantRefused("an order names one folder: of an adapter or of a model")
-        source = order.adapter or order.folder
-        if source.startswith(HUB):
-            check_allowed(source, self._hub)
-            return Variant(order.model, order.adapter, order.folder)
-        try:
-            path = Path(source).resolve()
-            is_folder = path.is_dir()
-        except (OSError, ValueError, RuntimeError) as exc:  # a NUL, a loop of links, a name of megabytes
-            raise VariantRefused(
-                f"{source[:MAX_NAME_CHARS]!r} is no folder of this site: {type(exc).__name__}"
-            ) from exc
-        if not any(path.is_relative_to(folder) for folder in self._folders):
-            allowed = ", ".join(map(str, self._folders)) or "nothing"
-            raise VariantRefused(f"{path} is not below models_from of this site, which is {allowed}")
-        if not is_folder:
-            raise VariantRefused(f"there is no folder {path} at this site")
-        given = str(path)
-        return Variant(order.model, given if order.adapter else "", given if order.folder else "")
 
     def _added(self, variant: Variant, began_s: float, end: Reply, answer: Chain | VariantRefused) -> None:
         self._loading -= 1
@@ -430,18 +407,6 @@ class Group:
         if self._wanted[model.id].variant.fingerprint not in self._resident:
             return model
         return replace(model, blocks=tuple(each._replace(in_host=False) for each in model.blocks))
-
-
-def check_allowed(source: str, allowed: tuple[str, ...]) -> None:
-    """Raise VariantRefused unless operators' orders may load from this repository of the Hub."""
-    repository = source.partition("@")[0]
-    if not any(
-        repository == each or (each.endswith("/") and repository.startswith(each)) for each in allowed
-    ):
-        names = ", ".join(allowed) or "none of the Hub"
-        raise VariantRefused(
-            f"{source[:MAX_NAME_CHARS]} is not of models_from of this site, which has {names}"
-        )
 
 
 def _clock() -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bench.support.adapter_demand import Asked, arrivals, zipf_queries
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from tests.support.counted_engine import CountedEngine
 
 EXPONENTS, LOADS = (1.0, 1.5), (0.6, 0.3)

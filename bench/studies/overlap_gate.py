@@ -22,7 +22,7 @@ from bench.engine_gpu import plain_model
 from bench.support.forced import GREEDY, device_runner
 from bench.support.gpu_costs import seconds
 from site_engine.core.request import Request
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.forward import fast_forward
 from site_engine.engine.build import overlapped_engine

@@ -27,7 +27,7 @@ from mico.simulation import workloads
 from mico.simulation.queries import Query
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import POLICIES, Policy
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.engine.build import allocate_kv_cache
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings

@@ -31,10 +31,11 @@ import numpy as np
 
 import mico.simulation.queries as simulated
 from bench.federation import prompts
-from gateway.domain import Caller, IterationCost, Outcome, Query, Sampling, SiteState, Status
+from gateway.domain import Caller, IterationCost, Query, Sampling, SiteState
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.outcome import Outcome, Status
 from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext

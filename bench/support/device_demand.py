@@ -10,7 +10,7 @@ from bench.support.adapter_demand import Asked
 from bench.support.applications import Place
 from bench.support.variant_engines import Query, submit
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.engine.engine import SiteEngine
 from tests.support.counted_engine import CountedEngine
 

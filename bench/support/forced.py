@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.engine import SiteEngine
 

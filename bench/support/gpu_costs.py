@@ -13,7 +13,7 @@ import torch
 from bench.support.forced import GREEDY, device_runner
 from bench.support.workload import lengths
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda import attention_launch
 from site_engine.cuda.attention_launch import DecodeWork, Tile
 from site_engine.engine.engine import SiteEngine

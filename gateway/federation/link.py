@@ -6,7 +6,6 @@ The number of running attempts is the size of the map of live attempts, never a 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
@@ -25,6 +24,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.model_orders import ModelOrders
 from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
+from gateway.federation.pings import Pings
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
 from gateway.federation.report_pace import ReportPace
 from gateway.federation.stream_pace import StreamPace
@@ -40,10 +40,6 @@ from wire import federation_pb2 as pb
 log = logging.getLogger(__name__)
 
 ABANDONED = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
-PING = "ping"
-MAX_CLOCK_AHEAD_S = 1e10
-MAX_UNANSWERED_PINGS = 8
-"""A site that reports load but answers no ping does not read what is sent to it."""
 READ_WITHIN_S, MIN_READ_BYTES_PER_S = 10.0, 2**17
 """A message that takes longer to be read, and longer than by this rate, is not read at all."""
 PREFIXES_INTERVAL_S = 0.5
@@ -82,36 +78,22 @@ class Link:
         self.counts = Counts(identity.name, self.outbox)
         self.orders = ModelOrders(identity.name, self.outbox)
         self.training = TrainingRuns(self.outbox, clock)
+        self.pings = Pings(self.outbox, clock)
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._unreported = UnreportedDemands()
-        self._reads_bunches, self._clock = reads_bunches, clock
-        self._directory, self._offloading = directory, offloading
-        self._nonce = 0
-        self._pings: dict[int, float] = {}  # that are not answered: when each was made
+        self._reads_bunches = reads_bunches
+        self._clock = clock
+        self._directory = directory
+        self._offloading = offloading
         self._awake = awake or AwakeClock(clock)
         self._pace = pace or StreamPace()
         self._progress = Progress(self._awake.now_s)
         self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
-        self._ejections, self._told_s = 0, -inf  # in a row; when the site last told of prompts
+        self._told_s = -inf  # when the site last told of prompts
+        self._ejections = 0  # in a row
         self._ejected: _Ejection | None = None
-        self._handlers: Mapping[str, Callable[[Any], None]] = {
-            "accepted": self._accepted,
-            "rejected": self._rejected,
-            "counted": self.counts.counted,
-            "ordered": self.orders.ordered,
-            "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
-            "training": self.training.reported,
-            "step": self._step,
-            "models": self._change_models,
-            "load": self._report,
-            "pong": self._pong,
-            "draining": self._draining,
-            "bye": self._draining,
-            "bid": lambda bid: offloading.bid(self.name),
-            "released": self._released,
-            "prefixes": self._prefixes,
-        }
+        self._handlers = self._handlers_by_kind()
 
     @property
     def name(self) -> str:
@@ -201,16 +183,6 @@ class Link:
         for attempt in [each for each in self._live.values() if self._can_move(each)]:
             self._give_up(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
 
-    def ping(self) -> str | None:
-        """Send a ping, unless one waits to be sent; return why the link must end if none is answered."""
-        if len(self._pings) >= MAX_UNANSWERED_PINGS:
-            return f"it has answered none of {MAX_UNANSWERED_PINGS} pings"
-        if PING not in self.outbox:
-            self._nonce += 1
-            self._pings[self._nonce] = self._clock()
-            self.outbox.put(pb.GatewayMessage(ping=pb.Ping(nonce=self._nonce)), PING)
-        return None
-
     def _cancel(self, attempt: LiveAttempt) -> None:
         """End an attempt that was not sent yet; ask the site to end any other."""
         if attempt.id not in self._live:
@@ -252,6 +224,25 @@ class Link:
                 raise codec.ProtocolError(f"unexpected message {body}")
             else:
                 self._handlers[body](getattr(each, body))
+
+    def _handlers_by_kind(self) -> Mapping[str, Callable[[Any], None]]:
+        return {
+            "accepted": self._accepted,
+            "rejected": self._rejected,
+            "counted": self.counts.counted,
+            "ordered": self.orders.ordered,
+            "held": lambda held: self._progress.held(held.attempt_id, self._awake.now_s),
+            "training": self.training.reported,
+            "step": self._step,
+            "models": self._change_models,
+            "load": self._report,
+            "pong": self._pong,
+            "draining": self._draining,
+            "bye": self._draining,
+            "bid": lambda bid: self._offloading.bid(self.name),
+            "released": self._released,
+            "prefixes": self._prefixes,
+        }
 
     # -- silence --
 
@@ -419,13 +410,8 @@ class Link:
             self._directory.prefixes.record_announced(hashes, self.name, now_s)
 
     def _pong(self, message: pb.Pong) -> None:
-        sent_s = self._pings.get(message.nonce)
-        if sent_s is not None:
-            self._pings = {nonce: s for nonce, s in self._pings.items() if nonce > message.nonce}
-            rtt_s = self.silent_since_s - sent_s
-            ahead_s = message.unix_s - (time.time() - rtt_s / 2)
-            known = message.unix_s and abs(ahead_s) < MAX_CLOCK_AHEAD_S  # false for NaN, too
-            self._directory.set_rtt(self.name, rtt_s, ahead_s if known else None)
+        if (trip := self.pings.answered(message, self.silent_since_s)) is not None:
+            self._directory.set_rtt(self.name, trip.rtt_s, trip.clock_ahead_s)
 
     def _draining(self, message: pb.Draining | pb.Bye) -> None:
         log.info("site %s takes no more work: %s", self.name, codec.reason(message.reason))

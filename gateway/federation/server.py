@@ -271,7 +271,7 @@ class Federation(rpc.FederationServicer):
                 return f"silent for {self._clock() - link.silent_since_s:.1f} s"
             if invalid_reason := self._site_auth.invalid_reason(certificate):
                 return invalid_reason
-            if heartbeats % link.reports.ping_heartbeats == 0 and (unread_reason := link.ping()):
+            if heartbeats % link.reports.ping_heartbeats == 0 and (unread_reason := link.pings.send()):
                 return unread_reason
             heartbeats += 1
             began_s = self._clock()

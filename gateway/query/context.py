@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from gateway.domain import Outcome, Query, Status
+from gateway.domain import Query
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
+from gateway.outcome import Outcome, Status
 from gateway.prices import NANO_USD
 from gateway.query.admission import NOTHING_LIVE, Live
 from gateway.query.forecasting import ForecastService

@@ -22,7 +22,8 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Lane, Outcome, Query, Status
+from gateway.domain import Lane, Query
+from gateway.outcome import Outcome, Status
 from gateway.prompt import Chat
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError

@@ -16,8 +16,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gateway.domain import SHADOW_TENANT, Caller, Lane, Outcome, Query, Site, Status
+from gateway.domain import SHADOW_TENANT, Caller, Lane, Query, Site
 from gateway.errors import MicoError
+from gateway.outcome import Outcome, Status
 from gateway.query.admission import exists_for
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext

@@ -10,22 +10,12 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from gateway.decision import Estimate
-from gateway.domain import (
-    Attempt,
-    Delta,
-    Finish,
-    Lane,
-    Opening,
-    Outcome,
-    Query,
-    SiteIdentity,
-    Status,
-    Usage,
-)
+from gateway.domain import Delta, Finish, Lane, Opening, Query, SiteIdentity, Usage
 from gateway.ending import Ending
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.failure import INABILITIES, AttemptFailure, FailureCause, Resume
 from gateway.federation.attempt import LiveAttempt
+from gateway.outcome import Attempt, Outcome, Status
 from gateway.prices import Prices
 from gateway.prompt import Chat, Pooling, Prompt, memory_bytes
 from gateway.quotas.ledger import TOP_UP_TOKENS, Reservation

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.domain import Attempt
 from gateway.errors import Overloaded
 from gateway.operator_orders import AuditEntry
+from gateway.outcome import Attempt
 from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage

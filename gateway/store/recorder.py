@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.domain import Outcome
+from gateway.outcome import Outcome
 from gateway.site_events import Event
 from gateway.store import reserve
 from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable

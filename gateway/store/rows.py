@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.decision import Decision, Estimate
-from gateway.domain import Attempt, Outcome
+from gateway.outcome import Attempt, Outcome
 from gateway.prices import Prices
 from gateway.site_events import Event
 from predictor.forecast import Forecast

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from gateway.domain import Outcome
+from gateway.outcome import Outcome
 from gateway.telemetry.families import Histogram, Histograms
 
 PROVIDER: Final = "mico"

@@ -13,8 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.device import DeviceLoad
-from gateway.domain import Outcome, Site, SiteState, Status
+from gateway.domain import Site, SiteState
 from gateway.federation.directory import Directory
+from gateway.outcome import Outcome, Status
 from gateway.routing.fleet import kv_tokens
 from gateway.telemetry.families import Counters, Histograms
 from gateway.telemetry.gen_ai import GenAiMetrics

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.domain import Outcome, Site, SiteIdentity, SiteState
+from gateway.domain import Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
+from gateway.outcome import Outcome
 from gateway.site_events import Event, EventLog
 from gateway.telemetry.banner import banner
 from gateway.telemetry.history import History, Sample

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from gateway.domain import Attempt, Outcome, Status
+from gateway.outcome import Attempt, Outcome, Status
 
 WINDOW_S = 300.0
 ERRORS_WINDOW_S = 60.0

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Outcome, Status
+from gateway.outcome import Outcome, Status
 from gateway.routing.model_routes import ModelRoute
 
 WINDOW_S: Final = 300.0

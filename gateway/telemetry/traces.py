@@ -21,7 +21,8 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
-from gateway.domain import Attempt, Outcome, Query, Status
+from gateway.domain import Query
+from gateway.outcome import Attempt, Outcome, Status
 from gateway.telemetry.gen_ai import span_attributes
 
 EXPORT_TIMEOUT_S = 5

@@ -29,7 +29,7 @@ from gateway.batches.values import File, Purpose
 from gateway.store.database import database_time, insert_new
 from gateway.store.tables import files, tuning_content, tuning_events, tuning_jobs, usage
 from gateway.tuning.events import ERROR, INFO, Events, printable
-from gateway.tuning.rows import content_columns, job_columns, job_of
+from gateway.tuning.rows import content_columns, job_columns, job_of, usage_columns
 from gateway.tuning.values import (
     UNFINISHED,
     Content,
@@ -44,8 +44,6 @@ from gateway.tuning.values import (
 
 LEASE_S: Final = 8.0
 """Time after which another replica takes over from one that died; four of its polls."""
-TRAINED: Final = " (training)"
-"""Follows the name of the base in the record of usage."""
 ANYTHING: Final[Mapping[str, str]] = {}
 FILTERED_AT_ONCE: Final = 100
 """Jobs that are read at once to find those of some metadata."""
@@ -390,29 +388,9 @@ class Ledger:
         """Record the trained tokens of a job that ends, if there are any, as one row of usage."""
         row = (await connection.execute(select(tuning_jobs).where(tuning_jobs.c.id == job_id))).one()
         job = job_of(row)
-        if job.trained_tokens == 0:
-            return
-        await connection.execute(
-            insert_new(connection.dialect.name, usage),
-            {
-                "query_id": job.id,
-                "request_id": job.id,
-                "received_at": self.clock(),  # of the month in which it is charged
-                "tenant": job.tenant,
-                "key_id": job.key_id,
-                "model": job.model + TRAINED,
-                "status": "answered" if status is JobStatus.SUCCEEDED else status.value,
-                "error": "" if job.error is None else job.error.message[:500],
-                "site": job.site,
-                "attempts": max(1, job.runs),
-                "prompt_tokens": job.trained_tokens,
-                "completion_tokens": 0,
-                "total_s": max(0.0, self.clock() - job.created_at),
-                "nano_usd": job.nano_usd,
-                "cheapest_nano_usd": job.nano_usd,
-                "dearest_nano_usd": job.nano_usd,
-            },
-        )
+        if job.trained_tokens:
+            columns = usage_columns(job, status, self.clock())
+            await connection.execute(insert_new(connection.dialect.name, usage), columns)
 
 
 def new_job_id() -> str:

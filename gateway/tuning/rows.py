@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from sqlalchemy import Row
 
 from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind, Plan
+
+TRAINED: Final = " (training)"
+"""Follows the name of the base in the record of usage."""
 
 
 def job_columns(job: Job) -> dict[str, Any]:
@@ -32,3 +35,25 @@ def content_of(row: Row[Any], prefix: str = "") -> Content:
     """Convert a row whose columns are called as those of the table after `prefix`."""
     fields = {name: row._mapping[prefix + name] for name in Content.__slots__}
     return Content(**(fields | {"kind": Kind(fields["kind"])}))
+
+
+def usage_columns(job: Job, status: JobStatus, now: float) -> dict[str, Any]:
+    """Return the row of usage of a job that ends `now`: its trained tokens, charged in that month."""
+    return {
+        "query_id": job.id,
+        "request_id": job.id,
+        "received_at": now,
+        "tenant": job.tenant,
+        "key_id": job.key_id,
+        "model": job.model + TRAINED,
+        "status": "answered" if status is JobStatus.SUCCEEDED else status.value,
+        "error": "" if job.error is None else job.error.message[:500],
+        "site": job.site,
+        "attempts": max(1, job.runs),
+        "prompt_tokens": job.trained_tokens,
+        "completion_tokens": 0,
+        "total_s": max(0.0, now - job.created_at),
+        "nano_usd": job.nano_usd,
+        "cheapest_nano_usd": job.nano_usd,
+        "dearest_nano_usd": job.nano_usd,
+    }

@@ -13,7 +13,7 @@ from mico.session import Session, session_of
 from mico.terminal import format_seconds
 
 if TYPE_CHECKING:
-    from gateway.domain import Attempt
+    from gateway.outcome import Attempt
     from gateway.store.queries import ExplainedQuery
     from gateway.store.store import Store
 

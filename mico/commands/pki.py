@@ -124,7 +124,7 @@ def renew(
     config: Annotated[Path | None, typer.Option("--config", help="The site's TOML file.")] = None,
 ) -> None:
     """Get a new certificate now, on a site's machine. A running site renews by itself."""
-    from site_engine.config import load
+    from site_engine.config_sources import load
     from site_engine.errors import ConfigError, LinkLost
     from site_engine.federation.dial import identity_of
 

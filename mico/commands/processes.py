@@ -65,7 +65,7 @@ def site(
     """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""
     if context.invoked_subcommand:
         return
-    from site_engine.config import load_groups
+    from site_engine.config_sources import load_groups
     from site_engine.engine.process_spawn import prestarted, spawn
     from site_engine.errors import ConfigError
 
@@ -94,7 +94,7 @@ def plan_site(
     as_json: Json = False,
 ) -> None:
     """Plan a site's memory from the headers of its files: shared, own, KV tokens, and what is refused."""
-    from site_engine.config import load_groups
+    from site_engine.config_sources import load_groups
     from site_engine.errors import ConfigError
     from site_engine.plan import parse_gpus, plan_groups
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.kv_cache_manager import KVCacheManager
@@ -21,48 +19,7 @@ from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.core.reserve import Reservation
-
-
-class ScheduledChunk(NamedTuple):
-    """`length` tokens of a request from `start` on; `samples` if they yield its next token."""
-
-    request: Request
-    start: int
-    length: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulePlan:
-    """The chunks of one iteration: `decodes` compute one token each and all sample; `prefills` are longer."""
-
-    decodes: list[ScheduledChunk] = field(default_factory=list)
-    prefills: list[ScheduledChunk] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.prefills)
-
-    @property
-    def chunks(self) -> list[ScheduledChunk]:
-        return self.decodes + self.prefills
-
-    @property
-    def tokens(self) -> int:
-        return len(self.decodes) + sum(entry.length for entry in self.prefills)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the tokens whose keys and values are read, new ones included."""
-        return sum([entry.start + entry.length for entry in self.chunks])
-
-    @property
-    def samples(self) -> int:
-        return len(self.decodes) + sum([entry.samples for entry in self.prefills])
-
-    def of(self, wanted: Callable[[Request], bool]) -> SchedulePlan:
-        """Return the chunks of some requests."""
-        decodes = [chunk for chunk in self.decodes if wanted(chunk.request)]
-        return SchedulePlan(decodes, [chunk for chunk in self.prefills if wanted(chunk.request)])
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 
 
 class Scheduler:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from site_engine.core.chain import Block, BlockKind, Chain, ServedVariant
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.kernels import adapter_kernels
 from site_engine.cuda.own_layers import OwnLayers
 from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters, Versions, side_by_side

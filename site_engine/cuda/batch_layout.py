@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from site_engine.core.request import Request
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS
 from site_engine.cuda.sampling import RULES, SlotRules
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
 from site_engine.cuda.attention import FreshPrefill
 from site_engine.cuda.attention_launch import block_tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.deadlines import Deadlines
 from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import LoadFigures, Meter
 from site_engine.core.page_pool import PagePool
@@ -16,7 +15,6 @@ from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import (
     Admission,
-    Finish,
     Moved,
     Output,
     RejectionReason,
@@ -25,8 +23,10 @@ from site_engine.core.request import (
     State,
 )
 from site_engine.core.request_queue import AdmissionQueue, has_place
-from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.core.schedule_plan import SchedulePlan
+from site_engine.core.scheduler import Scheduler
 from site_engine.cuda.shared_memory import shared_memory
+from site_engine.engine.live_requests import LiveRequests
 from site_engine.engine.load_figures import load_figures
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
@@ -100,33 +100,29 @@ class SiteEngine:
         self.inbox = KVInbox(self._kv_cache, shared_memory)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
-        self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
-        self._cancelled: list[str] = []
-        self._deadlines = Deadlines()
-        self._outputs: list[Output] = []
+        self._live = LiveRequests(self._scheduler, self._kv_cache, clock)
         self._unmeasured: tuple[SchedulePlan, float] | None = None  # the last iteration and its start
-        self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
         self._expected_within = 0  # steps within which a request comes from another engine; 0: none does
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
-        if self.training.jobs and not (self._outputs or self._cancelled):
+        if self.training.jobs and not self._live.has_news:
             self._measure_last(self._clock())
             if self._pending is not None and self.training.is_due(self._published_s):
                 self._publish_pending()  # a slice would delay its tokens
-                return self._take_outputs()
+                return self._live.take_outputs()
             if self._pending is None and self.training.run_slice(self._published_s):
-                return self._take_outputs()
+                return self._live.take_outputs()
         if self._expected_within:
             self._expected_within -= 1
             if self._pending is not None:
                 self._publish_pending()  # what comes would wait for one more step that is launched ahead
-                return self._take_outputs()
-        if self._needs_host:
+                return self._live.take_outputs()
+        if self._live.needs_host:
             self._publish_pending()
-        if self._overlapped is None or self._needs_host:
+        if self._overlapped is None or self._live.needs_host:
             return self._step_synchronous()
         return self._step_overlapped(self._overlapped)
 
@@ -134,7 +130,7 @@ class SiteEngine:
         """Apply control, schedule, run, sample, publish."""
         began = self._clock()
         self._measure_last(began)
-        self._apply_control(began)
+        self._live.end_due(began)
         max_new = 0 if self._expected_within else None
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         if plan:
@@ -147,15 +143,15 @@ class SiteEngine:
             else:
                 self._publish_sampled(plan, logits, sampled)
             self._unmeasured = plan, began
-        if not self._live:
+        if not self._live.processors:
             self._measure_last(self._clock())
-        return self._take_outputs()
+        return self._live.take_outputs()
 
     def _step_overlapped(self, runner: OverlappedRunner) -> list[Output]:
         """Apply control, schedule, launch; then publish the iteration before."""
         began = self._clock()
         self._measure_last(began)
-        self._apply_control(began)
+        self._live.end_due(began)
         max_new = 0 if self._expected_within else MAX_NEW_WHILE_OVERLAPPED
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
@@ -175,11 +171,7 @@ class SiteEngine:
                 before = None
                 self._isolate(self._still_running(plan), error)
         self._publish_step(before, before_s)
-        return self._take_outputs()
-
-    def _take_outputs(self) -> list[Output]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._live.take_outputs()
 
     # ---- between iterations
 
@@ -188,7 +180,7 @@ class SiteEngine:
 
         `moved`: another engine has begun it, knew this of it, and admitted it: no queue is too long for it.
         """
-        if request.id in self._live:
+        if request.id in self._live.processors:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
         variants = self._variants.served
         if self._model.sampling_defaults:
@@ -215,14 +207,11 @@ class SiteEngine:
             message = "what was delivered is not what was asked for"
             raise RequestRejected(RejectionReason.INVALID, message, "resume")
         self._enqueue(request, moved)
-        self._live[request.id] = processor
+        self._live.add(processor)
         if finish is not None:
-            self._finish(processor, finish)
-            return Admission(position, request.max_tokens)
-        if request.deadline_s is not None:
-            self._deadlines.add(request.deadline_s, request.id, self._live)
-        if self._overlapped is not None and request.sampling.prompt_logprobs:
-            self._needs_host.add(request.id)
+            self._live.finish(processor, finish)
+        elif self._overlapped is not None and request.sampling.prompt_logprobs:
+            self._live.needs_host.add(request.id)
         return Admission(position, request.max_tokens)
 
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
@@ -242,7 +231,7 @@ class SiteEngine:
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
         """Begin to copy what a request has computed to a place; return whether to ask again after a step."""
-        processor = self._live.get(request_id)
+        processor = self._live.processors.get(request_id)
         return processor is not None and self.inbox.send_ahead(processor.request, to)
 
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
@@ -251,15 +240,15 @@ class SiteEngine:
         Its keys and values are copied to the place `to`, if it has any, but for those that were sent ahead.
         What the engine has charged its tenant becomes what the request took here.
         """
-        processor = self._live.get(request_id)
+        processor = self._live.processors.get(request_id)
         computed = 0 if processor is None else self.inbox.send(processor.request, to)
         self._publish_pending()  # behind which the copies are queued
         self.inbox.sent(to)
-        outputs = self._take_outputs()
-        if processor is None or request_id not in self._live:
+        outputs = self._live.take_outputs()
+        if processor is None or request_id not in self._live.processors:
             return outputs, None
         moved = processor.request.to_move()._replace(computed=computed, place=to if computed else None)
-        self._forget(processor.request)
+        self._live.forget(processor.request)
         return outputs, moved
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
@@ -284,7 +273,7 @@ class SiteEngine:
 
     def cancel(self, request_id: str) -> None:
         """End a request in any state with the next step; ignore an unknown id."""
-        self._cancelled.append(request_id)
+        self._live.cancel(request_id)
 
     def release(self, request_ids: Iterable[str]) -> list[str]:
         """Give up the requests that have not started, for another site to take; return their ids."""
@@ -292,13 +281,13 @@ class SiteEngine:
             request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler.queue
         ]
         for request_id in released:
-            self._forget(self._live[request_id].request)
+            self._live.forget(self._live.processors[request_id].request)
         return released
 
     @property
     def has_work(self) -> bool:
-        work = self._pending is not None or self._live or self._outputs or self._cancelled
-        return bool(work or self.training.jobs)
+        live = self._live
+        return bool(self._pending is not None or live.processors or live.has_news or self.training.jobs)
 
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""
@@ -309,24 +298,13 @@ class SiteEngine:
         """Reset the totals of tokens served; keep the measured costs."""
         self._meter.forget_totals()
 
-    def _apply_control(self, now: float) -> None:
-        """End the requests that were cancelled or are past their deadline."""
-        cancelled, self._cancelled = self._cancelled, []
-        for request_id in cancelled:
-            if request_id in self._live:
-                self._finish(self._live[request_id], Finish.CANCELLED)
-        for deadline_s, request_id in self._deadlines.pop_due(now):
-            processor = self._live.get(request_id)
-            if processor is not None and processor.request.deadline_s == deadline_s:
-                self._finish(processor, Finish.FAILED, "its deadline passed before it was done")
-
     # ---- after the model ran
 
     def _publish_sampled(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
         self._published_s = now = self._clock()
         self._scheduler.advance(plan)
         for chunk, rows in logits.prompts:
-            self._live[chunk.request.id].read_prompt(chunk.start, rows)
+            self._live.processors[chunk.request.id].read_prompt(chunk.start, rows)
         self._publish(logits.sampled, sampled.token_ids, set(sampled.broken), now, sampled.alternatives)
 
     def _publish_pending(self) -> None:
@@ -356,29 +334,29 @@ class SiteEngine:
         A token is discarded when its request ended while the device computed one more. Rows in `broken` had
         logits that were not finite.
         """
-        live, outputs, discarded = self._live, self._outputs, 0
+        live, outputs, discarded = self._live.processors, self._live.outputs, 0
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             processor = live.get(request.id)
             if processor is None or processor.request is not request:
                 discarded += 1
                 continue
             if broken and row in broken:
-                self._fail(processor, "the model's output was not finite")
+                self._live.fail(processor, "the model's output was not finite")
                 continue
             if request.guide is not None:
                 if request.guide.error:
-                    self._fail(processor, f"the answer's grammar: {request.guide.error}")
+                    self._live.fail(processor, f"the answer's grammar: {request.guide.error}")
                     continue
                 if request.state is State.AWAITED:
                     request.state = State.DECODE
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += request.prompt_len
-                self._needs_host.discard(request.id)
+                self._live.needs_host.discard(request.id)
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
             if output.finish is not None:
                 self._scheduler.reservation.factors.ended(request)
-                self._end(request)
+                self._live.end(request)
         return discarded
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
@@ -396,7 +374,7 @@ class SiteEngine:
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
                 lost.update(chunk.request.pages[chunk.start // self._pool.page_size :])
-                self._fail(self._live[chunk.request.id], f"{type(reason).__name__}: {reason}")
+                self._live.fail(self._live.processors[chunk.request.id], f"{type(reason).__name__}: {reason}")
             else:
                 self._publish_sampled(alone, logits, sampled)
         for request in [one for one in self._scheduler.running if not lost.isdisjoint(one.pages)]:
@@ -406,29 +384,10 @@ class SiteEngine:
         """Return the plan without the requests that ended with the tokens of the step before."""
 
         def runs(request: Request) -> bool:
-            processor = self._live.get(request.id)
+            processor = self._live.processors.get(request.id)
             return processor is not None and processor.request is request and request.row >= 0
 
         return plan.of(runs)
-
-    def _fail(self, processor: OutputProcessor, error: str) -> None:
-        request = processor.request
-        self._scheduler.kv_cache_manager.invalidate(request)
-        self._kv_cache.zero_pages([page for page in request.pages if self._pool.references(page) == 1])
-        self._finish(processor, Finish.FAILED, error)
-
-    def _finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
-        self._outputs.append(processor.end(finish, self._clock(), error))
-        self._end(processor.request)
-
-    def _end(self, request: Request) -> None:
-        self._forget(request)
-        request.variant = None  # which is in memory as long as something refers to it
-
-    def _forget(self, request: Request) -> None:
-        self._needs_host.discard(request.id)
-        self._scheduler.release(request)
-        del self._live[request.id]
 
     def _measure_last(self, now: float) -> None:
         """Measure the last synchronous iteration, up to the start of the next if there is more to do.
@@ -436,7 +395,8 @@ class SiteEngine:
         What the engine's owner does between two iterations counts for the first, however short it was.
         """
         if self._unmeasured is not None:
-            (plan, began), self._unmeasured = self._unmeasured, None
+            plan, began = self._unmeasured
+            self._unmeasured = None
             self._measure(plan, now - began)
 
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:

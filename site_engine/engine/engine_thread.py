@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
-from site_engine.core.training import Failed, Saved, StepDone, TrainingOrder
 from site_engine.engine.engine_interface import Engine
+from site_engine.engine.thread_training import ThreadTraining
 from site_engine.engine_client import Group, Listener, LoadSeen
-from site_engine.errors import EngineBroken, NotServed, Reason, TrainingRefused, VariantRefused, describe
-
-if TYPE_CHECKING:
-    from site_engine.training.snapshot import Snapshot
+from site_engine.errors import EngineBroken, NotServed, Reason, VariantRefused, describe
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class EngineThread:
         self._stall_watch = StallWatch()
         self._load_wanted = True
         self._loader = ThreadPoolExecutor(1, "variants")
-        self._trains = False  # once it has had a job
+        self.trainer = ThreadTraining(engine, self._loader, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
@@ -192,57 +189,16 @@ class EngineThread:
         """Run `act` between two iterations; reply with what it returns."""
         self._enqueue(lambda: self._calls.append(partial(reply, act())))
 
-    @property
-    def trainer(self) -> EngineThread:
-        return self
-
-    def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
-        """Begin a job, read beside the iterations; reply None, or why it is not trained here."""
-
-        def load() -> None:
-            try:
-                begin = self._engine.training.load(order)
-            except TrainingRefused as refused:
-                begin = partial(_raise, refused)
-            except Exception as exc:
-                log.exception("job %s could not be read", order.job_id)
-                reason = f"the job could not be read: {describe(exc)}"
-                begin = partial(_raise, TrainingRefused(reason, elsewhere=True))
-            self._enqueue(partial(run, begin))
-
-        def run(begin: Callable[[], None]) -> None:
-            answer = None
-            try:
-                begin()
-                self._trains = True
-            except TrainingRefused as refused:
-                answer = refused
-            self._calls.append(partial(reply, answer))
-
-        self._loader.submit(load)
-
-    def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
-        """End a job without an event; reply with its last state, why that is lost, or None without a job."""
-
-        def run() -> None:
-            try:
-                stopped = self._engine.training.stop(job_id)
-            except Exception as exc:  # noqa: BLE001 - what a job lacks must not cost what is served
-                self._calls.append(partial(reply, _unsaved(exc)))
-                return
-            if stopped is None:
-                self._calls.append(partial(reply, None))
-            else:
-                self._loader.submit(self._save, reply, stopped, last=False)
-
-        self._enqueue(run)
-
     def _enqueue(self, operation: Callable[[], None]) -> None:
         with self._wakeup:
             self._operations.append(operation)
             self._wakeup.notify()
 
     # ---- on the thread
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Have the event loop call something once this pass is over."""
+        self._calls.append(call)
 
     def turn(self) -> None:
         """Run the queued operations, a due iteration and a load report, then post the results."""
@@ -290,20 +246,8 @@ class EngineThread:
             outputs = self._after_failure(exc)
         self._publish(outputs)
         self._check_health(outputs)
-        for job_id, event in self._engine.training.take_events() if self._trains else ():
-            if isinstance(event, StepDone | Failed):
-                self._calls.append(partial(self.listener.training, job_id, event))
-            else:  # megabytes, which take longer to write than the time between two tokens
-                last = job_id not in self._engine.training.jobs
-                self._loader.submit(self._save, partial(self.listener.training, job_id), event, last=last)
-
-    def _save(self, reply: Callable[[Saved | Failed], None], snapshot: Snapshot, *, last: bool) -> None:
-        """Reply with a snapshot as bytes, behind what has happened before, or why there are none."""
-        try:
-            saved: Saved | Failed = snapshot.saved(last=last)
-        except Exception as exc:  # noqa: BLE001 - somebody waits for the reply
-            saved = _unsaved(exc)
-        self._enqueue(lambda: self._calls.append(partial(reply, saved)))
+        if self.trainer.has_begun:
+            self.trainer.pass_on(self.listener.training)
 
     def _publish(self, outputs: Sequence[Output]) -> None:
         known = [output for output in outputs if output.request_id in self._live]
@@ -418,12 +362,7 @@ class EngineThread:
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
 
 
-def _unsaved(exc: Exception) -> Failed:
-    log.error("the state of a job could not be saved", exc_info=exc)
-    return Failed(f"its state could not be saved: {describe(exc)}", elsewhere=True)
-
-
-def _raise(refused: VariantRefused | TrainingRefused) -> NoReturn:
+def _raise(refused: VariantRefused) -> NoReturn:
     raise refused
 
 

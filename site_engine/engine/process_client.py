@@ -27,6 +27,7 @@ from site_engine.engine.process_answers import Answers
 from site_engine.engine.process_sleep import RemoteSleep
 from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine.process_training import RemoteTraining
+from site_engine.engine.process_variants import RemoteVariants
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
 from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.text.detokenize import NoText, Vocabulary
@@ -64,7 +65,6 @@ class EngineProcess(asyncio.Protocol):
         """`stream_interval_s`: the longest that tokens wait for the next while the event loop is busy."""
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
         self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests instead of their failing
-        self.chains: dict[str, Chain] = {}  # of the variants that take requests, by id
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -76,15 +76,15 @@ class EngineProcess(asyncio.Protocol):
         self._listener: Listener | None = None
         self._frames = pm.Frames()
         self._eos_token_ids: tuple[int, ...] = ()
-        self._next_call, self._next_number = count(1), count(1)
+        self._next_call = count(1)
+        self._next_number = count(1)
         self.answers = Answers(lambda number: self._send(pm.Cancel([number])))
         self._pace = SendPace(stream_interval_s)
         self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
         self._exports: dict[int, ExportReply] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
-        self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
-        self._removing: dict[int, Callable[[VariantRefused | None], None]] = {}
+        self.variants = RemoteVariants(self._send)
         self.trainer = RemoteTraining(self._send, self._loop)
         self.sleeper = RemoteSleep(self._send)
         self._stall_watch = StallWatch()
@@ -178,7 +178,7 @@ class EngineProcess(asyncio.Protocol):
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
         """Submit a group, all of its requests or none; reply with the admission or the refusal."""
-        chain = self.chains.get(group[0].chain)
+        chain = self.variants.chains.get(group[0].chain)
         eos, fingerprint = self._eos_token_ids, ""
         if chain is not None:
             eos, fingerprint = chain.eos_token_ids, chain.fingerprint
@@ -245,22 +245,11 @@ class EngineProcess(asyncio.Protocol):
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
         """Load a variant and publish it; reply with its chain or the refusal."""
-        if self._broken:
-            reply(VariantRefused(self._refusal().message))
-            return
-        call = next(self._next_call)
-        self._adding[call] = reply
-        self._send(pm.AddVariant(call, variant))
+        self.variants.add(variant, reply)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
         """Remove a variant: requests that are here end with it, new ones are refused."""
-        if self._broken:
-            reply(VariantRefused(self._refusal().message))
-            return
-        call = next(self._next_call)
-        self.chains.pop(variant_id, None)
-        self._removing[call] = reply
-        self._send(pm.RemoveVariant(call, variant_id))
+        self.variants.remove(variant_id, reply)
 
     def _send(self, message: pm.Message) -> None:
         if not self._transport.is_closing():
@@ -312,7 +301,7 @@ class EngineProcess(asyncio.Protocol):
             case pm.Exported():
                 self._exported(message)
             case pm.VariantAdded() | pm.VariantRemoved():
-                self._variant_answered(message)
+                self.variants.handle(message)
             case pm.Turned():
                 self.sleeper.handle(message)
             case (
@@ -331,7 +320,9 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_exception(ConfigError(message.message))
         else:
             self._eos_token_ids = message.facts.eos_token_ids
-            self.start_parts, self.inbox, self.shares = message.parts, message.inbox, message.shares
+            self.start_parts = message.parts
+            self.inbox = message.inbox
+            self.shares = message.shares
             self._ready.set_result(message.facts)
 
     def _load(self, message: pm.Load | pm.Alive) -> None:
@@ -371,18 +362,6 @@ class EngineProcess(asyncio.Protocol):
             self.answers.pop([message.number])
         reply(None if answer is None or answer.ended else answer, message.moved)
 
-    def _variant_answered(self, message: pm.VariantAdded | pm.VariantRemoved) -> None:
-        if isinstance(message, pm.VariantRemoved):
-            removed = self._removing.pop(message.call)
-            removed(VariantRefused(message.message) if message.message else None)
-            return
-        reply = self._adding.pop(message.call)
-        if message.chain is None:
-            reply(VariantRefused(message.message))
-        else:
-            self.chains[message.chain.id] = message.chain
-            reply(message.chain)
-
     def _publish(self, outputs: Sequence[Output]) -> None:
         if outputs and self._listener is not None:
             self._listener.outputs(outputs)
@@ -407,10 +386,7 @@ class EngineProcess(asyncio.Protocol):
         releases, self._releases = self._releases, {}
         for groups, decide in releases.values():
             decide([False] * len(groups))
-        adding, self._adding = self._adding, {}
-        removing, self._removing = self._removing, {}
-        for answer_variant in (*adding.values(), *removing.values()):
-            answer_variant(VariantRefused(self._refusal().message))
+        self.variants.lose(self._refusal().message)
         if self.on_lost is not None:
             self.on_lost(orphans)
         else:

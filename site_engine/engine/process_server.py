@@ -105,7 +105,9 @@ class EngineServer:
         self._frames: list[bytes] = []  # of one pass of the engine thread
         self._thread = make_thread(self._post)
         self._sleep = SleepServer(sleeper, self._thread.between, self._put)
-        self._training = TrainingServer(self._thread, lambda message: self._sender.send(pm.frame(message)))
+        self._training = TrainingServer(
+            self._thread.trainer, lambda message: self._sender.send(pm.frame(message))
+        )
 
     def run(self) -> bool:
         """Serve until the site says Stop or is gone; return whether it said so."""

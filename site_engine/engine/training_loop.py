@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from site_engine.core.load import CostFit, IterationCost
 from site_engine.core.request import Lane, Request, State
-from site_engine.core.scheduler import SchedulePlan, Scheduler
+from site_engine.core.schedule_plan import SchedulePlan
+from site_engine.core.scheduler import Scheduler
 from site_engine.core.slack import MIN_CHUNK_TOKENS, Bounds, Deferral, NextSlice, Serving, Slack, SliceCosts
 from site_engine.core.tensor_split import FAMILIES
 from site_engine.core.training import AdapterShape, TrainingOrder

@@ -10,7 +10,7 @@ import torch
 
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.model.kv_cache import KVCache, LayerShape
 from site_engine.model.runner import Forward, PackedRunner, Runner, UseVariants
 

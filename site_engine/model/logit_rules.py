@@ -15,7 +15,7 @@ import torch
 from site_engine.core.request import Grammar, Guide, Request
 
 if TYPE_CHECKING:
-    from site_engine.core.scheduler import SchedulePlan
+    from site_engine.core.schedule_plan import SchedulePlan
     from site_engine.model.grammar_bitmask import GrammarBitmask
 
 NEG_INF = float("-inf")

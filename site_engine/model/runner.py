@@ -12,7 +12,7 @@ import torch
 
 from site_engine.core.page_pool import NULL_PAGE
 from site_engine.core.request import Request
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.logit_rules import LogitRules

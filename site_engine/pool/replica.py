@@ -73,7 +73,7 @@ class Replica:
 
     def can_take(self, answer: Answer) -> bool:
         """Return whether an answer that another engine has begun can go on here: its variant may be gone."""
-        chain = self.process.chains.get(answer.request.chain)
+        chain = self.process.variants.chains.get(answer.request.chain)
         return not answer.request.chain or (chain is not None and chain.fingerprint == answer.fingerprint)
 
     def left(self, request_id: str) -> None:

@@ -19,7 +19,7 @@ from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, PoolingPrompt, TextPrompt
 from site_engine.remote import plain
 from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
-from site_engine.remote.count import count_tokens
+from site_engine.remote.count import TokenCounter
 from site_engine.remote.dialects import Dialect
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
@@ -31,8 +31,6 @@ from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStr
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
-MAX_COUNTS = 8
-"""Prompts that a server counts at a time."""
 MAX_FAILURES = 3
 """Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says,
 unless it answers a plain request.
@@ -92,7 +90,7 @@ class RemoteEngine:
         self._load_s = float("-inf")
         self._received_s = float("-inf")
         self._stall_watch = StallWatch()
-        self._counting: set[asyncio.Task[None]] = set()
+        self._counter = TokenCounter(server)
         self._asking_plainly: asyncio.Task[None] | None = None
 
     # the interface of a site
@@ -141,28 +139,7 @@ class RemoteEngine:
         reply: Callable[[int | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        if len(self._counting) >= MAX_COUNTS:
-            reply(NotServed(Reason.FULL, f"{MAX_COUNTS} prompts are being counted here already"))
-            return
-
-        model = self._profile.models[assign.model]
-
-        async def ask() -> None:
-            try:
-                answer: int | NotServed = await count_tokens(
-                    self._server, self._profile.dialect, model, assign
-                )
-            except NotServed as refusal:
-                answer = refusal
-            except ServerRefused as exc:
-                answer = exc.refusal
-            except ServerLost as exc:
-                answer = NotServed(Reason.INTERNAL, str(exc))
-            reply(answer)
-
-        task = asyncio.get_running_loop().create_task(ask())
-        self._counting.add(task)
-        task.add_done_callback(self._counting.discard)
+        self._counter.count(assign, self._profile.models[assign.model], self._profile.dialect, reply)
 
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
@@ -228,9 +205,9 @@ class RemoteEngine:
         for timer in (self._pump_timer, self._load_timer):
             if timer is not None:
                 timer.cancel()
-        for task in (*self._counting, self._asking_plainly):
-            if task is not None:
-                task.cancel()
+        self._counter.cancel()
+        if self._asking_plainly is not None:
+            self._asking_plainly.cancel()
         for request in self.queue.all():
             self._fail(request, reason)
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gateway.config import load as load_gateway
-from site_engine.config import load as load_site
+from site_engine.config_sources import load as load_site
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "infra/kubernetes"

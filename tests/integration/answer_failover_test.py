@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from gateway.domain import Delta, Opening, Status, Usage
+from gateway.domain import Delta, Opening, Usage
 from gateway.errors import (
     Overloaded,
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.outcome import Status
 from tests.support.answers import assigned_site, collect, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, until
 from wire import federation_pb2 as pb

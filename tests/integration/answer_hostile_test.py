@@ -236,8 +236,8 @@ def test_a_clock_that_is_no_time_is_not_shown(unix_s: float) -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a", answers_pings=False)
         link: Any = here.gateway.federation.links["a"]
-        await site.send(pong=pb.Pong(nonce=link._nonce, unix_s=unix_s))
-        await until(lambda: not link._pings, "the pong")
+        await site.send(pong=pb.Pong(nonce=link.pings.nonce, unix_s=unix_s))
+        await until(lambda: not link.pings.unanswered, "the pong")
         assert here.gateway.directory.sites[0].clock_ahead_s is None
 
     run(scenario)

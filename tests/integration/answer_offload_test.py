@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from gateway.domain import AnswerEvent, Status
+from gateway.domain import AnswerEvent
 from gateway.errors import NoSite, UpstreamFailed
+from gateway.outcome import Status
 from gateway.routing.failover import MAX_MOVES
 from tests.support.answers import assigned_site, collect, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import SHADOW_TENANT, Caller, Lane, Query, Status
+from gateway.domain import SHADOW_TENANT, Caller, Lane, Query
 from gateway.errors import UpstreamFailed
+from gateway.outcome import Status
 from gateway.prompt import Chat, Message
 from gateway.query import shadows
 from gateway.query.shadows import Shadows

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import Delta, Lane, Opening, Status, Usage
+from gateway.domain import Delta, Lane, Opening, Usage
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -23,6 +23,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.outcome import Status
 from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
 from gateway.query.forecasting import ForecastService

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import openai
 import pytest
 
-from gateway.domain import Status
+from gateway.outcome import Status
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import KEY, Edge, Script, on_loopback
 from tests.support.fakes.federation import Scene, scene, until

@@ -125,13 +125,15 @@ def test_each_report_counts_what_is_admitted_and_has_not_ended() -> None:
                 request = Request(f"q{number}", (97, 98, 99), Sampling(max_tokens=draw.randrange(1, 40)))
                 pool.submit([request], partial(counted.admitted, request.id))
                 for one in draw.choices(sorted(counted.has), k=2) if counted.has else ():
-                    moves += (place := pool.where(one)) is not None and pool.move(one, 1 - place)
+                    moves += (place := pool.requests.where(one)) is not None and pool.requests.move(
+                        one, 1 - place
+                    )
                     if number % 7 == 1:
                         pool.release([[one]], partial(counted.released, one))
                 asked = request.id
-                await heard.until(lambda: asked in counted.has or asked not in pool._owned)  # noqa: B023
+                await heard.until(lambda: asked in counted.has or asked not in pool.requests.owned)  # noqa: B023
                 await heard.until(lambda: len(counted.has) < 10)
-            await heard.until(lambda: not pool._owned and not counted.has)
+            await heard.until(lambda: not pool.requests.owned and not counted.has)
             assert min(len(counted.reports), moves) > 10
             assert [each for each in counted.reports if len({*each}) > 1] == []
 
@@ -148,7 +150,7 @@ def test_an_engine_with_half_of_256_streams_is_killed_and_every_stream_goes_on_w
             admitted = await asyncio.gather(*(heard.submit(name, name, max_tokens=TOKENS) for name in names))
             assert all(isinstance(each, Admission) for each in admitted)
             await heard.until(lambda: {each.request_id for each in heard.outputs} == {*names})
-            pids, moved = heard.pool.pids, {name for name in names if heard.pool.where(name) == 0}
+            pids, moved = heard.pool.pids, {name for name in names if heard.pool.requests.where(name) == 0}
             assert len(moved) > STREAMS / 4
             os.kill(pids[0], signal.SIGKILL)
             async with asyncio.timeout(DEADLINE_S):
@@ -199,13 +201,13 @@ def test_a_request_that_loses_engine_after_engine_fails() -> None:
             pids = heard.pool.pids
             await heard.submit("poison", max_tokens=60)
             for _ in range(3):
-                await heard.until(lambda: heard.pool.where("poison") is not None)
-                place = heard.pool.where("poison")
+                await heard.until(lambda: heard.pool.requests.where("poison") is not None)
+                place = heard.pool.requests.where("poison")
                 assert place is not None
                 os.kill(pids[place], signal.SIGKILL)
                 await heard.until(
                     lambda place=place: (
-                        heard.finishes("poison") or heard.pool.where("poison") not in {place, None}
+                        heard.finishes("poison") or heard.pool.requests.where("poison") not in {place, None}
                     )
                 )
             assert heard.finishes("poison") == [Finish.FAILED]
@@ -263,7 +265,7 @@ def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
 
     async def scenario() -> None:
         async with launched() as heard:
-            launch, tries = heard.pool._launch, list[int]()
+            launch, tries = heard.pool._starter.launch, list[int]()
 
             async def no_memory_at_first(place: int) -> EngineProcess:
                 tries.append(place)
@@ -271,7 +273,7 @@ def test_an_engine_that_the_machine_cannot_start_now_is_started_later(
                     raise OSError(errno.ENOMEM, "Cannot allocate memory")
                 return await launch(place)
 
-            monkeypatch.setattr(heard.pool, "_launch", no_memory_at_first)
+            monkeypatch.setattr(heard.pool._starter, "launch", no_memory_at_first)
             os.kill(heard.pool.pids[1], signal.SIGKILL)
             await heard.serving(1)
             await heard.serving(2)
@@ -308,12 +310,12 @@ def test_what_waits_goes_to_an_engine_that_has_room_meanwhile(monkeypatch: pytes
             for name in ("a", "b", "c"):
                 await heard.submit(name, max_tokens=9 if name == "c" else 58)
             await heard.until(lambda: heard.text("a") and heard.text("b"))
-            full = heard.pool.where("c")
+            full = heard.pool.requests.where("c")
             assert full is not None
-            other = next(name for name in ("a", "b") if heard.pool.where(name) != full)
+            other = next(name for name in ("a", "b") if heard.pool.requests.where(name) != full)
             heard.pool.cancel([other])
             await heard.until(lambda: heard.text("c"))
-            assert heard.pool.where("c") == 1 - full
+            assert heard.pool.requests.where("c") == 1 - full
             stays = "a" if other == "b" else "b"
             assert not heard.finishes(stays)
             await heard.until(lambda: heard.finishes("c"))
@@ -333,17 +335,17 @@ def test_a_request_that_ends_while_it_leaves_gives_its_place_back(end: str) -> N
         async with launched(iteration_floor_s=0.5) as heard:
             await heard.submit("a", max_tokens=50)
             await heard.until(lambda: heard.text("a"))
-            source = heard.pool.where("a")
+            source = heard.pool.requests.where("a")
             assert source is not None
             os.kill(heard.pool.pids[source], signal.SIGSTOP)
-            assert heard.pool.move("a", 1 - source)
+            assert heard.pool.requests.move("a", 1 - source)
             process = heard.pool._replicas[source].process
             last = pm.Detail(0, True, Finish.LENGTH, "", None, [], [])
             process.data_received(pm.frame(pm.Step([1], [97], [last])))  # it crosses what was asked
             assert heard.finishes("a") == [Finish.LENGTH]
-            assert not heard.pool._places.are_free
+            assert not heard.pool.requests.places.are_free
             os.kill(heard.pool.pids[source], signal.SIGCONT if end == "its last token" else signal.SIGKILL)
-            await heard.until(lambda: heard.pool.request_load() or heard.pool._places.are_free)
+            await heard.until(lambda: heard.pool.request_load() or heard.pool.requests.places.are_free)
 
     run(scenario())
 

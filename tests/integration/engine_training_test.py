@@ -60,7 +60,7 @@ class Owner:
         return answers[0]
 
     def train(self, order: TrainingOrder) -> TrainingRefused | None:
-        refused: TrainingRefused | None = self.answer(lambda reply: self.thread.train(order, reply))
+        refused: TrainingRefused | None = self.answer(lambda reply: self.thread.trainer.train(order, reply))
         return refused
 
     def ended(self) -> Saved:
@@ -113,9 +113,9 @@ def test_a_stopped_job_goes_on_from_where_it_stopped_and_ends_the_same(
 ) -> None:
     owner.train(ORDER)
     owner.until(lambda: sum(isinstance(each, StepDone) for each in owner.events) >= 3)
-    stopped = owner.answer(lambda reply: owner.thread.stop_training("ftjob-1", reply))
+    stopped = owner.answer(lambda reply: owner.thread.trainer.stop_training("ftjob-1", reply))
     assert 3 <= stopped.step < 12
-    assert owner.answer(lambda reply: owner.thread.stop_training("ftjob-1", reply)) is None
+    assert owner.answer(lambda reply: owner.thread.trainer.stop_training("ftjob-1", reply)) is None
     owner.train(replace(ORDER, snapshot=stopped.data))
     resumed = owner.ended()
     whole = Owner(model)
@@ -137,7 +137,7 @@ def test_a_job_whose_state_has_no_room_ends_here_and_the_engine_goes_on(
     owner.until(lambda: owner.events)
     with monkeypatch.context() as patched:
         patched.setattr(*what, lacking)
-        failed = owner.answer(lambda reply: owner.thread.stop_training("ftjob-1", reply))
+        failed = owner.answer(lambda reply: owner.thread.trainer.stop_training("ftjob-1", reply))
     assert isinstance(failed, Failed) and failed.elsewhere
     owner.events.clear()
     assert owner.train(ORDER) is None

@@ -20,9 +20,9 @@ import pytest
 import migrations
 from gateway.app import serve
 from gateway.config import GatewayConfig
-from gateway.domain import Status
 from gateway.federation.server import Federation
 from gateway.federation.site_auth import Refusal
+from gateway.outcome import Status
 from gateway.store.store import open_store
 from tests.support.announced import CLIENTS, OPERATORS, SITES, port_of
 from tests.support.answers import backend_of

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import Query, Status, Usage
+from gateway.domain import Query, Usage
 from gateway.errors import NoSite
 from gateway.openai.chat_request import read_chat
 from gateway.openai.fields import Fields, Problems
+from gateway.outcome import Status
 from gateway.query.forecasting import ForecastService
 from predictor.histogram import HistogramForecaster
 from predictor.outcome_log import OutcomeLog

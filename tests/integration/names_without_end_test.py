@@ -7,8 +7,8 @@ import gc
 import json
 from typing import Any
 
-from gateway.domain import Outcome
 from gateway.http.app import create_http
+from gateway.outcome import Outcome
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.publisher import SnapshotPublisher
 from tests.support.answers import backend_of

@@ -89,7 +89,7 @@ async def looking_often(_: float) -> None:
 def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         patient.setattr("gateway.federation.server.MISSED_HEARTBEATS", inf)
-        patient.setattr("gateway.federation.link.MAX_UNANSWERED_PINGS", inf)
+        patient.setattr("gateway.federation.pings.MAX_UNANSWERED_PINGS", inf)
         url = f"sqlite:///{folder / 'mico.db'}"
         await asyncio.to_thread(migrations.upgrade, url)
         authority = Authority.create(folder / "pki", "test", datetime.now(UTC))

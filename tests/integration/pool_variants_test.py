@@ -61,13 +61,13 @@ def test_what_a_variant_has_begun_stays_where_it_is_once_the_variant_is_removed(
             assert isinstance(await asyncio.wait_for(added, WITHIN_S), Chain)
             await heard.submit("a", chain="acme", max_tokens=50)
             await heard.until(lambda: heard.text("a"))
-            source = heard.pool.where("a")
+            source = heard.pool.requests.where("a")
             assert source is not None
             removed = asked(partial(heard.pool.remove_variant, "acme"))
             await asyncio.sleep(0)
-            assert not heard.pool.move("a", 1 - source)
+            assert not heard.pool.requests.move("a", 1 - source)
             assert await asyncio.wait_for(removed, WITHIN_S) is None
-            assert not heard.pool.move("a", 1 - source)
+            assert not heard.pool.requests.move("a", 1 - source)
             await heard.until(lambda: heard.finishes("a"))
             assert (heard.finishes("a"), heard.text("a")) == ([Finish.LENGTH], ("abc" * 50)[:50])
 

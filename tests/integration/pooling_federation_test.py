@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import Delta, Query, Sampling, Status, Usage
+from gateway.domain import Delta, Query, Sampling, Usage
 from gateway.errors import BadRequest, NoSite
+from gateway.outcome import Status
 from gateway.prompt import Pooled, Pooling
 from gateway.query.answer import answer
 from site_engine import remote_site

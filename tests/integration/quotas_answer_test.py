@@ -7,9 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
-from gateway.domain import Caller, Delta, Finish, Opening, Status, Usage
+from gateway.domain import Caller, Delta, Finish, Opening, Usage
 from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany, UpstreamFailed
 from gateway.http.rate_headers import duration
+from gateway.outcome import Status
 from gateway.query.answer import answer
 from gateway.quotas.ledger import QuotaLedger, QuotaStatus
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope

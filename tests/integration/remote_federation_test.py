@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import AnswerEvent, Delta, Finish, Opening, Query, Status, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, Query, Usage
 from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
+from gateway.outcome import Status
 from gateway.prompt import Chat, Message, Prompt
 from gateway.query.answer import answer
 from site_engine import remote_site

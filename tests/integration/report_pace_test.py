@@ -83,7 +83,7 @@ def test_a_site_that_is_asked_for_fewer_reports_may_be_silent_for_longer_unless_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gateway.federation.report_pace.LINKS_PER_SECOND", 1)
-    monkeypatch.setattr("gateway.federation.link.MAX_UNANSWERED_PINGS", 100)
+    monkeypatch.setattr("gateway.federation.pings.MAX_UNANSWERED_PINGS", 100)
 
     async def scenario(here: Scene) -> None:
         idle = await here.site("idle", paces_reports=True, answers_pings=False, model="x")

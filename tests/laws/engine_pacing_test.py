@@ -16,7 +16,7 @@ from site_engine.core.pacing import Pace
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import AdmissionQueue
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from tests.support.counted_engine import CountedEngine
 
 FREE_TOKENS = 128

@@ -14,7 +14,7 @@ from site_engine.core.remaining_curve import LIKELY_LENGTHS, RemainingCurve, Rem
 from site_engine.core.request import Lane, Request
 from site_engine.core.request_queue import POLICIES
 from site_engine.core.reserve import KEPT_DEVIATIONS, FuturePeak, Span
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from tests.support.counted_engine import CountedEngine, Counts
 from tests.support.held_to_the_end import HeldToTheEnd
 

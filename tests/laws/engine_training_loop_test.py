@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.request import Lane, Request
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.core.slack import Bounds, Deferral, NextSlice
 from site_engine.engine.build import allocate_kv_cache
 from site_engine.engine.engine import SiteEngine

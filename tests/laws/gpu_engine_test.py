@@ -218,7 +218,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_holds_the_others_back_until
     engine.step()
     engine.submit(greedy("echo", [3, 2, 1], 5, logprobs=1, prompt_logprobs=True))
     collected: dict[str, Collected] = {}
-    while engine._needs_host:
+    while engine._live.needs_host:
         gather(engine.step(), collected)
     assert len(collected["echo"].token_ids) == 1
     got = drain(engine, collected)
@@ -243,7 +243,7 @@ def test_who_is_given_to_another_site_does_not_hold_the_lead_back() -> None:
     engine = overlapped(family("llama"))
     engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1, prompt_logprobs=True))
     assert engine.release(["ruled"]) == ["ruled"]
-    assert not engine._needs_host
+    assert not engine._live.needs_host
 
 
 def test_who_waits_for_its_last_token_is_not_preempted() -> None:

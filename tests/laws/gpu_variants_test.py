@@ -21,7 +21,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.chain import Chain
 from site_engine.core.request import Request
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
 from site_engine.cuda.batch_layout import decode_shapes, views
 from site_engine.cuda.llama_forward import llama_forward

@@ -14,7 +14,8 @@ from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Request
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan, Scheduler
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
+from site_engine.core.scheduler import Scheduler
 
 ANY_TOKEN = 7
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.decision import Decision
-from gateway.domain import Attempt, Outcome, Status
+from gateway.outcome import Attempt, Outcome, Status
 from predictor.forecast import Forecast
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.request import Request
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model import attention_context

@@ -64,15 +64,15 @@ class Mover:
     async def run(self) -> None:
         while self.counts.asked < self._most:
             await asyncio.sleep(0.001)
-            running = [each for each in self._ids if self._pool.where(each) is not None]
+            running = [each for each in self._ids if self._pool.requests.where(each) is not None]
             places = list(self._pool.pids)
             if not running or len(places) < 2:
                 continue
             request_id = self._draw.choice(running)
-            source = self._pool.where(request_id)
+            source = self._pool.requests.where(request_id)
             target = self._draw.choice([each for each in places if each != source])
             pids = self._pool.pids
-            if source not in pids or not self._pool.move(request_id, target):
+            if source not in pids or not self._pool.requests.move(request_id, target):
                 continue
             self.counts.asked += 1
             step = None
@@ -80,9 +80,9 @@ class Mover:
                 step = self._draw.randrange(len(STEPS))
             if step in {0, 1}:
                 self._kill(step, pids[source if step == 0 else target])
-            while self._pool.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
+            while self._pool.requests.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
                 await asyncio.sleep(0.0005)
-            self.counts.moved += self._pool.where(request_id) == target
+            self.counts.moved += self._pool.requests.where(request_id) == target
             if step in {2, 3}:
                 self._kill(step, pids[target if step == 2 else source])
 

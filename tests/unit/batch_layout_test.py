@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from functools import partial
 
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda.attention_launch import chunk_tokens
 from site_engine.cuda.batch_layout import MIXED_TOKENS, Packer, PageTables, decode_shapes, row_buckets
 

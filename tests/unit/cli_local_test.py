@@ -26,7 +26,7 @@ from mico.local.plan import Plan, Ports, choose_ports, is_free, to_toml
 from mico.local.processes import Process, end, last_lines, start_stamp
 from mico.local.profiles import profiles
 from mico.terminal import Terminal
-from site_engine.config import load as load_site
+from site_engine.config_sources import load as load_site
 
 
 @given(

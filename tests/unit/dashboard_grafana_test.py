@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.decision import Decision
 from gateway.device import DeviceLoad
-from gateway.domain import Attempt, LoadReport, Model, Outcome, SiteIdentity, SiteState, Status
+from gateway.domain import LoadReport, Model, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
+from gateway.outcome import Attempt, Outcome, Status
 from gateway.query.forecasting import ForecastService
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.scaler import Scaler

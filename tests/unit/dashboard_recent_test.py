@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.domain import SiteState, Status
+from gateway.domain import SiteState
 from gateway.federation.directory import Directory
+from gateway.outcome import Status
 from gateway.site_events import EventLog
 from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.recent import MAX_QUERIES, WINDOW_S, ForecastQuality, Move, Recent, Route, is_failure

@@ -40,7 +40,7 @@ class Joined:
         self.remote = RemoteTraining(self._to_engine, self.loop)
         self.remote.on_event = lambda job_id, event: self.events.append(event)
         self.thread = EngineThread(engine_for(family("llama").served), self._post, time.monotonic)
-        self.server = TrainingServer(self.thread, self._to_site)
+        self.server = TrainingServer(self.thread.trainer, self._to_site)
         self.thread.start(Listener(_ignored, _ignored, _ignored, self.server.heard))
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ def test_a_job_stopped_and_resumed_there_ends_as_a_whole_one_here() -> None:
     async def here(joined: Joined) -> None:
         heard = joined.remote.on_event
         joined.thread.listener = Listener(_ignored, _ignored, _ignored, heard)
-        joined.thread.train(ORDER, _ignored)
+        joined.thread.trainer.train(ORDER, _ignored)
         ends.append(await joined.ended())
 
     play(there)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from site_engine.core.scheduler import SchedulePlan
+from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.engine.warmup import warm_up
 from site_engine.model.runner import Logits
 from tests.support.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy

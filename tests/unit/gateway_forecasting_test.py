@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.domain import Caller, Lane, Outcome, Query, Sampling, Status
+from gateway.domain import Caller, Lane, Query, Sampling
 from gateway.ending import Ending
+from gateway.outcome import Outcome, Status
 from gateway.query.forecasting import (
     MAX_BATCH,
     MAX_BATCH_LINES,

@@ -9,9 +9,10 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.device import DeviceLoad
-from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState, Status
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.ending import Ending
 from gateway.federation.directory import Directory
+from gateway.outcome import Status
 from gateway.security.login_limiter import MAX_ADDRESSES, LoginLimiter
 from gateway.telemetry.metrics import Metrics, sites_by_model
 from tests.support.ended_queries import ANSWERED, attempt

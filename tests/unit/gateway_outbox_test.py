@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from gateway.domain import Caller, Decision, LoadReport, Model, Query, Sampling, SiteIdentity
+from gateway.decision import Decision
+from gateway.domain import Caller, LoadReport, Model, Query, Sampling, SiteIdentity
 from gateway.failure import FailureCause
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
-from gateway.federation.link import MAX_UNANSWERED_PINGS, READ_WITHIN_S, Link
+from gateway.federation.link import READ_WITHIN_S, Link
 from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
+from gateway.federation.pings import MAX_UNANSWERED_PINGS
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
@@ -164,7 +166,7 @@ def test_a_site_that_reports_and_answers_no_ping_does_not_read(answers: bool) ->
         here = Scene()
         reasons = []
         for number in range(1, 3 * MAX_UNANSWERED_PINGS):
-            reasons.append(here.link.ping())
+            reasons.append(here.link.pings.send())
             await kinds_sent(here.link)
             here.link.receive(pb.SiteMessage(load=pb.Load(seq=number + 1)))
             if answers:
@@ -180,5 +182,5 @@ def test_a_site_that_reports_and_answers_no_ping_does_not_read(answers: bool) ->
 def test_pings_do_not_pile_up_before_a_site_that_reads_slowly() -> None:
     here = Scene()
     for _ in range(100):
-        assert here.link.ping() is None
+        assert here.link.pings.send() is None
     assert here.link.outbox.bytes < 20

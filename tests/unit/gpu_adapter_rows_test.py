@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.chain import Chain
 from site_engine.core.request import Request
-from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
 from site_engine.cuda.own_layers import UNIT_BYTES

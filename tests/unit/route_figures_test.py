@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gateway.domain import Outcome, Status
+from gateway.outcome import Outcome, Status
 from gateway.routing.model_routes import ModelRoute, Shadow, Target
 from gateway.telemetry.route_figures import WINDOW_S, Copied, RouteFigures, TargetFigures, merge_figures
 from tests.support.fakes.store import outcome

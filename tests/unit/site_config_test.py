@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from site_engine.app import announced_training
-from site_engine.config import SiteConfig, VariantConfig, load, load_groups
+from site_engine.config import SiteConfig, VariantConfig
+from site_engine.config_sources import load, load_groups
 from site_engine.core.training import Trains
 from site_engine.engine import process_messages as pm
 from site_engine.engine.loading import slots_on

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from site_engine.config import SiteConfig, load
+from site_engine.config import SiteConfig
+from site_engine.config_sources import load
 from site_engine.errors import ConfigError
 
 NEEDED = {"site": "front", "gateways": "gw:7000", "engine": "openai", "url": "http://server:8000/v1"}

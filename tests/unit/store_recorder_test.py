@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from gateway.decision import Estimate
-from gateway.domain import Status
+from gateway.outcome import Status
 from gateway.site_events import Event
 from gateway.store.errors import StoreError
 from gateway.store.journal import LIMIT_BYTES, Journal

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.decision import Estimate
-from gateway.domain import Status
+from gateway.outcome import Status
 from gateway.prices import Prices
 from gateway.site_events import Event
 from gateway.store.rows import (

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gateway.batches.prompts import Kept, answer_prompts
-from gateway.domain import AnswerEvent, Query, Sampling, Status, Usage
+from gateway.domain import AnswerEvent, Query, Sampling, Usage
 from gateway.errors import AboveQuota, BadRequest, MicoError, NoSite, TooMany
+from gateway.outcome import Status
 from tests.support.batch_replica import Replica, jsonl, replica
 from tests.support.fakes.federation import CALLER
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from gateway.domain import Status
+from gateway.outcome import Status
 from tests.support.batch_replica import (
     answers_by_id,
     asked_at_least,

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.domain import Caller, Outcome
+from gateway.domain import Caller
+from gateway.outcome import Outcome
 from gateway.query.answer import answer
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway

@@ -15,7 +15,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
-from gateway.domain import Outcome, SiteIdentity
+from gateway.domain import SiteIdentity
+from gateway.outcome import Outcome
 from gateway.prices import NANO_USD
 from gateway.store.database import open_engine
 from gateway.store.queries import TotalBy

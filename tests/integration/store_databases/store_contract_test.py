@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from gateway.domain import Caller, Status
+from gateway.domain import Caller
 from gateway.operator_orders import Order
+from gateway.outcome import Status
 from gateway.quotas.limits import Kind, Scope
 from gateway.store import keys, retention
 from gateway.store.audit import Act, add_entry

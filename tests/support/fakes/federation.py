@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.domain import Caller, Outcome, Query, Sampling
+from gateway.domain import Caller, Query, Sampling
 from gateway.federation.directory import Directory
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
+from gateway.outcome import Outcome
 from gateway.prompt import Chat, Message
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import ForecastService
@@ -253,7 +254,9 @@ class Scene:
         links: Any = self.gateway.federation.links
         answering = [site.name for site in self.sites if site.answers_pings]
         for _ in range(2 * MISSED_HEARTBEATS):
-            await until(lambda: not any(links[each]._pings for each in answering if each in links), "pongs")
+            await until(
+                lambda: not any(links[it].pings.unanswered for it in answering if it in links), "pongs"
+            )
             self._heart.beat()
             await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
         await until(lambda: name not in links, f"{name} to be gone")

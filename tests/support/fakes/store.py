@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.decision import Decision, Estimate
-from gateway.domain import Attempt, Outcome, Status
+from gateway.outcome import Attempt, Outcome, Status
 from gateway.store.errors import RecordsRefused, StoreUnavailable
 from gateway.store.rows import EventRow, Record
 from predictor.forecast import Forecast
