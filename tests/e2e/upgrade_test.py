@@ -24,6 +24,7 @@ import pytest
 
 from mico.local.plan import free_port, to_toml
 from tests.support.local_federation import eventually
+from tests.support.plain_http import HTTP
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -182,7 +183,7 @@ class Federation:
     def ready_sites(self, number: int) -> set[str]:
         url = f"http://127.0.0.1:{self.http_ports[number]}/admin/api/sites"
         try:
-            answer = httpx.get(url, headers={"authorization": f"Bearer {self.keys[number]}"}, timeout=10)
+            answer = HTTP.get(url, headers={"authorization": f"Bearer {self.keys[number]}"}, timeout=10)
         except httpx.HTTPError:
             return set()
         sites = answer.json()["sites"] if answer.status_code == 200 else []
@@ -232,7 +233,7 @@ class Federation:
         with self.chosen(other=other) as number:
             url = f"http://127.0.0.1:{self.http_ports[number]}/v1/chat/completions"
             headers = {"authorization": f"Bearer {self.keys[number]}"}
-            return stack.enter_context(httpx.stream("POST", url, json=body, headers=headers, timeout=120))
+            return stack.enter_context(HTTP.stream("POST", url, json=body, headers=headers))
 
 
 def text_of(response: httpx.Response) -> str:

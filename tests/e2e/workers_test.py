@@ -24,6 +24,7 @@ from mico.local.plan import free_port, to_toml
 from migrations import upgrade
 from tests.support.child_processes import is_there
 from tests.support.local_federation import eventually
+from tests.support.plain_http import HTTP
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -54,14 +55,14 @@ class Workers:
             "temperature": 0,
         }
         url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
-        return httpx.post(url, json=body, headers={"authorization": f"Bearer {key or self.key}"}, timeout=120)
+        return HTTP.post(url, json=body, headers={"authorization": f"Bearer {key or self.key}"})
 
     def ready(self) -> list[bool]:
         return [_status(f"http://127.0.0.1:{port}/ready") == 200 for port in self.operators]
 
     def answered(self) -> list[int]:
         """Return by worker the queries that it answered since it started."""
-        pages = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=120).text for port in self.operators]
+        pages = [HTTP.get(f"http://127.0.0.1:{port}/metrics").text for port in self.operators]
         return [round(sum(map(float, QUERIES.findall(page)))) for page in pages]
 
     @property
@@ -75,7 +76,7 @@ class Workers:
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url).status_code
+        return HTTP.get(url, timeout=5).status_code
     except httpx.TransportError:
         return 0
 
@@ -191,14 +192,14 @@ def _revoke_a_key(workers: Workers) -> None:
     keys = f"http://127.0.0.1:{workers.port}/admin/api/keys"
     admin = {"authorization": f"Bearer {workers.key}"}
     new = {"name": "other", "tenant": "shop", "reason": "test"}
-    made = httpx.post(keys, json=new, headers=admin, timeout=120).raise_for_status().json()
+    made = HTTP.post(keys, json=new, headers=admin).raise_for_status().json()
 
     def all_say(status: int) -> bool:
         return {workers.ask(key=made["key"]).status_code for _ in range(12)} == {status}
 
     eventually(lambda: all_say(200), "both take the key")
     revoke = f"{keys}/{made['id']}/revoke"
-    httpx.post(revoke, json={"reason": "test"}, headers=admin, timeout=120).raise_for_status()
+    HTTP.post(revoke, json={"reason": "test"}, headers=admin).raise_for_status()
     eventually(lambda: all_say(401), "both refuse it")
 
 
@@ -211,7 +212,7 @@ def _end_with_streams(workers: Workers) -> None:
 
     def read(began: Event) -> str:
         last = ""
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
+        with HTTP.stream("POST", url, json=body, headers=headers) as answer:
             for line in answer.iter_lines():
                 began.set()
                 last = line or last
