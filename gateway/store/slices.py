@@ -94,7 +94,9 @@ def _among_subjects(columns: Any) -> ColumnElement[bool]:
 _AMONG_IDS = _among_subjects(quotas.c), tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True))
 _LOCKED = select(quotas).where(*_AMONG_IDS).order_by(*_LIMIT_ID).with_for_update()
 _SLICES = select(quota_slices).where(_among_subjects(quota_slices.c))
-"""Also slices of other kinds of these subjects: writing out each id takes longer than reading them."""
+"""Also slices of other kinds of these subjects, even of kinds that this program does not know: writing out
+each id takes longer than reading them.
+"""
 _RENEWED = (
     update(replicas)
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
@@ -284,7 +286,7 @@ class SliceTable:
         among = {"ids": ids, "subjects": [*{each.subject for each in ids}]}
         limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, among)}
         rows: dict[LimitId, list[Row[Any]]] = defaultdict(list)
-        for row in await connection.execute(_SLICES, among):
+        for row in filter(is_known, await connection.execute(_SLICES, among)):
             rows[id_of(row)].append(row)
         grants = []
         for limit_id, limit in limits.items():

@@ -369,10 +369,11 @@ def test_a_query_waits_for_a_larger_slice_only_while_the_database_answers(
     asyncio.run(main())
 
 
-def test_quotas_of_a_kind_that_only_a_newer_version_knows_are_left_alone(url: str) -> None:
+@pytest.mark.parametrize("scope", ["region", "tenant"])
+def test_quotas_of_a_kind_that_only_a_newer_version_knows_are_left_alone(url: str, scope: str) -> None:
     async def main() -> None:
         async with database(url, {LIVE: 10}) as engine:
-            newer = {"scope": "region", "subject": "shop", "kind": "images_per_day"}
+            newer = {"scope": scope, "subject": "shop", "kind": "images_per_day"}
             row = {"period": 0, "amount": 1, "used": 0, "used_at": 0.0, "want": 5}
             async with engine.begin() as connection:
                 await connection.execute(insert(quotas), {**newer, "amount": 5, "stamp": 7})
