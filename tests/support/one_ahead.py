@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.federation import codec as gateway_codec
-from gateway.federation.link import Link
+from gateway.federation.pings import Pings
 from mico.cli import main
 from site_engine import messages
 from site_engine.federation import codec as site_codec
@@ -24,18 +24,18 @@ def step_ahead() -> None:
     """Speak the protocols from today's highest to the one after it, and add an unknown kind to each ping."""
     for codec in (gateway_codec, site_codec):
         codec.LOWEST_PROTOCOL, codec.HIGHEST_PROTOCOL = codec.HIGHEST_PROTOCOL, codec.HIGHEST_PROTOCOL + 1
-    ping, encode = Link.ping, site_codec.encode
+    send, encode = Pings.send, site_codec.encode
 
-    def ping_and_more(link: Link) -> str | None:
-        link.outbox.put(pb.GatewayMessage.FromString(UNKNOWN_KIND))
-        return ping(link)
+    def send_and_more(pings: Pings) -> str | None:
+        pings._outbox.put(pb.GatewayMessage.FromString(UNKNOWN_KIND))
+        return send(pings)
 
     def encode_and_more(message: Any) -> Iterator[pb.SiteMessage]:
         yield from encode(message)
         if isinstance(message, messages.Pong):
             yield pb.SiteMessage.FromString(UNKNOWN_KIND)
 
-    Link.ping = ping_and_more  # type: ignore[method-assign]
+    Pings.send = send_and_more  # type: ignore[method-assign]
     site_codec.encode = encode_and_more
 
 
