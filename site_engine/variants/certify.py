@@ -48,7 +48,7 @@ class Certifier:
         assert self._base_logits
 
     def limit(self, variant: LoadedVariant, off: float) -> float:
-        """Return by how much of the largest the logits of an engine, which are `off`, may differ.
+        """Return by how much of the largest the logits of an engine may differ, where they differ by `off`.
 
         A fixed limit would refuse variants by chance: rounding moves the logits of a deep model in bfloat16
         by more than that, and how far depends on the variant. That is measured where the fixed one is passed.
@@ -82,7 +82,7 @@ class Certifier:
     def _logits_alone(
         self, variant: LoadedVariant | None = None, *, rounded: bool = False
     ) -> list[torch.Tensor]:
-        """Return logits [tokens, vocabulary] of each prompt, if `rounded` with outputs rounded otherwise."""
+        """Return logits [tokens, vocabulary] of each prompt. `rounded`: modules round outputs otherwise."""
         model, device = self._alone, self._model.device
         with ExitStack() as undo, torch.inference_mode():
             if variant is not None:
