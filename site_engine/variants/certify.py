@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain as joined
+from math import isfinite
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ class Certifier:
         if off <= tolerance:
             return tolerance
         rounded = self._logits_alone(variant, rounded=True)
-        return max(tolerance, TIMES_ROUNDING * relative(rounded, self._logits_alone(variant)))
+        moved = relative(rounded, self._logits_alone(variant))
+        return max(tolerance, TIMES_ROUNDING * moved) if isfinite(moved) else tolerance
 
     def certify(self, variant: LoadedVariant) -> None:
         """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
