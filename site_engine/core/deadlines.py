@@ -12,7 +12,9 @@ class LiveIds(Container[str], Sized, Protocol):
 
 
 class Deadlines:
-    """A heap of (deadline, request id). Entries of ended requests stay until they are due or too many."""
+    """A heap of (deadline, request id). Entries of ended requests, and a second one of a request that came
+    back, stay until they are due or too many.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -21,9 +23,9 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline_s: float, request_id: str, live: LiveIds) -> None:
-        """Add a deadline; drop the entries of ended requests once they are the majority."""
+        """Add a deadline; drop entries that nobody needs once they are the majority."""
         if len(self._heap) > 2 * len(live) + 64:
-            self._heap = [entry for entry in self._heap if entry[1] in live]
+            self._heap = list({entry for entry in self._heap if entry[1] in live})
             heapify(self._heap)
         heappush(self._heap, (deadline_s, request_id))
 

@@ -71,7 +71,7 @@ class LiveRequests:
         self.end(processor.request)
 
     def end(self, request: Request) -> None:
-        """Let go of a request whose last output there is."""
+        """Let go of a request that has had its last output."""
         self.forget(request)
         request.variant = None  # which is in memory as long as something refers to it
 

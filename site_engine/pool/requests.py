@@ -1,4 +1,4 @@
-"""Give the requests of a pool to its engines, from their submission to their end, and move them between them.
+"""Give the requests of a pool to its engines, and move them from one engine to another, until they end.
 
 Lives on the event loop's thread. Which engine computes a request is decided in `ownership.py`, which is best
 for it in `routing.py`, which moves are worth their cost in `rebalancing.py`.

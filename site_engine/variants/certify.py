@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain as joined
+from math import isfinite
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Certifier:
         assert self._base_logits
 
     def limit(self, variant: LoadedVariant, off: float) -> float:
-        """Return by how much of the largest the logits of an engine, which are `off`, may differ.
+        """Return by how much of the largest the logits of an engine may differ, where they differ by `off`.
 
         A fixed limit would refuse variants by chance: rounding moves the logits of a deep model in bfloat16
         by more than that, and how far depends on the variant. That is measured where the fixed one is passed.
@@ -57,7 +58,8 @@ class Certifier:
         if off <= tolerance:
             return tolerance
         rounded = self._logits_alone(variant, rounded=True)
-        return max(tolerance, TIMES_ROUNDING * relative(rounded, self._logits_alone(variant)))
+        moved = relative(rounded, self._logits_alone(variant))
+        return max(tolerance, TIMES_ROUNDING * moved) if isfinite(moved) else tolerance
 
     def certify(self, variant: LoadedVariant) -> None:
         """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
@@ -82,7 +84,7 @@ class Certifier:
     def _logits_alone(
         self, variant: LoadedVariant | None = None, *, rounded: bool = False
     ) -> list[torch.Tensor]:
-        """Return logits [tokens, vocabulary] of each prompt, if `rounded` with outputs rounded otherwise."""
+        """Return logits [tokens, vocabulary] of each prompt. `rounded`: modules round outputs otherwise."""
         model, device = self._alone, self._model.device
         with ExitStack() as undo, torch.inference_mode():
             if variant is not None:

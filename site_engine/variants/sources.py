@@ -1,4 +1,4 @@
-"""Check which variants operators' orders may have loaded: those below what `models_from` of a site names."""
+"""Check that operators' orders load variants only from where `models_from` of a site allows it."""
 
 from __future__ import annotations
 

@@ -276,6 +276,19 @@ def test_deadlines_of_answers_that_ended_in_time_are_forgotten() -> None:
     assert len(drain(engine)["0"].token_ids) == 9
 
 
+def test_the_deadline_of_a_request_that_is_given_up_and_comes_back_is_kept_once() -> None:
+    """As those that wait do: of a group of which another runs, when gateways ask for it again and again."""
+    engine = engine_for(family("llama").served)
+    request = greedy("waits", [1], 1)
+    request.deadline_s = 1e9
+    engine.submit(request)
+    for _ in range(300):
+        engine.release(["waits"])
+        engine.submit(request, request.to_move())
+    assert len(engine._live._deadlines) <= 67
+    assert last(drain(engine), "waits").finish is Finish.LENGTH
+
+
 def test_a_resumed_answer_goes_on_where_it_was_cut() -> None:
     prompt, whole = [4, 5, 6], family("gpt2").generate([4, 5, 6], 24)
     engine = engine_for(family("gpt2").served)

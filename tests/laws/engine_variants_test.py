@@ -230,6 +230,17 @@ def test_what_rounding_does_is_computed_for_a_variant_beyond_the_tolerance_alone
     assert len(rounded) == 2
 
 
+@pytest.mark.parametrize("moved", [float("inf"), float("nan")])
+def test_rounding_that_overflows_excuses_no_difference(
+    moved: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = served("llama")
+    monkeypatch.setattr(model_certify, "largest_difference", lambda *_, **__: 0.5)
+    monkeypatch.setattr(certify, "relative", lambda *_: moved)
+    with pytest.raises(VariantRefused, match=r"differ by 5.0e-01 of the largest"):
+        engine_for(model).add_variant(lora(tmp_path / "far", plain, rank=4, seed=2).variant)
+
+
 def test_the_same_contents_are_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = served()
     engine = engine_for(model)
