@@ -29,7 +29,7 @@ from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.optional_packages import UNUSED, hide, hide_torch
-from site_engine.process_settings import set_up_process
+from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
@@ -93,6 +93,7 @@ async def serve(
         config.iteration_floor_s,
         allow_special_tokens=config.allow_special_tokens,
     )
+    set_up_collector()
     async with attempt_log(config.site, config.otlp_url) as on_finish:
         with shutdown.handle_signals(loop):
             served = Served(engine, facts_of(loaded), shutdown.engine_broken, configured_variants(config))

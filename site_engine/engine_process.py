@@ -32,7 +32,7 @@ from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.first_import import first_import
 from site_engine.native import facts_of, grammars_of
 from site_engine.optional_packages import UNUSED, hide
-from site_engine.process_settings import set_up_process
+from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
 
@@ -52,8 +52,7 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     startup = startup or StartUp(time.monotonic)
     end_with_parent()
     set_up_process()
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the site's process, which ends this one in order
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals()
     connection = socket.socket(fileno=descriptor)
     start = read_start(connection)
     if start is None:
@@ -92,11 +91,18 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     make_thread = partial(EngineThread, loaded.engine, clock=time.monotonic, floor_s=config.iteration_floor_s)
     server = EngineServer(connection, make_thread, time.monotonic, compiler.compile, loaded.sleeper)
     compiler.wait()
+    set_up_collector()
     serving.set()
     inbox = loaded.open_inbox() if start.with_others else None
     connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts, inbox, loaded.shares)))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
     return 0 if server.run() else 1
+
+
+def leave_signals() -> None:
+    """Ignore what asks to end: the site's process gets it, too, and ends this one in order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def read_start(connection: socket.socket) -> pm.Start | None:

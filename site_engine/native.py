@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -28,6 +27,7 @@ from site_engine.messages import Assign
 from site_engine.model import gguf
 from site_engine.pool.pool import EnginePool
 from site_engine.pool.sleeping import PoolSleep
+from site_engine.process_settings import set_up_collector
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
@@ -276,8 +276,7 @@ async def launch_engine(
         of_chain = facts._replace(eos_token_ids=chain.eos_token_ids)
         return prompt_tokenizer(own, of_chain, post, allow_special_tokens=config.allow_special_tokens)
 
-    gc.collect()
-    gc.freeze()  # the collector never scans what is loaded, so no stream waits for it
+    set_up_collector()
     ended_s, parts = time.monotonic(), [*startup.parts, *process.start_parts]
     began_s = min(began_s, *(part.began_s for part in parts))  # a process may have been begun before
     log.info(

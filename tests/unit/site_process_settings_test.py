@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 import pytest
 
-from site_engine.process_settings import PINNED_MEMORY, SWITCH_S, set_up_process
+from site_engine.process_settings import PINNED_MEMORY, SWITCH_S, set_up_collector, set_up_process
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -37,3 +38,17 @@ def test_an_environment_that_configures_the_allocators_is_left_as_it_is(
     monkeypatch.setenv(name, "expandable_segments:True")
     set_up_process()
     assert [os.environ.get(each) for each in ALLOCATORS if each in os.environ] == ["expandable_segments:True"]
+
+
+def test_no_full_collection_comes_with_the_requests_of_minutes() -> None:
+    before, full = gc.get_threshold(), gc.get_stats()[2]["collections"]
+    try:
+        set_up_collector()
+        loaded = gc.get_stats()[2]["collections"]
+        requests = [{"id": str(number), "tokens": [number], "pages": [[]]} for number in range(200_000)]
+        assert gc.get_freeze_count() > 0
+        assert gc.get_stats()[2]["collections"] == loaded == full + 1
+        assert len(requests) == 200_000
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
