@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from bench.blend import NAMED, NO_DATA, Job, as_requests, counted, lines_of
+from bench.blend import NAMED, NO_DATA, TOKEN_BUDGET, Job, as_requests, counted, lines_of
 from bench.engine_gpu import kind_of, plain_model
 from bench.support import beside_vllm
 from bench.support.beside_vllm import Pass, Took
@@ -217,7 +217,9 @@ def counts(run: Run, fit: Fit, simulated: Sequence[str]) -> dict[str, Any]:
 
 
 def build(asked: argparse.Namespace) -> SiteEngine:
-    settings = EngineSettings(slots=asked.rows, kv_tokens=asked.kv_tokens, max_pending=1 << 14)
+    settings = EngineSettings(
+        slots=asked.rows, token_budget=TOKEN_BUDGET, kv_tokens=asked.kv_tokens, max_pending=1 << 14
+    )
     model = from_model(plain_model(asked.model), eos_token_ids=())
     engine = overlapped_engine(model, settings, seconds, fast_forward(model))
     print(f"{torch.cuda.get_device_name()}, {warm_graphs(engine, asked.longest)} graphs", flush=True)

@@ -183,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--slots", type=int, default=ROWS, help="requests that run at once")
     parser.add_argument("--count", type=int, default=512, help="queries of a workload")
-    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--token-budget", type=int, help="of an iteration; a site's own without it")
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
     parser.add_argument("--order", default="arrival", help=f"some of {', '.join(ORDERS)}")

@@ -114,7 +114,7 @@ class SiteConfig:
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
-    token_budget: int | None = None  # tokens of one iteration; absent: 8,192 on a GPU, else 512, or `slots`
+    token_budget: int | None = None  # of an iteration; absent: 1,024 on a GPU, else 512, at least 2 a slot
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32
 RESPONSE_TOKENS = 8
 SOME_TOKENS = (1_200, 2_500, 5_000)
-"""Prompts that no graph computes, between the longest of a graph and a full iteration."""
+"""Prompts of which no graph computes the whole, where the budget of an iteration is larger than a graph."""
 FEW_ROWS, MANY_ROWS, LONG_CONTEXT = 8, 128, 600
 """Answers beside which long prompts run; with a long context an answer has several parts to attend to."""
 
