@@ -108,7 +108,7 @@ class SiteEngine:
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
-        if self.training.jobs and not self._live.has_news:
+        if self.training.jobs and not self._live.needs_step:
             self._measure_last(self._clock())
             if self._pending is not None and self.training.is_due(self._published_s):
                 self._publish_pending()  # a slice would delay its tokens
@@ -287,7 +287,7 @@ class SiteEngine:
     @property
     def has_work(self) -> bool:
         live = self._live
-        return bool(self._pending is not None or live.processors or live.has_news or self.training.jobs)
+        return bool(self._pending is not None or live.processors or live.needs_step or self.training.jobs)
 
     def load(self) -> LoadFigures:
         """Return what runs and waits, the free KV memory and the measured speed."""

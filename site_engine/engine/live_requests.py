@@ -29,8 +29,8 @@ class LiveRequests:
         self._deadlines = Deadlines()
 
     @property
-    def has_news(self) -> bool:
-        """Return whether outputs wait to be taken, or requests to be ended."""
+    def needs_step(self) -> bool:
+        """Return whether outputs wait to be taken, or cancelled requests to be ended."""
         return bool(self.outputs or self._cancelled)
 
     def add(self, processor: OutputProcessor) -> None:
