@@ -46,6 +46,7 @@ async def report(folder: Path, gateway: GatewayProcess, spec: dict[str, Any]) ->
         *("--report-json-path", found, "--no-color"),
         stdout=asyncio.subprocess.PIPE,
         cwd=folder,
+        env={},  # all of it is looked through for proxies, twice a request
     )
     said, _ = await asyncio.wait_for(run.communicate(), WITHIN_S)
     assert found.exists(), said.decode()[-3000:]
