@@ -166,6 +166,8 @@ def _bounded(name: str, schema: dict[str, Any]) -> dict[str, Any]:
         return {"enum": ["m"]}
     if name == "custom_id":
         return {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+    if name == "params":
+        return {"type": "object"}  # read when the request runs, as at Anthropic
     if name == "requests":
         return schema | {"minItems": 1}
     return schema | {"minimum": 1} if name in AT_LEAST_ONE else schema

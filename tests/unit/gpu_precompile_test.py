@@ -49,6 +49,8 @@ class OnGpu(attention.DeviceContext):
 cuda_graph.DeviceContext = OnGpu
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # no kernel writes what it is given
 torch.Tensor.new_empty = torch.Tensor.new_zeros
+# nor does any kernel depend on what torch multiplies
+torch.nn.functional.linear = lambda given, weight, bias=None: given.new_zeros(*given.shape[:-1], len(weight))
 driver.set_active(Compiling(90))
 compile_steps(model_of(Path(sys.argv[1]), torch.device("cpu")), {SLOTS})
 """
