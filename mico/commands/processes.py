@@ -30,9 +30,12 @@ Overrides = Annotated[
 
 def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run one gateway: HTTP for clients, gRPC for sites. Shuts down gracefully on SIGTERM."""
-    from gateway.config import ConfigError, load
-    from gateway.store.errors import StoreError
-    from gateway.workers import run
+    from site_engine.first_import import first_import
+
+    with first_import("gateway.app"):
+        from gateway.config import ConfigError, load
+        from gateway.store.errors import StoreError
+        from gateway.workers import run
 
     try:
         status = run(load(config, os.environ, parse_overrides(overrides)))
