@@ -44,6 +44,7 @@ def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def page(browser: Browser, federation: LocalFederation) -> Browser:
     """The page, signed in, with its first figures."""
     federation.wait_until_ready()
+    browser.open("about:blank")  # the page of the test before would go on asking, without its cookie
     browser.complaints.clear()
     browser.requested.clear()
     browser.call("Network.clearBrowserCookies")
