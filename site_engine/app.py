@@ -18,7 +18,7 @@ from site_engine.config import SiteConfig
 from site_engine.core.chain import Block, BlockKind, Variant
 from site_engine.core.training import Trains
 from site_engine.engine.device_turns import SharedDevice
-from site_engine.engine.loading import Loaded, load_engine
+from site_engine.engine.loading import Loaded, facts_of, load_engine
 from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError
@@ -27,7 +27,7 @@ from site_engine.federation.site import Site
 from site_engine.federation.training import TrainingRuns
 from site_engine.group import Group, Tuning, Wanted
 from site_engine.messages import Hello, Model, OnFinish
-from site_engine.native import NativeEngine, facts_of, launch_engine
+from site_engine.native import NativeEngine, launch_engine
 from site_engine.optional_packages import UNUSED, hide, hide_torch
 from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick

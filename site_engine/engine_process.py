@@ -25,12 +25,11 @@ from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
 from site_engine.engine.child import end_with_parent, see_devices
 from site_engine.engine.engine_thread import EngineThread
-from site_engine.engine.loading import Loaded, load_engine
+from site_engine.engine.loading import Loaded, facts_of, grammars_of, load_engine
 from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
 from site_engine.first_import import first_import
-from site_engine.native import facts_of, grammars_of
 from site_engine.optional_packages import UNUSED, hide
 from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.telemetry import logs

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from site_engine.config import SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission
 from site_engine.core.startup import StartUp, describe
 from site_engine.engine.engine_thread import EngineThread
-from site_engine.engine.loading import Loaded, take_logs_of_transformers
+from site_engine.engine.loading import Loaded, facts_of, grammars_of, take_logs_of_transformers
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_messages import Described
 from site_engine.engine.process_spawn import Spawn
@@ -31,26 +31,7 @@ from site_engine.process_settings import set_up_collector
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
-if TYPE_CHECKING:
-    from site_engine.text.grammar import Grammars
-
 log = logging.getLogger(__name__)
-
-
-def facts_of(loaded: Loaded) -> Facts:
-    """Return the facts of an engine that has not served yet."""
-    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
-    return Facts(
-        loaded.name,
-        loaded.revision,
-        loaded.context_tokens,
-        loaded.vocab_size,
-        loaded.eos_token_ids,
-        loaded.slots,
-        kv_tokens,
-        loaded.weights_bytes,
-        loaded.slots_bytes,
-    )
 
 
 class EngineCore(Protocol):
@@ -356,14 +337,3 @@ def prompt_tokenizer(
         context_tokens=facts.context_tokens,
         allow_special_tokens=allow_special_tokens,
     )
-
-
-def grammars_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars | None:
-    """Make the grammars of a model; None, with a warning, if it can't have any: such queries are refused."""
-    from site_engine.text.grammar import Grammars, GrammarsUnavailable
-
-    try:
-        return Grammars(tokenizer, vocab_size, eos_token_ids)
-    except GrammarsUnavailable as exc:
-        log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
-        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 settings.load_profile("ci")
 
 gc.disable()  # what is made while tests are collected stays, and to look through it costs 4 s
+
+# Bytecode is kept also where the environment says otherwise: each of the processes that tests start would
+# compile all that it imports, a gateway for half a second.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small only lose by sharing their sums out
 

@@ -30,9 +30,12 @@ Overrides = Annotated[
 
 def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run one gateway: HTTP for clients, gRPC for sites. Shuts down gracefully on SIGTERM."""
-    from gateway.config import ConfigError, load
-    from gateway.store.errors import StoreError
-    from gateway.workers import run
+    from site_engine.first_import import first_import
+
+    with first_import("gateway.app"):
+        from gateway.config import ConfigError, load
+        from gateway.store.errors import StoreError
+        from gateway.workers import run
 
     try:
         status = run(load(config, os.environ, parse_overrides(overrides)))
@@ -68,6 +71,7 @@ def site(
     from site_engine.config_sources import load_groups
     from site_engine.engine.process_spawn import prestarted, spawn
     from site_engine.errors import ConfigError
+    from site_engine.first_import import first_import
 
     try:
         loaded = load_groups(
@@ -80,7 +84,8 @@ def site(
     separates = any(each.separates_engine for each in loaded)
     # A process that is started now imports torch while this one imports what a site needs.
     start = prestarted() if separates else spawn
-    from site_engine.app import run
+    with first_import("site_engine.app"):
+        from site_engine.app import run
 
     exit_at_once(run(loaded, start))
 

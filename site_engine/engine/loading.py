@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from site_engine.core.slack import Bounds, Deferral
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine_interface import Engine
 from site_engine.engine.ranks import Rank, join
+from site_engine.engine_client import Facts
 from site_engine.errors import ConfigError, ModelNotSupported, NoMemory, TrainingRefused
 from site_engine.first_import import first_import
 from site_engine.text.detokenize import TokenNames, Vocabulary
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
     from site_engine.model.runner import PackedRunner
+    from site_engine.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -215,3 +217,30 @@ def take_logs_of_transformers() -> None:
     hf_logging.disable_progress_bar()
     hf_logging.disable_default_handler()  # its lines become ours
     hf_logging.enable_propagation()
+
+
+def facts_of(loaded: Loaded) -> Facts:
+    """Return the facts of an engine that has not served yet."""
+    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
+    return Facts(
+        loaded.name,
+        loaded.revision,
+        loaded.context_tokens,
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        loaded.slots,
+        kv_tokens,
+        loaded.weights_bytes,
+        loaded.slots_bytes,
+    )
+
+
+def grammars_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars | None:
+    """Make the grammars of a model; None, with a warning, if it can't have any: such queries are refused."""
+    from site_engine.text.grammar import Grammars, GrammarsUnavailable
+
+    try:
+        return Grammars(tokenizer, vocab_size, eos_token_ids)
+    except GrammarsUnavailable as exc:
+        log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
+        return None

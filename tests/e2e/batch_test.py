@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.support.local_federation import LocalFederation, mico
+from tests.support.local_federation import LocalFederation, mico, mico_here
 
 pytestmark = pytest.mark.e2e
 
@@ -44,5 +44,5 @@ def test_a_file_of_queries_becomes_a_file_of_answers(federation: LocalFederation
         counted = tokens[query_id]
         assert counted is not None and record.usage.completion_tokens == counted.completion_tokens
     federation.wait_until_idle()
-    seen = json.loads(mico(federation.folder.path, "batch", "list", "--json"))
+    seen = json.loads(mico_here(federation.folder.path, "batch", "list", "--json"))
     assert [each["request_counts"]["completed"] for each in seen if each["id"] == batch["id"]] == [LINES]

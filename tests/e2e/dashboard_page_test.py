@@ -22,7 +22,7 @@ from gateway.tuning.events import Events
 from gateway.tuning.ledger import Ledger, new_job_id
 from gateway.tuning.values import Job, JobStatus, Plan, StepFigures, TuningLimits
 from tests.support.browser import Browser, find_chromium
-from tests.support.local_federation import LocalFederation, mico
+from tests.support.local_federation import LocalFederation, mico_here
 from tests.support.page_scripts import DISORDER, FAINT, FOCUSED, NAMELESS, STATES, WRAPPED_ROWS
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +44,7 @@ def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def page(browser: Browser, federation: LocalFederation) -> Browser:
     """The page, signed in, with its first figures."""
     federation.wait_until_ready()
+    browser.open("about:blank")  # the page of the test before would go on asking, without its cookie
     browser.complaints.clear()
     browser.requested.clear()
     browser.call("Network.clearBrowserCookies")
@@ -142,7 +143,7 @@ def test_a_site_is_drained_with_a_reason_and_resumed(page: Browser, federation: 
     assert federation.sites()[site]["state"] == "draining"
     assert federation.sites()[site]["orders"][0]["reason"] == "a rehearsal"
     flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
-    mico(federation.folder.path, "sites", "resume", site, "--reason", "it is over", *flags)
+    mico_here(federation.folder.path, "sites", "resume", site, "--reason", "it is over", *flags)
     page.until(f"{row(site)}.className === 'ready'", "it is ready again")
 
 
@@ -235,7 +236,8 @@ def test_a_newcomer_finds_the_hot_cloud_since_when_why_and_takes_the_site_out(
     others = [site.name for site in federation.running.sites[1:]]
     flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
     for name in others:  # so that all the load is in one cloud
-        mico(federation.folder.path, "sites", "weight", name, "0", "--reason", "a lesson", "--yes", *flags)
+        order = ("sites", "weight", name, "0", "--reason", "a lesson", "--yes")
+        mico_here(federation.folder.path, *order, *flags)
     with ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(ask, federation, 200) for _ in range(12)]
         # 1. which cloud is hot: sorted by "Token load", the first row names the site and its cloud
@@ -312,7 +314,7 @@ def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
     flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
-    told = mico(federation.folder.path, "batch", "run", str(tmp_path / "in.jsonl"), *flags, "--json")
+    told = mico_here(federation.folder.path, "batch", "run", str(tmp_path / "in.jsonl"), *flags, "--json")
     batch_id = json.loads(told)["id"]
     page.open(federation.base_url.removesuffix("/v1") + "/admin")
     page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
@@ -372,9 +374,9 @@ def test_quotas_are_on_the_page_the_fullest_first(page: Browser, federation: Loc
     """Where nothing may be used, nothing is left."""
     folder, why = federation.folder.path, ("--reason", "a trial")
     flags = ("quotas", "set", "--tenant", "default", *why)
-    mico(folder, *flags, "--tokens-per-month", "123000000", "--usd-per-month", "12.34")
-    mico(folder, "tenants", "set", "shut", *why)
-    mico(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "0")
+    mico_here(folder, *flags, "--tokens-per-month", "123000000", "--usd-per-month", "12.34")
+    mico_here(folder, "tenants", "set", "shut", *why)
+    mico_here(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "0")
     try:
         page.open(federation.base_url.removesuffix("/v1") + "/admin")
         page.until("document.querySelector('#quotas').innerText.includes('of 123.0 M')", "the quota")
@@ -382,8 +384,8 @@ def test_quotas_are_on_the_page_the_fullest_first(page: Browser, federation: Loc
         assert "tenant default" in page.text("#quotas")
         assert "tenant shut" in page.text("#quotas tbody tr")
     finally:
-        mico(folder, *flags, "--tokens-per-month", "none", "--usd-per-month", "none")
-        mico(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "none")
+        mico_here(folder, *flags, "--tokens-per-month", "none", "--usd-per-month", "none")
+        mico_here(folder, "quotas", "set", "--tenant", "shut", *why, "--requests-per-min", "none")
 
 
 def test_signing_out_ends_the_feed(page: Browser) -> None:

@@ -31,8 +31,10 @@ pytestmark = pytest.mark.e2e
 
 WITHIN_S = 120.0
 CLIENTS = 8
-ANSWERS_EACH = 40
+ANSWERS_EACH = 20
 """Answers that each serving replica gives before the next step of the rollout."""
+TOKENS, TOKEN_S = 4, 0.15
+"""Of an answer: some are always under way, and the cores are free for the replicas that start."""
 
 
 @dataclass
@@ -49,6 +51,14 @@ class Replica:
     async def start(self, program: Path) -> str:
         """Upgrade the schema as the unit does, start the gateway, and return what the upgrade said."""
         self.folder.mkdir(exist_ok=True)
+        upgraded = await self._run(program, "db", "upgrade", "--database", self.database)
+        _, said = await upgraded.communicate()  # stderr
+        assert upgraded.returncode == 0, said.decode()
+        await self.serve(program)
+        return said.decode()
+
+    async def serve(self, program: Path) -> None:
+        self.folder.mkdir(exist_ok=True)
         settings = {
             "name": self.name,
             "http_port": self.http_port,
@@ -59,12 +69,8 @@ class Replica:
             "key_pepper": PEPPER,
         }
         (self.folder / "gateway.toml").write_text(to_toml(settings))
-        upgraded = await self._run(program, "db", "upgrade", "--database", self.database)
-        _, said = await upgraded.communicate()  # stderr
-        assert upgraded.returncode == 0, said.decode()
         self.process = await self._run(program, "gateway", "--config", str(self.folder / "gateway.toml"))
         await self._answering(self.process)
-        return said.decode()
 
     async def _run(self, program: Path, *arguments: str) -> asyncio.subprocess.Process:
         environment = {**os.environ, "PYTHONPATH": str(program), "OMP_NUM_THREADS": "1"}
@@ -114,7 +120,7 @@ class Load:
             self.progress.set()
 
     async def _ask(self, client: httpx.AsyncClient, replica: Replica) -> None:
-        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": TOKENS}
         url = f"http://127.0.0.1:{replica.http_port}/v1/chat/completions"
         try:
             answer = await client.post(url, json=body)
@@ -187,9 +193,10 @@ async def roll_out_and_back(database: str, folder: Path) -> None:
         _, secret = await store.keys.create_key("app", "shop")
     async with AsyncExitStack() as stack:
         for replica in (first, second):
-            await stack.enter_async_context(StandInSite(f"127.0.0.1:{replica.link_port}", 5, 4))
+            site = StandInSite(f"127.0.0.1:{replica.link_port}", 5, TOKENS, token_s=TOKEN_S)
+            await stack.enter_async_context(site)
             stack.push_async_callback(replica.end, signal.SIGTERM)
-        await first.start(today)
+        await first.serve(today)  # the schema is today's already
         async with load_on(first, secret) as load:
             await load.each_answers()
             assert f"has schema {AHEAD}, the newest" in await second.start(tomorrow)

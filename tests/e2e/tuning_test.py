@@ -22,7 +22,7 @@ from gateway.store.database import open_engine
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Kind
 from mico.local.plan import to_toml
-from tests.support.local_federation import LocalFederation, eventually, mico
+from tests.support.local_federation import LocalFederation, eventually, mico_here
 from tests.support.tiny_model import write_tiny_model
 from tests.support.training import chats
 
@@ -72,7 +72,7 @@ class School:
     def order(self, *arguments: str) -> None:
         federation = self.federation
         where = ("--base-url", federation.base_url, "--api-key", federation.api_key)
-        mico(federation.folder.path, "sites", *arguments, "--reason", "a lesson", *where)
+        mico_here(federation.folder.path, "sites", *arguments, "--reason", "a lesson", *where)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()

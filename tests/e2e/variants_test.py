@@ -17,7 +17,7 @@ from openai import NotFoundError
 
 from mico.local.plan import to_toml
 from tests.support.browser import Browser, find_chromium
-from tests.support.local_federation import LocalFederation, eventually, mico
+from tests.support.local_federation import LocalFederation, eventually, mico_here
 from tests.support.tiny_model import write_tiny_model
 from tests.support.variants import fine_tuned, lora
 
@@ -131,19 +131,19 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
         assert ask(federation, "shared-base")[0] == answers["shared-base"]
         show_page(federation, tmp_path)
 
-        mico(federation.folder.path, "models", "sleep", "v2/g", "sales", "--reason", "quiet")
+        mico_here(federation.folder.path, "models", "sleep", "v2/g", "sales", "--reason", "quiet")
         eventually(lambda: state_of(federation, "sales") == "sleeping", "it sleeps")
-        assert "sleeping" in mico(federation.folder.path, "models", "show", "v2/g")
+        assert "sleeping" in mico_here(federation.folder.path, "models", "show", "v2/g")
         assert ask(federation, "sales") == (answers["sales"], {"v2/g"})  # the first query wakes it
         eventually(lambda: state_of(federation, "sales") == "ready", "it is awake")
 
         folder, legal = federation.folder.path, str(tmp_path / "zoo" / "legal")
         order = ("models", "add", "v3/g", "legal", "--reason", "a second site", "--adapter")
-        mico(folder, *order, legal)
+        mico_here(folder, *order, legal)
         eventually(lambda: "legal" in served(federation)["v3/g"], "v3 serves it, too")
-        shown = mico(folder, "models", "show", "v3/g")
+        shown = mico_here(folder, "models", "show", "v3/g")
         assert "legal" in shown and "MB" in shown
-        mico(folder, "models", "sleep", "v3/g", "legal", "--reason", "v2 has it awake")
+        mico_here(folder, "models", "sleep", "v3/g", "legal", "--reason", "v2 has it awake")
         assert ask(federation, "legal") == (answers["legal"], {"v2/g"})
         os.kill(lost.pid, signal.SIGKILL)
         eventually(lambda: "v2/g" not in served(federation), "the site is lost")
@@ -151,11 +151,11 @@ def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
 
         refused = mico_fails(folder, *order[:3], "evil", *order[4:], "/etc")
         assert "is not below models_from of this site" in refused
-        mico(folder, "models", "remove", "v1/g", "support", "--reason", "over")
+        mico_here(folder, "models", "remove", "v1/g", "support", "--reason", "over")
         eventually(lambda: "support" not in served(federation)["v1/g"], "it is removed")
         with pytest.raises(NotFoundError):
             ask(federation, "support")
-        audit = mico(folder, "audit")
+        audit = mico_here(folder, "audit")
         assert "add model legal" in audit and "remove model support" in audit
     federation.wait_until_idle()
 

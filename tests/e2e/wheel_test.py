@@ -103,7 +103,7 @@ def test_nothing_of_the_checkout_is_imported(installed: Path, mico: Mico) -> Non
 
 
 def test_a_federation_of_it_starts_answers_and_ends(mico: Mico) -> None:
-    facts = json.loads(mico("up", "--detach", "--json", "--port", "0"))
+    facts = json.loads(mico("up", "--detach", "--json", "--port", "0", "--sites", "1"))
     try:
         said = mico("chat", "-q", "Name three rivers.")
         page = httpx.get(facts["base_url"].removesuffix("/v1") + "/admin", timeout=60)
@@ -112,4 +112,4 @@ def test_a_federation_of_it_starts_answers_and_ends(mico: Mico) -> None:
         mico("down")
     assert said.strip()
     assert page.status_code == 200
-    assert [site["state"] for site in sites] == ["ready"] * 3
+    assert [site["state"] for site in sites] == ["ready"]

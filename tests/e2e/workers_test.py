@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -37,11 +38,12 @@ QUERIES = re.compile(r"^mico_requests_total{[^}]*outcome=\"answered\"[^}]*} ([0-
 
 @dataclass(frozen=True)
 class Workers:
-    """The gateway, its site, and the ports for operators of both workers."""
+    """The gateway, and the ports for operators of both workers."""
 
     folder: Path
     process: subprocess.Popen[bytes]
     port: int
+    join_at: str  # where sites dial
     operators: tuple[int, int]
     key: str
 
@@ -58,7 +60,11 @@ class Workers:
         return HTTP.post(url, json=body, headers={"authorization": f"Bearer {key or self.key}"})
 
     def ready(self) -> list[bool]:
-        return [_status(f"http://127.0.0.1:{port}/ready") == 200 for port in self.operators]
+        """Return by worker whether the site is linked to it."""
+        return self.well("/ready")
+
+    def well(self, path: str) -> list[bool]:
+        return [_status(f"http://127.0.0.1:{port}{path}") == 200 for port in self.operators]
 
     def answered(self) -> list[int]:
         """Return by worker the queries that it answered since it started."""
@@ -100,7 +106,7 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     upgrade(url)
     key = asyncio.run(_new_key(url, tmp_path))
     port, (grpc_port, metrics_port) = free_port(), _ports()
-    gateway = {
+    settings = {
         "workers": 2,
         "http_port": port,
         "grpc_port": grpc_port,
@@ -110,38 +116,48 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
         "site_tokens": [TOKEN],
         "key_pepper": PEPPER,
     }
-    site = {
+    with _mico("gateway", tmp_path, settings) as process:
+        operators = (metrics_port, metrics_port + 2)
+        yield Workers(tmp_path, process, port, f"127.0.0.1:{grpc_port}", operators, key)
+
+
+@pytest.fixture
+def site(workers: Workers) -> Iterator[None]:
+    settings = {
         "site": "alpha",
-        "model": str(write_tiny_model(tmp_path / "tiny")),
+        "model": str(write_tiny_model(workers.folder / "tiny")),
         "served_model": "tiny",
-        "gateways": [f"127.0.0.1:{grpc_port}"],
+        "gateways": [workers.join_at],
         "token": TOKEN,
         "threads": 1,
         "slots": 4,
         "kv_tokens": 4096,
         "iteration_floor_s": 0.01,
     }
+    with _mico("site", workers.folder, settings):
+        eventually(lambda: all(workers.ready()), "the site is linked to both workers", STARTED_WITHIN_S)
+        yield
+
+
+@contextmanager
+def _mico(kind: str, folder: Path, settings: dict[str, object]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a gateway or a site."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MICO_")}
-    started = []
-    for kind, settings in (("gateway", gateway), ("site", site)):
-        (tmp_path / f"{kind}.toml").write_text(to_toml(settings))
-        with (tmp_path / f"{kind}.log").open("wb") as log:
-            command = [sys.executable, "-m", "mico", kind, "--config", str(tmp_path / f"{kind}.toml")]
-            started.append(subprocess.Popen(command, env=outside, stdout=log, stderr=log))
-    here = Workers(tmp_path, started[0], port, (metrics_port, metrics_port + 2), key)
+    (folder / f"{kind}.toml").write_text(to_toml(settings))
+    with (folder / f"{kind}.log").open("wb") as log:
+        command = [sys.executable, "-m", "mico", kind, "--config", str(folder / f"{kind}.toml")]
+        process = subprocess.Popen(command, env=outside, stdout=log, stderr=log)
     try:
-        eventually(lambda: all(here.ready()), "the site is linked to both workers", STARTED_WITHIN_S)
-        yield here
+        yield process
     finally:
-        for each in started:
-            each.terminate()
-        for each in started:
-            try:
-                each.wait(ENDED_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                each.kill()
+        process.terminate()
+        try:
+            process.wait(ENDED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
+@pytest.mark.usefixtures("site")
 def test_two_workers_serve_heal_and_end_as_one(workers: Workers) -> None:
     _until_both_answered(workers)
     _refuse_a_second_gateway(workers)
@@ -159,6 +175,7 @@ def test_two_workers_serve_heal_and_end_as_one(workers: Workers) -> None:
 
 
 def test_workers_end_when_the_first_process_is_killed(workers: Workers) -> None:
+    eventually(lambda: all(workers.well("/health")), "both serve", STARTED_WITHIN_S)
     pids = workers.pids
     assert len(pids) == 2
     workers.process.kill()

@@ -16,9 +16,10 @@ from site_engine.config import SiteConfig
 from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.loading import facts_of
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener
-from site_engine.native import NativeEngine, engine_settings, facts_of, prompt_tokenizer
+from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
 from tests.support.engine_models import family, tokenizer
 from tests.support.family_process import load_family, spawn_family
 

@@ -11,32 +11,40 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from openai import OpenAI
+import pytest
+from openai import DefaultHttpxClient, OpenAI
 
 from gateway.store.queries import ExplainedQuery
 from gateway.store.store import Store
+from mico.cli import main
 from mico.local.folder import Folder, Running
 from mico.local.plan import to_toml
 from mico.local.processes import last_lines
 from mico.store_access import with_store
+from tests.support.plain_http import CERTIFICATES
 
 SETTLED_WITHIN_S = 120.0
 COMMAND_WITHIN_S = 600.0
 
 
 def eventually(holds: Callable[[], Any], what: str, within_s: float = SETTLED_WITHIN_S) -> Any:
-    """The first true value; the deadline is on the condition, no step waits for a fixed time."""
-    pause = threading.Event()
+    """The first true value; the deadline is on the condition, no step waits for a fixed time.
+
+    Looks ever less often, so that a process that takes seconds to start has the core to itself.
+    """
+    pause, pause_s = threading.Event(), 0.02
     deadline_s = time.monotonic() + within_s
     while not (value := holds()):
         assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s: {what}"
-        pause.wait(0.02)
+        pause.wait(pause_s)
+        pause_s = min(1.2 * pause_s, 0.25)
     return value
 
 
@@ -49,6 +57,17 @@ def mico(folder: Path, *arguments: str) -> str:
     )
     assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}{run.stderr}"
     return run.stdout
+
+
+def mico_here(folder: Path, *arguments: str) -> str:
+    """As `mico`, but in this process: a process takes a second to import what it needs."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        for name in [name for name in os.environ if name.startswith(("MICO_", "OPENAI_"))]:
+            patch.delenv(name)
+        status = main(("--folder", str(folder), *arguments))
+    assert status == 0, f"mico {' '.join(arguments)}\n{out.getvalue()}{err.getvalue()}"
+    return out.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +95,14 @@ class LocalFederation:
 
     def sdk(self, **options: Any) -> OpenAI:
         """The unmodified SDK; it does not try again, so that a test sees what the gateway answers."""
-        return OpenAI(base_url=self.base_url, api_key=self.api_key, **{"max_retries": 0, **options})
+        http = DefaultHttpxClient(verify=CERTIFICATES)
+        chosen = {"max_retries": 0, "http_client": http, **options}
+        return OpenAI(base_url=self.base_url, api_key=self.api_key, **chosen)
 
     def http(self) -> httpx.Client:
         root = self.base_url.removesuffix("/v1")
-        return httpx.Client(base_url=root, headers={"authorization": f"Bearer {self.api_key}"}, timeout=60)
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        return httpx.Client(base_url=root, headers=headers, timeout=60, verify=CERTIFICATES)
 
     def sites(self) -> dict[str, dict[str, Any]]:
         with self.http() as http:

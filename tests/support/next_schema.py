@@ -33,9 +33,12 @@ def downgrade() -> None:
 
 
 def write_next_program(folder: Path, *, additive: bool = True) -> Path:
-    """Write the program into `folder`, for PYTHONPATH, and return the folder."""
+    """Write the program into `folder`, for PYTHONPATH, and return the folder.
+
+    The bytecode of what stays the same is copied with it, except what another process is writing just now.
+    """
     for package in ("gateway", "migrations"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.pyc.*"))
     for package in ("mico", "predictor", "wire"):
         (folder / package).symlink_to(ROOT / package)
     tables = folder / "gateway/store/tables.py"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
+
 import httpx
 
-HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
-"""`httpx.get` makes a client for each request, which reads the system's certificates for 50 ms."""
+CERTIFICATES = ssl.create_default_context()
+"""For the clients of tests: one that is made without reads the system's certificates for 40 ms."""
+HTTP = httpx.Client(verify=CERTIFICATES, limits=httpx.Limits(max_keepalive_connections=0), timeout=120)

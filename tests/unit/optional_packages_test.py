@@ -15,7 +15,8 @@ SITE = """
 import json, sys
 from site_engine.optional_packages import hide_torch
 hide_torch()
-from site_engine.native import grammars_of, load_tokenizer
+from site_engine.engine.loading import grammars_of
+from site_engine.native import load_tokenizer
 tokenizer, vocabulary = load_tokenizer(sys.argv[1])
 ids = tokenizer.encode(sys.argv[2])
 grammar = grammars_of(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)).compile("start: %json {}", "")
