@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -112,6 +113,12 @@ app.add_typer(config.app, name="config")
 app.add_typer(database.app, name="db")
 
 
+@cache
+def command_tree() -> Any:
+    """Return typer's command of `app`, which has the others; typer itself would build it for every call."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
@@ -120,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_closed_streams()
     replace_undecodable_text()
     try:
-        app(arguments, prog_name="mico")
+        command_tree()(arguments, prog_name="mico")
     except CommandFailed as failure:
         return report_failure(failure)
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import typer.main
 from typer.cli import get_docs_for_click
 
-from mico.cli import app
+from mico.cli import command_tree
 
 FOLDER = Path("docs/commands")
 OMITTED = re.compile(
@@ -39,7 +39,7 @@ its default; `mico config show` says which. `mico --install-completion` teaches 
 
 def command_pages() -> dict[str, str]:
     """Return the text of every page by file name."""
-    group: Any = typer.main.get_command(app)
+    group = command_tree()
     context = typer.Context(group, info_name="mico")
     found = {f"{name}.md": command_page(context, name, command) for name, command in group.commands.items()}
     lines = [

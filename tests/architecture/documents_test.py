@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -140,9 +139,9 @@ def command_lines(document: Path) -> Iterator[list[str]]:
 
 
 def unknown_parts(words: list[str]) -> Iterator[str]:
-    from mico.cli import app
+    from mico.cli import command_tree
 
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     spoken, is_given_options = "mico", False  # a group that runs itself, with options and their values
     for word in words:
         inner = None if is_given_options else getattr(command, "commands", None)

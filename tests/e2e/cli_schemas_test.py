@@ -9,9 +9,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import typer.main
 
-from mico.cli import app, main
+from mico.cli import command_tree, main
 from tests.support.local_federation import LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
@@ -162,7 +161,7 @@ def readers(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_command_that_reads_has_promised_its_names() -> None:
     asked = {" ".join(command) for command in PROMISED}
-    for name in readers(typer.main.get_command(app)):
+    for name in readers(command_tree()):
         promised = any(f"{each} ".startswith(f"{name} ") for each in asked)
         assert promised or name in ACTS | SHOWN_BELOW, name
 

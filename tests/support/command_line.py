@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from mico.cli import app, main
+from mico.cli import command_tree, main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -20,7 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def every_command(command: Any = None, name: str = "mico") -> Iterator[tuple[str, set[str]]]:
     """The full name of each command, with its options."""
-    command = command or typer.main.get_command(app)
+    command = command or command_tree()
     inner = getattr(command, "commands", None)
     if inner is None:
         yield name, {option for parameter in command.params for option in parameter.opts}

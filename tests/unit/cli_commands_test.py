@@ -10,10 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from gateway.store.store import open_store
-from mico.cli import app, main
+from mico.cli import command_tree, main
 from mico.commands.doctor import Verdict, check_clocks
 from mico.commands.keys import audit_act, format_time
 from tests.support.command_line import every_command, leave_environment, run
@@ -49,7 +48,7 @@ def test_every_command_explains_itself_word_for_word(
     """Brackets in a help text are text: taken for markup, defaults were lost and one page of help failed."""
     status, out, _ = run(capsys, *command.split()[1:], "--help")
     assert status == 0
-    found = typer.main.get_command(app)
+    found = command_tree()
     for word in command.split()[1:]:
         found = found.commands[word]  # type: ignore[attr-defined]
     shown = re.sub(r"\s+", "", out)

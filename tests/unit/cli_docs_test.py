@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 from typer import BadParameter
 
-from mico.cli import app
+from mico.cli import command_tree
 from mico.command_docs import command_pages, write
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ def documented_commands() -> Iterator[Any]:
 @pytest.mark.parametrize("words", list(documented_commands()))
 def test_a_command_in_the_guides_is_understood(words: list[str]) -> None:
     """`mico chat "Why is the sky blue?"` stood in a guide, and is wrong usage."""
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     while len(words) and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     names_files = {"CORPUS", "ARTIFACT", "person.json"}.intersection(words)
