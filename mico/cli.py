@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.main
 
 from mico.commands import (
     adapters,
@@ -116,7 +115,7 @@ app.add_typer(database.app, name="db")
 
 @cache
 def command_tree() -> Any:
-    """Make the commands of `app`, which takes 0.1 s: once in a process that runs several."""
+    """Return typer's command of `app`, which has the others; typer itself would build it for every call."""
     return typer.main.get_command(app)
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
+import typer.main
 from typer.cli import get_docs_for_click
 
 from mico.cli import command_tree
@@ -39,7 +39,7 @@ its default; `mico config show` says which. `mico --install-completion` teaches 
 
 def command_pages() -> dict[str, str]:
     """Return the text of every page by file name."""
-    group: Any = command_tree()
+    group = command_tree()
     context = typer.Context(group, info_name="mico")
     found = {f"{name}.md": command_page(context, name, command) for name, command in group.commands.items()}
     lines = [

@@ -8,6 +8,7 @@ from typing import Any
 from litestar import Litestar, Request, Response
 from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
+from litestar.exceptions import NotFoundException
 from litestar.types import ControllerRouterHandler
 
 from gateway.http.backend import Backend
@@ -17,7 +18,7 @@ from gateway.http.generation import generation_apps, generation_routes
 from gateway.http.health import health_routes
 from gateway.http.models import model_routes
 from gateway.http.rate_headers import RATE_HEADERS
-from gateway.http.unsupported import unsupported_routes
+from gateway.http.unsupported import unsupported_endpoint
 from gateway.openai.generation_format import CHAT_COMPLETIONS
 
 _EXPOSED_HEADERS = [
@@ -43,10 +44,9 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
             *generation_routes(generation),
             *model_routes(backend),
             *health_routes(backend),
-            *unsupported_routes(),
             *handlers,
         ],
-        exception_handlers={Exception: _render_error},
+        exception_handlers={Exception: _render_error, NotFoundException: _render_unknown_path},
         cors_config=CORSConfig(allow_origins=["*"], expose_headers=_EXPOSED_HEADERS),
         openapi_config=None,
         logging_config=None,
@@ -72,3 +72,7 @@ def create_operators_http(backend: Backend, handlers: Sequence[ControllerRouterH
 
 def _render_error(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
     return error_response(request, exc, CHAT_COMPLETIONS.error_response)
+
+
+def _render_unknown_path(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
+    return _render_error(request, unsupported_endpoint(request.scope["path"]) or exc)

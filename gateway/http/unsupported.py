@@ -1,9 +1,13 @@
-"""Refuses the endpoints of OpenAI's API that this gateway lacks, by name and whatever is sent."""
+"""Names the endpoints of OpenAI's API that this gateway lacks, in the error for an unknown path.
+
+Does not register them as routes: they would be half of all, and half of the time to build the application.
+"""
 
 from __future__ import annotations
 
-from litestar import route
-from litestar.handlers import HTTPRouteHandler
+import re
+
+from litestar.utils import normalize_path
 
 from gateway.errors import NotFound
 
@@ -15,10 +19,10 @@ SERVED = (
 
 def _tree(*names: str) -> tuple[str, ...]:
     """Return the paths of these endpoints and of all below them."""
-    return tuple(path for name in names for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"))
+    return tuple(path for name in names for path in (f"/v1/{name}", f"/v1/{name}/.+"))
 
 
-_UNSUPPORTED = {
+_UNSUPPORTED = {  # regular expressions of paths
     "scoring": ("/v1/score", "/score"),
     "generation of images": _tree("images"),
     "audio": _tree("audio"),
@@ -26,34 +30,35 @@ _UNSUPPORTED = {
     "sessions in real time": _tree("realtime", "live"),
     "moderation": ("/v1/moderations",),
     "assistants": _tree("assistants", "threads", "agents", "chatkit"),
-    "stored chats": ("/v1/chat/completions/{id:str}", "/v1/chat/completions/{id:str}/messages"),
+    "stored chats": ("/v1/chat/completions/[^/]+", "/v1/chat/completions/[^/]+/messages"),
     "compaction of responses": ("/v1/responses/compact",),
     "count of input tokens but /v1/messages/count_tokens": ("/v1/responses/input_tokens",),
     "stored responses": (
-        "/v1/responses/{id:str}",
-        "/v1/responses/{id:str}/input_items",
-        "/v1/responses/{id:str}/cancel",
+        "/v1/responses/[^/]+",
+        "/v1/responses/[^/]+/input_items",
+        "/v1/responses/[^/]+/cancel",
     ),
     "conversations (send all of one as 'input')": _tree("conversations"),
     "uploads in parts (/v1/files takes 200 MB at once)": _tree("uploads"),
     "vector stores": _tree("vector_stores"),
     "containers": _tree("containers"),
     "skills": _tree("skills"),
-    "evaluations and graders": (*_tree("evals"), "/v1/fine_tuning/alpha/{rest:path}"),
-    "permissions of checkpoints": ("/v1/fine_tuning/checkpoints/{rest:path}",),
+    "evaluations and graders": (*_tree("evals"), "/v1/fine_tuning/alpha/.+"),
+    "permissions of checkpoints": ("/v1/fine_tuning/checkpoints/.+",),
     "organizations and projects (/admin/api has tenants, keys and usage)": _tree("organization", "projects"),
     "webhooks": _tree("webhook_endpoints", "webhook_event_types"),
     "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),
 }
 
 
-def unsupported_routes() -> list[HTTPRouteHandler]:
-    return [_refusing_route(what, paths) for what, paths in _UNSUPPORTED.items()]
+_NAMES = tuple(_UNSUPPORTED)
+_PATTERN = re.compile("|".join(f"({'|'.join(paths)})" for paths in _UNSUPPORTED.values()), re.DOTALL)
+"""One group for each name."""
 
 
-def _refusing_route(what: str, paths: tuple[str, ...]) -> HTTPRouteHandler:
-    @route(list(paths), http_method=["GET", "POST", "DELETE"], status_code=200)
-    async def refuse() -> None:
-        raise NotFound(f"{SERVED}; it has no {what}.")
-
-    return refuse
+def unsupported_endpoint(path: str) -> NotFound | None:
+    """Return the error that names the endpoint of `path`, None if OpenAI's API has none there."""
+    match = _PATTERN.fullmatch(normalize_path(path))
+    if match is None or match.lastindex is None:
+        return None
+    return NotFound(f"{SERVED}; it has no {_NAMES[match.lastindex - 1]}.")

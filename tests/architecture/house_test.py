@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,10 +38,10 @@ def test_no_module_or_class_has_a_name_that_says_nothing() -> None:
         if BANNED & set("/".join(path.with_suffix("").parts).replace("/", "_").split("_"))
     ]
     classes = [
-        f"{file.relative_to(ROOT)}: {node.name}"
+        f"{file.relative_to(ROOT)}: {name}"
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef) and BANNED & {word.lower() for word in camel_words(node.name)}
+        for name in outline(file).classes
+        if BANNED & {word.lower() for word in camel_words(name)}
     ]
     assert modules + classes == []
 
@@ -67,7 +69,9 @@ def test_the_median_function_is_small() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     silent = [
-        str(file.relative_to(ROOT)) for file in SOURCES if file.read_text().strip() and not documented(file)
+        str(file.relative_to(ROOT))
+        for file in SOURCES
+        if file.read_text().strip() and not outline(file).is_documented
     ]
     assert silent == []
 
@@ -124,13 +128,28 @@ def camel_words(name: str) -> list[str]:
     return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
 
 
-def documented(file: Path) -> bool:
-    return ast.get_docstring(ast.parse(file.read_text())) is not None
+class Outline(NamedTuple):
+    """What the rules ask of a file. `functions`: the name and the length in lines, docstring included."""
+
+    is_documented: bool
+    classes: list[str]
+    functions: list[tuple[str, int]]
+
+
+@cache
+def outline(file: Path) -> Outline:
+    module = ast.parse(file.read_text())
+    found = Outline(ast.get_docstring(module) is not None, [], [])
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.functions.append((node.name, node.end_lineno - node.lineno + 1))
+    return found
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    """Every function outside the tests, with its length in lines, the docstring included."""
+    """Every function outside the tests, with its length in lines."""
     for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{file.relative_to(ROOT)}: {node.name}", node.end_lineno - node.lineno + 1
+        for name, lines in outline(file).functions:
+            yield f"{file.relative_to(ROOT)}: {name}", lines

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,11 +59,16 @@ def test_help_loads_nothing_heavy() -> None:
 def importing(package: str, *folders: str) -> list[str]:
     """Return the files under `folders` that import `package` or run one of its modules as a program."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    return [str(file.relative_to(ROOT)) for file in files if package in set(imported(file))]
+    return [str(file.relative_to(ROOT)) for file in files if package in imported(file)]
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yield the top-level package of each import of a file, and of each module that it names after `-m`."""
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """Return the top-level package of each import of a file, and of each module that it names after `-m`."""
+    return frozenset(found_imports(file))
+
+
+def found_imports(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

@@ -23,6 +23,7 @@ from tests.support.fakes.edge import error_of, get, post
         ("/v1/uploads", "uploads in parts"),
         ("/v1/uploads/upload_1/parts", "uploads in parts"),
         ("/v1/images/generations/x", "generation of images"),
+        ("/v1//images/generations/", "generation of images"),
         ("/v1/videos", "videos"),
         ("/v1/vector_stores/vs_1/files/file_1", "vector stores"),
         ("/v1/realtime/client_secrets", "real time"),
@@ -35,11 +36,18 @@ from tests.support.fakes.edge import error_of, get, post
     ],
 )
 def test_unsupported_openai_endpoints_are_named(path: str, what: str) -> None:
-    for response in (post(path, {"model": "demo", "input": "x"})[0], get(path)):
+    for response in (post(path, {"model": "demo", "input": "x"})[0], get(path), get(path, "PATCH")):
         error = error_of(response, 404)
         assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "not_found", None)
         assert what in error["message"]
         assert "/v1/chat/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/imagesque", "/v1/score/x", "/v1/responses/resp_1/x", "/v1/chat/completions/id/x/y"]
+)
+def test_paths_that_openai_lacks_too_are_unknown(path: str) -> None:
+    assert error_of(get(path), 404)["code"] == "unknown_url"
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

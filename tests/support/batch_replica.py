@@ -44,6 +44,8 @@ CALLERS = {
 CALLERS_BY_ID = {caller.key_id: caller for caller in CALLERS.values()}
 LEASE_S = 0.6
 POLL_S = 0.05
+"""How often a replica looks for jobs of the kind that a test is about, and a test whether they are done."""
+IDLE_POLL_S = LEASE_S / 2
 
 
 @dataclass
@@ -100,7 +102,7 @@ class Replica:
                 batch = await self.sdk().batches.retrieve(batch_id)
                 if batch.status in statuses:
                     return batch
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(POLL_S)
 
     async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
@@ -173,6 +175,8 @@ async def replica(
     tuning_limits: TuningLimits | None = None,
     **limits: Any,
 ) -> AsyncIterator[Replica]:
+    trained = trains is not None or tuning_limits is not None
+    batch_poll_s, tuning_poll_s = (IDLE_POLL_S, POLL_S) if trained else (POLL_S, IDLE_POLL_S)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(scene())
         passed_s = [0.0]
@@ -194,7 +198,7 @@ async def replica(
                 unix_time=backend.unix_time,
                 limits=BatchLimits(**limits),
                 lease_s=LEASE_S,
-                poll_s=POLL_S,
+                poll_s=batch_poll_s,
             )
         )
         tuning = await stack.enter_async_context(
@@ -207,8 +211,8 @@ async def replica(
                 unix_time=backend.unix_time,
                 limits=tuning_limits or TuningLimits(),
                 lease_s=LEASE_S,
-                poll_s=POLL_S,
-                tick_s=POLL_S,
+                poll_s=tuning_poll_s,
+                tick_s=tuning_poll_s,
             )
         )
         access = Access(backend, CALLERS_BY_ID.get, b"session key")
@@ -275,4 +279,4 @@ async def until_two_are_held(here: Replica, batch_id: str) -> int:
             assert counts is not None
             if here.held == 2 and counts.completed == len(here.asked) - 2:
                 return counts.completed
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 from openai.types.fine_tuning import FineTuningJob
 
-from tests.support.batch_replica import Replica
+from tests.support.batch_replica import POLL_S, Replica
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -42,7 +42,7 @@ async def reached(here: Replica, job_id: str, *statuses: str, key: str = "one") 
             job = await here.sdk(key).fine_tuning.jobs.retrieve(job_id)
             if job.status in statuses:
                 return job
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)
 
 
 async def recorded(here: Replica, job_id: str, step: int) -> None:
@@ -51,4 +51,4 @@ async def recorded(here: Replica, job_id: str, step: int) -> None:
         while True:
             if (await here.raw("GET", f"{JOBS}/{job_id}")).json()["mico"]["step"] >= step:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)

@@ -34,7 +34,7 @@ def documented_commands() -> Iterator[Any]:
 @pytest.mark.parametrize("words", list(documented_commands()))
 def test_a_command_in_the_guides_is_understood(words: list[str]) -> None:
     """`mico chat "Why is the sky blue?"` stood in a guide, and is wrong usage."""
-    command: Any = command_tree()
+    command = command_tree()
     while len(words) and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     names_files = {"CORPUS", "ARTIFACT", "person.json"}.intersection(words)

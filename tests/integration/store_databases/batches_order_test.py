@@ -12,7 +12,7 @@ from gateway.batches import line_table
 from gateway.batches.order import Integers, LineSizes
 from gateway.batches.pace import FIRST_PRIORITY
 from gateway.batches.values import WINDOW_S, Order
-from tests.support.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from tests.support.batch_replica import POLL_S, Replica, asked_at_least, chat_line, jsonl, replica
 
 
 def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
@@ -94,7 +94,7 @@ def test_a_batch_says_what_its_lines_share_how_many_run_and_when_it_ends(url: st
                 said: dict[str, Any] = (await here.raw("GET", f"/v1/batches/{batch_id}")).json()
                 if name in said["mico"]:
                     return said
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(POLL_S)
 
     async def main() -> None:
         async with replica(url) as here:

@@ -13,7 +13,15 @@ from anthropic.types import Message
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 
 from gateway.anthropic.message_batch import MAX_REQUESTS
-from tests.support.batch_replica import Replica, answers_by_id, asked_at_least, chat_line, jsonl, replica
+from tests.support.batch_replica import (
+    POLL_S,
+    Replica,
+    answers_by_id,
+    asked_at_least,
+    chat_line,
+    jsonl,
+    replica,
+)
 
 PATH = "/v1/messages/batches"
 
@@ -45,7 +53,7 @@ async def ended(here: Replica, batch_id: str, key: str = "one") -> MessageBatch:
             counts = batch.request_counts.model_dump()
             assert counts.pop("processing") and not any(counts.values()), "they count once all has ended"
             assert (batch.results_url, batch.ended_at) == (None, None)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)
 
 
 async def results(here: Replica, batch_id: str) -> dict[str, Any]:

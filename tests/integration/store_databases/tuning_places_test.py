@@ -12,7 +12,7 @@ from gateway.quotas.limits import Kind, LimitId, Scope
 from gateway.store.database import open_engine
 from gateway.tuning.ledger import Ledger
 from gateway.tuning.values import Job, TuningLimits
-from tests.support.batch_replica import Replica, replica
+from tests.support.batch_replica import POLL_S, Replica, replica
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, next_run, stopped
 from tests.support.tuning_jobs import create, reached, recorded
@@ -129,4 +129,4 @@ async def newest_event_says(here: Replica, job_id: str, text: str) -> None:
             (newest,) = (await here.sdk().fine_tuning.jobs.list_events(job_id, limit=1)).data
             if text in newest.message:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)

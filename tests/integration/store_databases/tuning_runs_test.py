@@ -16,7 +16,7 @@ from gateway.quotas.limits import Kind as QuotaKind
 from gateway.quotas.limits import LimitId, Scope
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Job, JobStatus, Kind, TuningLimits
-from tests.support.batch_replica import Replica, replica
+from tests.support.batch_replica import POLL_S, Replica, replica
 from tests.support.fakes.edge import error_of
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, Run, next_run, ordered, stopped
@@ -289,7 +289,7 @@ def test_jobs_wait_for_a_place_and_no_site_gets_more_runs_than_it_takes(url: str
                 listed = await here.sdk("two").fine_tuning.jobs.list_events(second.id)
                 if any("No site has room" in each.message for each in listed.data):
                     break
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(POLL_S)
         await run.succeed()
         after = await next_run(here)
         assert after.order.job_id == second.id

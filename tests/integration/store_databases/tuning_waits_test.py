@@ -6,7 +6,7 @@ import asyncio
 
 from gateway.batches.values import DAY_S, HOUR_S
 from gateway.tuning.values import TuningLimits
-from tests.support.batch_replica import Replica, replica
+from tests.support.batch_replica import POLL_S, Replica, replica
 from tests.support.training_site import TRAINS, next_run
 from tests.support.tuning_jobs import create, reached
 
@@ -20,7 +20,7 @@ async def waits(here: Replica, job_id: str, times: int) -> None:
             listed = await here.sdk().fine_tuning.jobs.list_events(job_id, limit=100)
             if sum("No site has room" in each.message for each in listed.data) == times:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(POLL_S)
 
 
 async def begin(here: Replica) -> str:
