@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -15,17 +14,8 @@ from site_engine.cuda.architecture import architecture
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, RotaryTable
 from site_engine.model.attention_context import Scoring
 from site_engine.model.kv_cache import KVCache
-from site_engine.model.torch_attention import varlen_attention
 
 FIRST_WITH_PDL = 90
-
-
-class FreshPrefill(NamedTuple):
-    """Prefill chunks that all begin at their prompt's first token, so that no page is read."""
-
-    begin: int  # the first of their packed tokens
-    ends: torch.Tensor  # [chunks + 1], int32: cumulative lengths
-    longest: int
 
 
 class DeviceContext:
@@ -37,7 +27,6 @@ class DeviceContext:
         table: torch.Tensor,
         decode: DecodeWork | None,
         prefill: PrefillWork | None,
-        fresh: FreshPrefill | None = None,
         side: torch.cuda.Stream | None = None,
         adapters: StepAdapters | None = None,
     ) -> None:
@@ -47,7 +36,6 @@ class DeviceContext:
         self._table = table
         self._decode = decode
         self._prefill = prefill
-        self._fresh = fresh
         self._side = side if decode is not None and prefill is not None else None
         self.pdl = prefill is None and table.device.type != "cpu" and _supports_pdl()
 
@@ -111,16 +99,7 @@ class DeviceContext:
         if rotary is not None:
             attention_launch.rotate_in_place(query, key, work, rotary)
         attention_launch.write(key, value, keys, values, work.slots)
-        plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
-        if self._fresh is not None and plain:
-            begin, ends, longest = self._fresh
-            q, k, v = (one[:, begin:].transpose(0, 1) for one in (query, key, value))
-            attend = varlen_attention()
-            out[begin:] = attend(
-                q, k, v, ends, ends, longest, longest, scale=scoring.scale, window_size=(-1, 0)
-            )
-        else:
-            attention_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
+        attention_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
 
 
 @cache

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
-from site_engine.cuda.attention import DeviceContext, FreshPrefill
+from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
 from site_engine.cuda.batch_layout import Shape, views
 from site_engine.cuda.borrowed import BorrowedMemory
@@ -52,14 +52,12 @@ class Step:
         device: Device,
         forward: Forward,
         shape: Shape,
-        fresh: FreshPrefill | None = None,
         arenas: AdapterArenas | None = None,
     ) -> None:
         """`arenas`: of the adapters that a step with tiles has."""
         self._device = device
         self._forward = forward
         self._shape = shape
-        self._fresh = fresh
         self._arenas = arenas
         self._block = torch.zeros(shape.size, dtype=torch.int32, device=device.where)
         self._in = views(self._block, shape)
@@ -143,7 +141,6 @@ class Step:
             self._device.table,
             decode,
             prefill,
-            self._fresh,
             side,
             adapters,
         )

@@ -13,7 +13,6 @@ import torch
 from site_engine.core.request import Request, Sampling
 from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas
-from site_engine.cuda.attention import FreshPrefill
 from site_engine.cuda.attention_launch import block_tokens
 from site_engine.cuda.batch_layout import (
     MIXED_TOKENS,
@@ -38,19 +37,11 @@ USUAL_NUMBERS = 1 << 16
 """In the block of a step; one of many prompts at once has more."""
 
 
-class FreshLengths(NamedTuple):
-    """The first packed token of prefill chunks that all begin at their prompt's first, and their lengths."""
-
-    begin: int
-    lengths: list[int]
-
-
 class StepNumbers(NamedTuple):
     """All that a follower needs to compute a step."""
 
     shape: Shape
     block: Numbers
-    fresh: FreshLengths | None
 
 
 class Patches(NamedTuple):
@@ -258,14 +249,14 @@ class DeviceRunner:
             arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan, shape.tokens)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
-        step = self.play(shape, block, self._fresh_lengths(plan, shape))
+        step = self.play(shape, block)
         self._tables.applied(plan)
         return step, requests, to.owner[: len(requests)]
 
-    def play(self, shape: Shape, block: torch.Tensor, fresh: FreshLengths | None = None) -> Step:
+    def play(self, shape: Shape, block: torch.Tensor) -> Step:
         """Queue a step of which only the numbers are known."""
-        with self._together(StepNumbers(shape, block.numpy(), fresh)):
-            step = self._step(shape, fresh=None if fresh is None else self._fresh(fresh))
+        with self._together(StepNumbers(shape, block.numpy())):
+            step = self._step(shape)
             step.load(block)
             step.run()
         return step
@@ -279,7 +270,7 @@ class DeviceRunner:
         else:
             block = self._blocks.take(message.shape.size)
             block.copy_(torch.from_numpy(message.block))
-            self.play(message.shape, block, message.fresh)
+            self.play(message.shape, block)
 
     def patch(self, patches: Patches) -> None:
         """Write entries of the page table."""
@@ -291,12 +282,12 @@ class DeviceRunner:
     def _together(self, message: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._group is None else self._group.step(message)
 
-    def _step(self, shape: Shape, fresh: FreshPrefill | None = None) -> Step:
+    def _step(self, shape: Shape) -> Step:
         if not shape.graph:
-            return Step(self._device, self._forward, shape, fresh, self._arenas)
+            return Step(self._device, self._forward, shape, self._arenas)
         step = self._steps.get(shape)
         if step is None:
-            step = self._steps[shape] = Step(self._device, self._forward, shape, arenas=self._arenas)
+            step = self._steps[shape] = Step(self._device, self._forward, shape, self._arenas)
             if self._cuda:
                 began_s = time.monotonic()
                 step.load(self._padding(shape))
@@ -322,19 +313,3 @@ class DeviceRunner:
         if not shape.blocks:
             items[: shape.samples, 0] = range(shape.samples)
         return block
-
-    def _fresh_lengths(self, plan: SchedulePlan, shape: Shape) -> FreshLengths | None:
-        """Return lengths for PyTorch's varlen attention if all chunks begin their prompt, outside a graph."""
-        if (
-            shape.graph
-            or shape.owned
-            or not self._cuda
-            or any(scheduled.start for scheduled in plan.prefills)
-        ):
-            return None
-        return FreshLengths(len(plan.decodes), [scheduled.length for scheduled in plan.prefills])
-
-    def _fresh(self, fresh: FreshLengths) -> FreshPrefill:
-        ends = torch.tensor([0, *fresh.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        on_device = ends.pin_memory().to(self._device.where, non_blocking=True)
-        return FreshPrefill(fresh.begin, on_device, max(fresh.lengths))
