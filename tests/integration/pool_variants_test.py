@@ -29,11 +29,12 @@ def test_variants_are_in_every_engine_and_in_one_that_is_started_again() -> None
 
             assert isinstance(await added(Variant("bad", "/broken")), VariantRefused)
             assert isinstance(await added(Variant("acme", "/acme")), Chain)
-            os.kill(heard.pool.pids[0], signal.SIGKILL)
-            await heard.serving(1)
+            first, second = heard.pool.pids.values()
+            os.kill(first, signal.SIGKILL)
+            await heard.lost(first)
             await heard.serving(2)
-            os.kill(heard.pool.pids[1], signal.SIGKILL)  # the new one is alone then
-            await heard.serving(1)
+            os.kill(second, signal.SIGKILL)  # then none is left that was told of the variant as it was added
+            await heard.lost(second)
             answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
             request = Request("r", (97, 98), Sampling(max_tokens=3), chain="acme")
             heard.pool.submit([request], answer.set_result)
@@ -93,8 +94,9 @@ def test_a_variant_that_an_engine_refuses_as_it_starts_again_costs_the_others_no
                 await sleep(heard)
                 assert await wake(heard) == ""
             else:
-                os.kill(heard.pool.pids[0], signal.SIGKILL)
-                await heard.serving(1)
+                pid = heard.pool.pids[0]
+                os.kill(pid, signal.SIGKILL)
+                await heard.lost(pid)
                 await heard.serving(2)
             assert [(name, str(reason)) for name, reason in heard.refused] == [
                 ("changing", f"changing: {changing} holds NaN")

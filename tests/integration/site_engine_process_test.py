@@ -16,7 +16,7 @@ import pytest
 from site_engine.app import MAX_LOST_IN_A_ROW, event_loop_factory, serve
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.engine.process_spawn import Spawn, spawn
-from tests.support.child_processes import child_processes
+from tests.support.child_processes import child_processes, is_there
 from tests.support.fake_engine_process import spawn_fake
 from tests.support.site_fakes import CONTEXT_TOKENS
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
@@ -54,7 +54,7 @@ class Stage:
         return pid
 
     def engines(self) -> set[int]:
-        return child_processes() - self._before
+        return {each for each in child_processes() - self._before if is_there(each, as_zombie=False)}
 
     async def linked(self) -> Session:
         while True:

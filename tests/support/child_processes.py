@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.support.forked import SERVERS
+
 
 def child_processes() -> set[int]:
     """Return their ids, with the dead that this process has not waited for."""
-    return children_of(os.getpid())
+    return children_of(os.getpid()) - SERVERS
 
 
 def children_of(pid: int) -> set[int]:

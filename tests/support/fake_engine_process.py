@@ -13,15 +13,15 @@ from typing import Any
 from site_engine.config import SiteConfig
 from site_engine.core.inbox import InboxAddress
 from site_engine.engine.loading import Loaded
-from site_engine.engine.process_spawn import spawn
 from site_engine.engine_process import end, main
 from site_engine.errors import ConfigError
 from site_engine.native import engine_settings
 from site_engine.text.detokenize import ByteVocabulary
 from tests.support.child_processes import is_there
+from tests.support.forked import fork
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
-spawn_fake = partial(spawn, (sys.executable, "-m", "tests.support.fake_engine_process"))
+spawn_fake = partial(fork, "tests.support.fake_engine_process")
 LETTERS = ByteVocabulary(
     [bytes([code]) for code in range(VOCABULARY)], [chr(code) for code in range(VOCABULARY)]
 )
