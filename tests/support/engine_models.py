@@ -69,6 +69,13 @@ class Family:
         """Return the greedy answer of transformers to the prompt alone."""
         return greedy_answer(self.plain, prompt, max_tokens, eos, guess=guess)
 
+    def answers(self, requests: list[tuple[list[int], int]], guesses: list[list[int]]) -> list[list[int]]:
+        """Return what transformers answers to each request alone; right guesses take one pass."""
+        return [
+            self.generate(prompt, length, guess=guess)
+            for (prompt, length), guess in zip(requests, guesses, strict=True)
+        ]
+
 
 def greedy_answer(
     model: Any,
