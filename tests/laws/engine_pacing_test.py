@@ -62,6 +62,7 @@ def running(engine: CountedEngine) -> set[str]:
     return {each.id for each in engine.scheduler.running}
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 100_000))
 def test_every_line_ends_once_and_known_lengths_are_hardly_preempted(seed: int) -> None:
     """Paced prompts are read later than foreseen: where two of them fill the memory, one may have to wait."""
@@ -178,6 +179,7 @@ def test_pieces_cost_no_more_than_all_at_once(device: Device, rows: int) -> None
     assert price_of_pieces_s(device, rows) < 1.06 * device.token_of_prompts_s(rows, BUDGET)
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), long=st.integers(1, 40))
 def test_prompts_are_computed_a_few_tokens_an_iteration_beside_long_answers(seed: int, long: int) -> None:
     rnd = random.Random(seed)
@@ -233,7 +235,7 @@ def test_lines_that_end_soon_are_not_preempted_for_what_a_chat_needs_later() -> 
     assert engine.run().preemptions == 1
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1000))
 def test_no_chat_waits_for_lines_however_wrong_their_forecasts_are(seed: int) -> None:
     """As long as chats alone have rows and memory, each starts in the next iteration."""

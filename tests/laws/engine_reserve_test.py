@@ -7,7 +7,7 @@ import random
 from statistics import NormalDist, pvariance, quantiles
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.remaining_curve import LIKELY_LENGTHS, RemainingCurve, RemainingPoint, likely_lengths
@@ -68,6 +68,7 @@ def test_likely_lengths_are_the_quantiles_of_the_forecast() -> None:
     assert likely_lengths(wrong_forecast(400.0)) == pytest.approx(lognormal, rel=0.08)
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 100_000), page_size=st.sampled_from([1, 4, 16]), slots=st.integers(2, 12))
 def test_with_known_lengths_nothing_is_ever_preempted(seed: int, page_size: int, slots: int) -> None:
     rnd = random.Random(seed)
@@ -91,6 +92,7 @@ def test_with_known_lengths_nothing_is_ever_preempted(seed: int, page_size: int,
     assert counts.preemptions == 0
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 100_000), page_size=st.sampled_from([1, 4]))
 def test_every_page_counts_once_whoever_shares_starts_leaves_or_is_preempted(
     seed: int, page_size: int

@@ -63,13 +63,34 @@ class Family:
     served: LoadedModel
     plain: Any
 
-    def generate(self, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
+    def generate(
+        self, prompt: list[int], max_tokens: int, eos: int | None = None, *, guess: list[int] | None = None
+    ) -> list[int]:
         """Return the greedy answer of transformers to the prompt alone."""
-        return greedy_answer(self.plain, prompt, max_tokens, eos)
+        return greedy_answer(self.plain, prompt, max_tokens, eos, guess=guess)
+
+    def answers(self, requests: list[tuple[list[int], int]], guesses: list[list[int]]) -> list[list[int]]:
+        """Return what transformers answers to each request alone; right guesses take one pass."""
+        return [
+            self.generate(prompt, length, guess=guess)
+            for (prompt, length), guess in zip(requests, guesses, strict=True)
+        ]
 
 
-def greedy_answer(model: Any, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
-    """Return the greedy answer of a model of transformers to the prompt alone."""
+def greedy_answer(
+    model: Any,
+    prompt: list[int],
+    max_tokens: int,
+    eos: int | None = None,
+    *,
+    guess: list[int] | None = None,
+) -> list[int]:
+    """Return the greedy answer of a model of transformers to the prompt alone.
+
+    One pass over a right guess takes the place of a pass for each token.
+    """
+    if guess and eos is None and len(guess) == max_tokens and is_greedy(model, prompt, guess):
+        return guess
     with torch.no_grad():
         whole = model.generate(
             torch.tensor([prompt]),
@@ -81,6 +102,14 @@ def greedy_answer(model: Any, prompt: list[int], max_tokens: int, eos: int | Non
         )
     answer: list[int] = whole[0, len(prompt) :].tolist()
     return answer
+
+
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Say if each token of an answer is the likeliest after all before it, to a model of transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer[:-1]])).logits
+    likeliest: list[int] = logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+    return likeliest == answer
 
 
 @cache

@@ -28,8 +28,8 @@ class Made:
     variant: Variant
     alone: Any
 
-    def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        return greedy_answer(self.alone, prompt, tokens)
+    def answer(self, prompt: list[int], tokens: int, guess: list[int] | None = None) -> list[int]:
+        return greedy_answer(self.alone, prompt, tokens, guess=guess)
 
 
 def served(name: str = "llama") -> tuple[LoadedModel, Any]:
@@ -86,17 +86,16 @@ class Prefixed:
     def generate(self, ids: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
         """Return the prompt and its greedy answer, each token from all before it."""
         for _ in range(max_new_tokens):
-            ids = torch.cat([ids, self.logits(ids)[:, -1:].argmax(-1)], dim=1)
+            ids = torch.cat([ids, self(ids).logits[:, -1:].argmax(-1)], dim=1)
         return ids
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor) -> Any:
         cache = transformers.DynamicCache()
         for layer in range(len(self._numbers) // 2):
             key, value = self._numbers[2 * layer : 2 * layer + 2].transpose(1, 2)[:, None]
             cache.update(key, value, layer)
         with torch.no_grad():
-            found: torch.Tensor = self._plain(ids, past_key_values=cache).logits
-        return found
+            return self._plain(ids, past_key_values=cache)
 
 
 def prefix_tuned(folder: Path, plain: Any, *, tokens: int = 6, seed: int = 0, **settings: Any) -> Made:

@@ -145,16 +145,23 @@ def corpus_folder(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_a_run_repeats_exactly(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a model of the same kind that is small."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     monkeypatch.setattr(
-        train, "model_config", lambda tokenizer: LlamaConfig(**model_config(tokenizer).to_dict() | small)
+        train, "model_config", lambda tokenizer: LlamaConfig(**model_config(tokenizer).to_dict() | sizes)
     )
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_repeats_exactly(corpus_folder: Path) -> None:
     corpus, plan = load_corpus(corpus_folder), Plan(steps=2, batch_windows=2)
     once, again = (fit(corpus, plan)[0].state_dict() for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.usefixtures("small")
 def test_three_steps_make_a_folder_that_loads(tmp_path: Path, corpus_folder: Path) -> None:
     out = tmp_path / "model"
     main(f"--corpus {corpus_folder} --out {out} --steps 3 --batch-windows 2 --device cpu".split())
