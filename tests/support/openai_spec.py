@@ -78,6 +78,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 TEXT_BOUNDS = BOUNDS | {"logprobs": (0, 5), "best_of": (0, 20)}
 MOST_LISTED = {"/files": 10_000, "/batches": 100}
+READ = {
+    *("EasyInputMessageParam", "Message", "ResponseOutputMessageParam", "ResponseReasoningItemParam"),
+    *("ResponseFunctionToolCallParam", "FunctionCallOutput", "ItemReference"),
+    *("ResponseCustomToolCallParam", "ResponseCustomToolCallOutputParam"),
+    *("FunctionToolParam", "CustomToolParam", "NamespaceToolParam"),
+}
+"""Kinds of a response's items and tools that are read; any other is told by its type, whatever it holds."""
 FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
@@ -107,7 +114,7 @@ def from_file(path: Path) -> dict[str, Any]:
 
     Any refusal of ours has OpenAI's shape of errors.
     """
-    whole = yaml.safe_load(path.read_text())
+    whole = yaml.load(path.read_text(), yaml.CSafeLoader)
     paths = {}
     for place, methods in SERVED.items():
         known = whole["paths"].get(place) or whole["paths"].get(f"/v1{place}", {})
@@ -139,11 +146,22 @@ def from_types() -> dict[str, Any]:
         if name in ("ChatAsked", "TextAsked", "ResponseAsked"):
             _bound(schema["properties"], TEXT_BOUNDS if name == "TextAsked" else BOUNDS)
         schemas |= {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
+    _cut_unread(schemas)
     paths: dict[str, Any] = {}
     for (place, method), (answered, asked) in ANSWERS.items():
         paths.setdefault(f"/v1{place}", {})[method] = _operation(place, answered, asked)
     info = {"title": "from the types of openai-python", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def _cut_unread(schemas: dict[str, Any]) -> None:
+    """Leave each kind of a response's items and tools that isn't read its type alone."""
+    asked = schemas["ResponseAsked"]["properties"]
+    for union in (asked["input"]["anyOf"][1]["items"]["anyOf"], asked["tools"]["items"]["anyOf"]):
+        for name in (member["$ref"].rpartition("/")[2] for member in union):
+            if name.rpartition(".")[2] not in READ:
+                kind = {"type": schemas[name]["properties"]["type"]}
+                schemas[name] = {"type": "object", "properties": kind, "required": ["type"]}
 
 
 def _bound(properties: dict[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:

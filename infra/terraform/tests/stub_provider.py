@@ -97,6 +97,11 @@ class Stub(rpc.ProviderServicer):  # type: ignore[misc,name-defined]
         self.provider = schemas["provider"]
         self.resources = schemas["resource_schemas"]
         self.data_sources = schemas["data_source_schemas"]
+        self.schemas = pb.Schemas(
+            provider=schema_message(self.provider),
+            resource_schemas={name: schema_message(schema) for name, schema in self.resources.items()},
+            data_source_schemas={name: schema_message(schema) for name, schema in self.data_sources.items()},
+        )
 
     def GetMetadata(self, _request: Any, _context: Any) -> Any:
         return pb.Metadata(
@@ -105,11 +110,7 @@ class Stub(rpc.ProviderServicer):  # type: ignore[misc,name-defined]
         )
 
     def GetProviderSchema(self, _request: Any, _context: Any) -> Any:
-        return pb.Schemas(
-            provider=schema_message(self.provider),
-            resource_schemas={name: schema_message(schema) for name, schema in self.resources.items()},
-            data_source_schemas={name: schema_message(schema) for name, schema in self.data_sources.items()},
-        )
+        return self.schemas
 
     def GetFunctions(self, _request: Any, _context: Any) -> Any:
         return pb.Empty()
