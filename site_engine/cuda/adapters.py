@@ -21,7 +21,7 @@ from site_engine.core.chain import Block, BlockKind, Chain, ServedVariant
 from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.kernels import adapter_kernels
 from site_engine.cuda.own_layers import OwnLayers
-from site_engine.cuda.skinny_gemm import MAX_ROWS, AdapterRows, Adapters, Versions, side_by_side
+from site_engine.cuda.skinny_gemm import MAX_ADAPTED_ROWS, AdapterRows, Adapters, Versions, side_by_side
 from site_engine.errors import VariantRefused
 from site_engine.model.loader import LoadedModel
 from site_engine.variants.changes import Change, LoadedVariant, LowRank
@@ -317,7 +317,7 @@ class StepAdapters:
         count, counters = len(tiles), arenas.layers * len(Projection) * COUNTER_NUMBERS
         self._rows = AdapterRows(tiles, *(tiles.new_empty(size) for size in (rows, count, 2)))
         self._arrived = tiles.new_empty(arenas.layers, len(Projection), COUNTER_NUMBERS)
-        few = rows <= MAX_ROWS
+        few = rows <= MAX_ADAPTED_ROWS
         if few or owned:
             adapter_kernels.prepare_rows[(count,)](
                 *self._rows, self._arrived, count, counters, FEW=few,

@@ -136,8 +136,8 @@ class LlamaForward:
         self._rotary = rotary
         self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
         others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
-        skinny = skinny_gemm.is_supported(model.device) and not any(bias is not None for bias in others)
-        self._skinny_rows = skinny_gemm.MAX_ROWS if skinny else 0
+        biased = any(bias is not None for bias in others)
+        self._skinny = skinny_gemm.is_supported(model.device) and not biased
         self._embedding = body.embed_tokens.weight
         self._head = Linear(model.model.lm_head.weight, model.model.lm_head.bias)
 
@@ -157,7 +157,8 @@ class LlamaForward:
         residual, normed = self._layers[0].before.embed(
             ids[0], self._embedding, _versions(step, 0, Part.NORM_BEFORE)
         )
-        skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
+        most = skinny_gemm.MAX_ROWS if step.adapters is None else skinny_gemm.MAX_ADAPTED_ROWS
+        skinny = self._skinny and step.decodes_only and normed.shape[0] <= most
         large = self._layer if step.adapters is None else self._adapted_layer
         run = self._skinny_layer if skinny else large
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):

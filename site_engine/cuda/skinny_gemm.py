@@ -1,7 +1,7 @@
 """Launch GEMMs for few rows, whose kernel prefetches weights while the kernel before it still runs.
 
 A product may come in parts, which the next norm adds up; the gate is fused with its product. With more rows
-than `MAX_ROWS` cuBLAS is as fast. Measured on an H200: docs/decisions/gpu-few-rows.md.
+than `MAX_ROWS` cuBLAS is faster. Measured on an H200: docs/decisions/gpu-few-rows.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from site_engine.cuda.architecture import architecture
 from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
 
-MAX_ROWS = 64
-FEW_ROWS = 16
-PROGRAMS = 256  # of a product in parts; half of it with the most rows
+MAX_ROWS = 128
+MAX_ADAPTED_ROWS = 64  # where some have adapters
+FEW_ROWS, BLOCK_ROWS = 16, 64
+PROGRAMS = 256  # of a product in parts; half of it with many rows or columns
 SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
@@ -25,6 +26,9 @@ GATED_SHRUNK_PARTS = 1  # there, since the product takes long
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
+SHARED_BYTES = 220_000  # of them, that the stages of a tile may fill
+MAX_STAGES = 8
+WIDE_TILE = 64  # columns from which on the weight is the first factor, of which Hopper multiplies 64 rows
 
 
 class Tile(NamedTuple):
@@ -83,13 +87,16 @@ def whole(
     pdl: bool,
 ) -> torch.Tensor:
     """Return hidden [rows, depth] times weight [columns, depth] transposed: [rows, columns]."""
-    rows, depth = hidden.shape
-    narrow = weight.shape[0] < NARROW_COLUMNS
-    if not narrow and rows > FEW_ROWS and adapters is None:
+    (rows, depth), columns = hidden.shape, weight.shape[0]
+    if columns < NARROW_COLUMNS:
+        tile = Tile(16, 128, 4, 4)
+    elif adapters is not None:
+        tile = Tile(32, 128, 4, 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
+    elif rows <= BLOCK_ROWS or _row_blocks(rows)[1]:
+        tile = _filling(Tile(64, 128, 4, MAX_STAGES), hidden)
+    else:
         return torch.nn.functional.linear(hidden, weight, bias)
-    out = hidden.new_empty(rows, weight.shape[0])
-    wide = Tile(32, 128, 4, 6 if adapters is None else 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
-    tile = Tile(16, 128, 4, 4) if narrow else wide
+    out = hidden.new_empty(rows, columns)
     _launch(hidden, weight, bias, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
     return out
 
@@ -98,11 +105,12 @@ def parts(
     hidden: torch.Tensor, weight: torch.Tensor, adapters: Adapters | None = None, *, pdl: bool
 ) -> torch.Tensor:
     """Return the product as float32 sums over parts of the depth, [parts, rows, columns], to be added."""
-    rows, depth = hidden.shape
-    columns = weight.shape[0]
+    (rows, depth), columns = hidden.shape, weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
-    programs = PROGRAMS if rows < MAX_ROWS else PROGRAMS // 2
-    if adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
+    programs = PROGRAMS if rows < BLOCK_ROWS else PROGRAMS // 2
+    if adapters is None and columns >= NARROW_COLUMNS:
+        tile, programs = _filling(Tile(64, 128, 4, MAX_STAGES), hidden), PROGRAMS // 2
+    elif adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
         if depth > LONG * columns:
             tile = tile._replace(stages=3)
         else:
@@ -121,12 +129,35 @@ def gated(
     rows, depth = hidden.shape
     columns = gate_up.shape[0] // 2
     out = hidden.new_empty(rows, columns)
-    fine = rows <= FEW_ROWS and columns < 4 * NARROW_COLUMNS
-    tile = Tile(32, 128, 4, 4) if fine else Tile(64, 128, 4, 3)
-    if adapters is not None and rows > FEW_ROWS:
-        tile = Tile(64, 64, 4, 4)
+    narrow = columns < 4 * NARROW_COLUMNS
+    if narrow and rows <= FEW_ROWS:
+        tile = Tile(32, 128, 4, 4)
+    elif adapters is not None:
+        tile = Tile(64, 64, 4, 4) if rows > FEW_ROWS else Tile(64, 128, 4, 3)
+    elif rows > BLOCK_ROWS:
+        tile = Tile(64, 64, 4, 6) if narrow else Tile(128, 64, 8, 4)
+    else:
+        tile = Tile(64, 64, 4, 4) if rows > BLOCK_ROWS // 2 else Tile(64, 128, 4, 4)
     _launch(hidden, gate_up, None, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
     return out
+
+
+def _filling(tile: Tile, hidden: torch.Tensor) -> Tile:
+    """Return a tile with as many of its stages as shared memory holds."""
+    stage = (sum(_row_blocks(hidden.shape[0])) + tile.columns) * tile.depth * hidden.element_size()
+    return tile._replace(stages=min(tile.stages, SHARED_BYTES // stage))
+
+
+def _row_blocks(rows: int) -> tuple[int, int]:
+    """Return the sizes of a block or two that hold so many rows, powers of two; the second may be 0."""
+    if rows <= BLOCK_ROWS:
+        return _padded(rows), 0
+    more = rows - BLOCK_ROWS
+    return (BLOCK_ROWS, _padded(more)) if more <= BLOCK_ROWS // 2 else (_padded(rows), 0)
+
+
+def _padded(rows: int) -> int:
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def owned(
@@ -162,13 +193,17 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     grid = (-(-columns // tile.columns), -(-depth // part_depth))
     given = (hidden, weight, weight if bias is None else bias, out)
     common = {
-        "ROWS_PAD": max(16, 1 << (rows - 1).bit_length()), "COLUMNS": tile.columns, "DEPTH": tile.depth,
+        "COLUMNS": tile.columns, "DEPTH": tile.depth,
         "GATED": weight.shape[0] != columns, "BIAS": bias is not None, "SPLIT": out.dim() == 3,
         "EVEN": (depth | part_depth) % tile.depth == 0, "PDL": pdl, "PREFETCH": prefetch, **pdl_kwargs(pdl),
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if adapters is None:
-        skinny_gemm_kernels.skinny_gemm_rows[grid](*given, rows, columns, depth, part_depth, **common)
+        wide = tile.columns >= WIDE_TILE
+        block, more = _row_blocks(rows) if wide else (_padded(rows), 0)
+        skinny_gemm_kernels.skinny_gemm_rows[grid](
+            *given, rows, columns, depth, part_depth, ROWS=block, MORE=more, WEIGHT_FIRST=wide, **common
+        )
         return
     down, up, scales, biases, ends, which, own, arrived = adapters
     groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
@@ -184,7 +219,7 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
         0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
         TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
-        OWN=own is not None, **common,
+        OWN=own is not None, ROWS_PAD=_padded(rows), **common,
     )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         "PDL": pdl,
         "PREFETCH": 2,
     }
+    base = thin | {"ROWS": 16, "MORE": 0, "WEIGHT_FIRST": True, "SPLIT": False, "GATED": False}
     adapted = {
         "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
         "OWN": False, "TOGETHER": 1,
@@ -150,9 +151,13 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "PDL": pdl},
             {"num_warps": 16},
         ),
-        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
-        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
-        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
+        (skinny_gemm_kernels.skinny_gemm_rows, base | {"SPLIT": True}, {"num_stages": 5}),
+        (skinny_gemm_kernels.skinny_gemm_rows, base | {"GATED": True, "ROWS": 64, "MORE": 32}, {}),
+        (
+            skinny_gemm_kernels.skinny_gemm_rows,
+            base | {"BIAS": True, "COLUMNS": 16, "WEIGHT_FIRST": False},
+            {},
+        ),
         (
             skinny_gemm_kernels.add_parts_norm,
             {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "OWN": True, "PDL": pdl},

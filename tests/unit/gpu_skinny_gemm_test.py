@@ -13,7 +13,8 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.llama_forward import Norm
 
-SIZES = [(1, 48, 24), (5, 128, 40), (17, 896, 70)]  # rows, depth, columns
+SIZES = [(1, 48, 24), (5, 128, 40), (17, 896, 70), (72, 100, 40), (96, 64, 24), (128, 48, 24)]
+"""Rows, depth, columns."""
 
 
 def scene(rows: int, depth: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,29 +20,92 @@ def skinny_gemm_rows(
     columns,
     depth,
     part_depth,  # of the depth, what one part adds up: whole blocks
-    ROWS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,  # of the first block of rows
+    MORE: tl.constexpr,  # of the second, or 0: blocks are powers of two
     COLUMNS: tl.constexpr,  # of one program
     DEPTH: tl.constexpr,  # of one block
     GATED: tl.constexpr,  # out = silu(x gate) * (x up)
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,  # every part is whole blocks
+    WEIGHT_FIRST: tl.constexpr,  # which factor comes first; a second block of rows needs it
     PDL: tl.constexpr,  # programmatic dependent launch: wait for the kernel before here
     PREFETCH: tl.constexpr,  # 128-byte lines of each weight row fetched before `x` is ready
 ):
     """Compute out = x weight^T per block of columns and part, rounding where the model's modules round."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     exists = n < columns
-    begin = tl.program_id(1) * part_depth
+    part = tl.program_id(1)
+    begin = part * part_depth
     end = tl.minimum(begin + part_depth, depth)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         fetch_weight(weight, n, exists, begin, columns, depth, GATED, PREFETCH)
         tl.extra.cuda.gdc_wait()
-    total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
-                        GATED, EVEN)  # fmt: skip
-    store_product(out, bias, total, up, n, exists, tl.arange(0, ROWS_PAD) < rows, tl.program_id(1), rows,
-                  columns, GATED, BIAS, SPLIT)  # fmt: skip
+    real = tl.arange(0, ROWS) < rows
+    if WEIGHT_FIRST:
+        total, up, more, more_up = _transposed(x, weight, n, exists, begin, end, rows, columns, depth, ROWS,
+                                               MORE, COLUMNS, DEPTH, GATED, EVEN)  # fmt: skip
+        store_product(out, bias, tl.trans(total), tl.trans(up), n, exists, real, part, rows, columns, GATED,
+                      BIAS, SPLIT)  # fmt: skip
+        if MORE > 0:
+            real = ROWS + tl.arange(0, MORE) < rows
+            store_product(out + ROWS * columns, bias, tl.trans(more), tl.trans(more_up), n, exists, real,
+                          part, rows, columns, GATED, BIAS, SPLIT)  # fmt: skip
+    else:
+        total, up = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS, COLUMNS, DEPTH,
+                            GATED, EVEN)  # fmt: skip
+        store_product(out, bias, total, up, n, exists, real, part, rows, columns, GATED, BIAS,
+                      SPLIT)  # fmt: skip
+
+
+@triton.jit
+def _transposed(
+    x, weight, n, exists, begin, end, rows, columns, depth,
+    ROWS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return what `product` does as weight x^T [COLUMNS, ROWS], then the same [COLUMNS, MORE] of the rows
+    after `ROWS`.
+
+    The first factor of Hopper's matrix instructions has 64 rows, as many as a block of columns and more than
+    `x` often has. Both blocks of rows share each block of the weight.
+    """
+    k = tl.arange(0, DEPTH)
+    m = tl.arange(0, ROWS)
+    x_at = x + m[:, None] * depth + k[None, :]
+    weight_at = weight + tl.where(exists, n, 0)[:, None] * depth + k[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up, more_total, more_up = total, total, total
+    if MORE > 0:
+        more_m = ROWS + tl.arange(0, MORE)
+        more_at = x + more_m[:, None] * depth + k[None, :]
+        more_total = tl.zeros([COLUMNS, MORE], tl.float32)
+        more_up = more_total
+    for at in range(begin, end, DEPTH):
+        inside = (at + k < end)[None, :]
+        some = _load_rows(x_at + at, (m < rows)[:, None], inside, EVEN)
+        its = _load_weight(weight_at + at, inside, EVEN)
+        total = tl.dot(its, some.T, total, input_precision="ieee")
+        if MORE > 0:
+            more = _load_rows(more_at + at, (more_m < rows)[:, None], inside, EVEN)
+            more_total = tl.dot(its, more.T, more_total, input_precision="ieee")
+        if GATED:
+            its = _load_weight(weight_at + at + columns * depth, inside, EVEN)
+            up = tl.dot(its, some.T, up, input_precision="ieee")
+            if MORE > 0:
+                more_up = tl.dot(its, more.T, more_up, input_precision="ieee")
+    return total, up, more_total, more_up
+
+
+@triton.jit
+def _load_rows(at, real, inside, EVEN: tl.constexpr):
+    return tl.load(at, mask=real if EVEN else real & inside, other=0.0)
+
+
+@triton.jit
+def _load_weight(at, inside, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
