@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.custom_tools import read_custom
+from gateway.openai.custom_tools import read_custom, read_grammar_format
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import (
     ToolChoice,
@@ -109,8 +109,7 @@ def _shown_function(function: dict[str, object]) -> dict[str, object]:
 
 
 def _read_custom(item: Fields) -> tuple[dict[str, object], dict[str, object]]:
-    tool_format = item.child("format")
-    grammar = tool_format if tool_format is not None and tool_format.raw("type") == "grammar" else None
+    grammar = read_grammar_format(item)
     shown: dict[str, object] = {
         "type": "custom",
         "name": item.text("name"),
@@ -125,6 +124,7 @@ def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: lis
     namespace, description = item.required_text("name"), item.text("description")
     shown_inside: list[dict[str, object]] = []
     inside: list[dict[str, object]] = []
+    item.required("tools")
     for number, value in enumerate(item.items("tools")):
         tool = item.nested(f"tools.{number}", value)
         if tool is not None and tool.raw("type") == "namespace":

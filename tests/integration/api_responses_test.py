@@ -27,6 +27,7 @@ from tests.support.fakes.edge import MODEL, MODELS, OPENING, Edge, error_of, fai
 HEAD = ResponseHead("resp_q1", 1_750_000_000, MODEL, "rev-1", lambda: 1_750_000_002.5)
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "edits files"}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -206,6 +207,8 @@ def test_a_schema_and_limits_reach_the_site() -> None:
         ("input", {"input": 3}),
         ("input.0", {"input": ["x"]}),
         ("input.0.type", {"input": [{}]}),
+        ("input.0.type", {"input": [{"type": "", "role": "user", "content": "x"}]}),
+        ("input.0.content", {"input": [{"type": "reasoning", "content": {}}]}),
         ("input.0.type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
         ("input.0.role", {"input": [{"role": "tool", "content": "x"}]}),
         ("input.0.content", {"input": [{"role": "user"}]}),
@@ -222,12 +225,18 @@ def test_a_schema_and_limits_reach_the_site() -> None:
         ("tools.0.type", {"tools": [{"type": "file_search"}]}),
         ("tools.0.name", {"tools": [{"type": "function"}]}),
         ("tools", {"tools": [ADD, ADD]}),
+        ("tools.0.format.type", {"tools": [PATCH | {"format": {"type": "json"}}]}),
+        ("tools.0.format.syntax", {"tools": [PATCH | {"format": GRAMMAR | {"syntax": "ebnf"}}]}),
+        ("tools.0.format.definition", {"tools": [PATCH | {"format": GRAMMAR | {"definition": ""}}]}),
+        ("tools.0.tools", {"tools": [{"type": "namespace", "name": "n", "description": "d"}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}),
         ("tool_choice.tools", {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "tools": []}}),
         ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
         ("text.format.name", {"text": {"format": {"type": "json_schema", "schema": {}}}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "n"}}}),
         ("reasoning.effort", {"reasoning": {"effort": "enormous"}}),
+        ("reasoning.summary", {"reasoning": {"summary": "long"}}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("metadata.a", {"metadata": {"a": 1}}),
         ("metadata", {"metadata": {str(number): "x" for number in range(17)}}),
