@@ -12,6 +12,8 @@ from anthropic.types import message_create_params as message_params
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, batch_create_params
 from pydantic import TypeAdapter
 
+from tests.support.cut_schema import Cut
+
 BATCHES = "/v1/messages/batches"
 ANSWERS = {
     ("/v1/messages", "post"): ("Message", "MessageAsked"),
@@ -122,7 +124,7 @@ def from_types() -> dict[str, Any]:
         schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
         defined = schema.pop("$defs", {})
         both = {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
-        schemas |= cut(both, name) if name.endswith("Asked") else both
+        schemas |= served(both, name) if name.endswith("Asked") else both
     paths: dict[str, Any] = {}
     for (place, method), (answered, asked) in ANSWERS.items():
         paths.setdefault(place, {})[method] = _operation(place, answered, asked)
@@ -130,38 +132,7 @@ def from_types() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def cut(schemas: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema of a request without what is not served, and those that it needs."""
-    kept: dict[str, Any] = {}
-    wanted = [name]
-    while wanted:
-        if (each := wanted.pop()) not in kept:
-            kept[each] = _cut(schemas[each], wanted)
-    return kept
-
-
-def _cut(schema: Any, wanted: list[str]) -> Any:
-    if isinstance(schema, list):
-        return [_cut(each, wanted) for each in schema if _is_served(each)]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        wanted.append(schema["$ref"].rpartition("/")[2])
-        return schema
-    found = {key: _cut(value, wanted) for key, value in schema.items() if key != "properties"}
-    if isinstance(properties := schema.get("properties"), dict):
-        read = {key: value for key, value in properties.items() if key not in WITHOUT_EFFECT}
-        found["properties"] = {key: _bounded(key, _cut(value, wanted)) for key, value in read.items()}
-        found["required"] = [key for key in schema.get("required", []) if key in read]
-    return found
-
-
-def _is_served(member: Any) -> bool:
-    reference = member.get("$ref", "") if isinstance(member, dict) else ""
-    return not reference or reference.rpartition(".")[2] in SERVED
-
-
-def _bounded(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _bounded(_owner: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     if name == "model":
         return {"enum": ["m"]}
     if name == "custom_id":
@@ -171,6 +142,9 @@ def _bounded(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     if name == "requests":
         return schema | {"minItems": 1}
     return schema | {"minimum": 1} if name in AT_LEAST_ONE else schema
+
+
+served = Cut(SERVED.__contains__, WITHOUT_EFFECT, _bounded)
 
 
 def _operation(place: str, answered: str, asked: str) -> dict[str, Any]:
