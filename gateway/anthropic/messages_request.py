@@ -60,7 +60,10 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         left_out=left_out(fields),
     )
     tools = _tools(fields)
-    prompt = Chat(_messages(fields), *tools, reasoning_effort=_effort(fields))
+    messages = _messages(fields)
+    if messages and messages[-1].role == "assistant" and not counted:
+        fields.refuse("messages", "must not end with the assistant: what it began is not continued here")
+    prompt = Chat(messages, *tools, reasoning_effort=_effort(fields))
     return GenerationRequest(
         model=model,
         prompts=(prompt,),

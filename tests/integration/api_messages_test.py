@@ -181,6 +181,7 @@ def test_max_tokens_above_the_context_mean_as_many_as_fit() -> None:
         ("max_tokens", {"max_tokens": 0}),
         ("messages", {"messages": None}),
         ("messages", {"messages": []}),
+        ("messages", {"messages": [*body()["messages"], {"role": "assistant", "content": "{"}]}),
         ("messages.0.role", {"messages": [{"role": "robot", "content": "x"}]}),
         ("messages.0.content", {"messages": [{"role": "user"}]}),
         ("messages.0.content.0.source", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
@@ -327,6 +328,7 @@ def test_the_key_may_come_as_x_api_key() -> None:
 def test_tokens_are_counted_without_max_tokens_and_with_the_same_errors() -> None:
     asked = {key: value for key, value in body().items() if key != "max_tokens"}
     path = "/v1/messages/count_tokens"
+    begun = asked["messages"] + [{"role": "assistant", "content": "{"}]
     response, _ = post(path, asked)
     assert "can count the tokens" in error_of(response, 400)["message"]
 
@@ -336,6 +338,7 @@ def test_tokens_are_counted_without_max_tokens_and_with_the_same_errors() -> Non
         assert (counted.status_code, counted.json()) == (200, {"input_tokens": 7})
         client = anthropic.AsyncAnthropic(api_key=KEY, base_url="http://edge", http_client=edge.http)
         assert (await client.messages.count_tokens(**asked)).input_tokens == 7
+        assert (await client.messages.count_tokens(**asked | {"messages": begun})).input_tokens == 7
         assert error_of(await edge.post(path, asked | {"messages": []}), 400)
         assert error_of(await edge.post(path, asked, authorization="Bearer no"), 401)
         assert error_of(await edge.post(path, asked | {"tools": [ADD]}), 400)
