@@ -23,6 +23,7 @@ from gateway.openai.generation_format import CHAT_COMPLETIONS
 
 _EXPOSED_HEADERS = [
     "x-request-id",
+    "request-id",
     "openai-processing-ms",
     "x-mico-site",
     "x-mico-model",

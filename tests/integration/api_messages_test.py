@@ -357,6 +357,10 @@ def test_anthropics_sdk_reads_whole_and_streamed_answers() -> None:
         asked: Any = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
         whole = await client.messages.create(**asked)
         seen.append(whole.content[0].to_dict()["text"])
+        assert whole.id == f"msg_{whole._request_id}"
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**asked | {"messages": []})
+        assert refused.value.request_id == refused.value.response.headers["x-request-id"]
         async with client.messages.stream(**asked) as stream:
             seen.append(await stream.get_final_text())
 
