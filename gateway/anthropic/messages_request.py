@@ -71,6 +71,7 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         limit_field="",
         stream_options=StreamOptions(fields.flag("stream")),
         priority=0,
+        field_names={"response_format": "output_config.format"},
     )
 
 

@@ -31,6 +31,8 @@ from gateway.prompt import Chat, Message
 MAX_ITEMS = 4096
 MAX_TOP_LOGPROBS = 20
 MAX_METADATA = 16
+FIELD_NAMES = {"messages": "input", "response_format": "text.format", "logprobs": "top_logprobs"}
+"""The fields of a chat, by which sites name what they refuse, as this endpoint has them."""
 LOGPROBS = "message.output_text.logprobs"
 SUMMARIES = ("auto", "concise", "detailed")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -48,13 +50,7 @@ RESPONSE_IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata"
 
 def read_response(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
-    for name, reason in STATEFUL_FIELDS.items():
-        if fields.raw(name):
-            fields.refuse(name, reason, UNSUPPORTED)
-    if fields.raw("truncation") not in (None, "disabled"):
-        fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
-    refuse_unsupported(fields, REFUSED_FIELDS)
-    fields.present(RESPONSE_IGNORED_FIELDS)
+    _refuse_unsupported(fields)
     messages = _messages(fields, instructions := fields.text("instructions"))
     tools, shown_tools, shown_choice = read_response_tools(fields)
     text_format, guided_json = _text_format(fields)
@@ -95,7 +91,18 @@ def read_response(fields: Fields) -> GenerationRequest:
         conversation=read_conversation(fields),
         repeated=repeated,
         prompt_field="input",
+        field_names=FIELD_NAMES,
     )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name, reason in STATEFUL_FIELDS.items():
+        if fields.raw(name):
+            fields.refuse(name, reason, UNSUPPORTED)
+    if fields.raw("truncation") not in (None, "disabled"):
+        fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
+    refuse_unsupported(fields, REFUSED_FIELDS)
+    fields.present(RESPONSE_IGNORED_FIELDS)
 
 
 # ---- input

@@ -138,20 +138,28 @@ def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: lis
 
 
 def _read_choice(fields: Fields, names: set[str]) -> ToolChoice:
-    if fields.raw("tool_choice") == "auto":
+    choice = fields.raw("tool_choice")
+    if choice == "auto":
         return ToolChoice("auto")
-    plain = read_plain_choice(fields, bool(names))
-    choice = None if plain is not None else fields.child("tool_choice")
-    if choice is None:
-        return plain or ToolChoice("auto")
-    kind = choice.required("type")
-    if kind in ("function", "custom"):
-        return ToolChoice("named", _known_name(choice, names))
-    if kind == "allowed_tools":
-        return read_allowed(choice, lambda tool: _known_name(tool, names))
-    if kind is not None:
-        message = f"can be 'function', 'custom' or 'allowed_tools', got {echo(kind)}"
+    if isinstance(choice, dict):
+        return _read_chosen(fields.nested("tool_choice", choice), names)
+    if choice == "required" and fields.raw("tools") and not names:
+        fields.refuse("tool_choice", "can't be 'required': none of 'tools' can be called here")
+        return ToolChoice("auto")
+    return read_plain_choice(fields, bool(names)) or ToolChoice("auto")
+
+
+def _read_chosen(choice: Fields | None, names: set[str]) -> ToolChoice:
+    kind = None if choice is None else choice.required("type")
+    if choice is None or kind is None:
+        return ToolChoice("auto")
+    if kind not in ("function", "custom", "allowed_tools"):
+        message = f"can be 'function', 'custom' or 'allowed_tools', got {echo(kind)}: no tool runs here"
         choice.refuse("type", message, UNSUPPORTED)
+    elif kind == "allowed_tools":
+        return read_allowed(choice, lambda tool: _known_name(tool, names))
+    else:
+        return ToolChoice("named", _known_name(choice, names))
     return ToolChoice("auto")
 
 

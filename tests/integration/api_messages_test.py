@@ -24,7 +24,7 @@ from gateway.openai.response_schema import ResponseHead
 from gateway.openai.unary_response import Choice, UnaryResponse
 from gateway.prompt import Chat, Message
 from tests.support.event_streams import message_events
-from tests.support.fakes.edge import KEY, MODEL, OPENING, Edge, fail, play, post, run, scripted
+from tests.support.fakes.edge import KEY, MODEL, NESTED, OPENING, Edge, fail, play, post, run, scripted
 
 HEAD = ResponseHead("msg_q1", 1_750_000_000, MODEL, "rev-1")
 ADD = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
@@ -208,6 +208,12 @@ def test_what_cannot_be_done_is_refused_by_name(param: str, fields: dict[str, An
     assert error["type"] == "invalid_request_error"
     assert f"'{param}'" in error["message"]
     assert not script.queries
+
+
+def test_a_model_that_keeps_to_no_schema_is_told_by_the_field_that_asks_for_it() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    response, _ = post("/v1/messages", body(model=NESTED, output_config=form))
+    assert "leave 'output_config.format' out" in error_of(response, 400)["message"]
 
 
 # ---- answers
