@@ -315,6 +315,20 @@ def test_errors_have_anthropics_shape_and_status() -> None:
     assert error_of(lost, 502)["type"] == "api_error"
 
 
+def test_anthropics_sdk_knows_errors_of_other_paths_by_their_type() -> None:
+    async def scenario(edge: Edge) -> None:
+        client = anthropic.AsyncAnthropic(api_key=KEY, base_url="http://edge", http_client=edge.http)
+        for asked in (client.models.retrieve("none"), client.beta.skills.list()):
+            with pytest.raises(anthropic.NotFoundError) as refused:
+                await asked
+            assert refused.value.type == "not_found_error"
+        with pytest.raises(anthropic.AuthenticationError) as unknown:
+            await client.models.list(extra_headers={"authorization": "Bearer wrong"})
+        assert unknown.value.type == "authentication_error"
+
+    run(scenario)
+
+
 def test_a_failure_in_the_stream_is_its_last_event() -> None:
     answer = fail(UpstreamLost("the site was lost"), after=(OPENING, Delta(0, "Hel", 1)))
     last = message_events(post("/v1/messages", body(stream=True), answer)[0].content)[-1]
