@@ -137,7 +137,10 @@ def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, objec
     if kind == "text":
         return "" if block.required("text") is None else block.text("text")
     if kind == "tool_use" and role == "assistant":
-        arguments = msgspec.json.encode(block.raw("input") or {}).decode()
+        sent = block.raw("input")
+        if sent is not None and not isinstance(sent, dict):
+            block.nested("input", sent)  # records the problem
+        arguments = msgspec.json.encode(sent or {}).decode()
         function = {"name": block.required_text("name"), "arguments": arguments}
         return {"id": block.required_text("id"), "type": "function", "function": function}
     if kind == "tool_result" and role == "user":
