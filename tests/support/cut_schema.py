@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,3 +51,15 @@ class Cut:
     def _is_served(self, member: Any) -> bool:
         reference = member.get("$ref", "") if isinstance(member, dict) else ""
         return not reference or self.is_read(reference.rpartition("/")[2].rpartition(".")[2])
+
+
+def with_nulls(schema: Schema, required: Iterable[str]) -> Schema:
+    """Return the schema with these fields required. The others may be null, which means left out."""
+    if "properties" not in schema:
+        return schema
+    needed = sorted(required)
+    properties = {
+        name: each if name in needed or None in each.get("enum", ()) else {"anyOf": [each, {"type": "null"}]}
+        for name, each in schema["properties"].items()
+    }
+    return schema | {"properties": properties, "required": needed}

@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway.openai import chat_request, completion_request, responses_request, responses_tools
 from gateway.openai.sampling import IGNORED_FIELDS
-from tests.support.cut_schema import Cut, Schema
+from tests.support.cut_schema import Cut, Schema, with_nulls
 from tests.support.good_bodies import IMAGE
 
 REFUSED: dict[str, frozenset[str]] = {
@@ -160,20 +160,12 @@ def accepted(schemas: Schema, name: str) -> Schema:
     if name == "ResponseAsked":
         left_out |= responses_request.RESPONSE_IGNORED_FIELDS
     kept = Cut(lambda kind: kind not in unread, left_out, _bounded)(schemas, name)
-    return {each: _with_nulls(each.rpartition(".")[2], schema) for each, schema in kept.items()}
+    return {each: with_nulls(schema, _required(each, schema)) for each, schema in kept.items()}
 
 
-def _with_nulls(owner: str, schema: Schema) -> Schema:
-    """Return the schema with null for each field that may be left out: it means the same."""
-    if "properties" not in schema:
-        return schema
-    named = {*schema.get("required", ()), *REQUIRED.get(owner, ())} - OPTIONAL.get(owner, set())
-    required = sorted(named)
-    properties = {
-        name: each if name in required or None in each.get("enum", ()) else {"anyOf": [each, NO]}
-        for name, each in schema["properties"].items()
-    }
-    return schema | {"properties": properties, "required": required}
+def _required(name: str, schema: Schema) -> set[str]:
+    owner = name.rpartition(".")[2]
+    return {*schema.get("required", ()), *REQUIRED.get(owner, ())} - OPTIONAL.get(owner, set())
 
 
 def _unions(schemas: Schema) -> tuple[list[Schema], list[Schema]]:
