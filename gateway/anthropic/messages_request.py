@@ -60,7 +60,10 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         left_out=left_out(fields),
     )
     tools = _tools(fields)
-    prompt = Chat(_messages(fields), *tools, reasoning_effort=_effort(fields))
+    messages = _messages(fields)
+    if messages and messages[-1].role == "assistant" and not counted:
+        fields.refuse("messages", "must not end with the assistant: what it began is not continued here")
+    prompt = Chat(messages, *tools, reasoning_effort=_effort(fields))
     return GenerationRequest(
         model=model,
         prompts=(prompt,),
@@ -68,6 +71,7 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         limit_field="",
         stream_options=StreamOptions(fields.flag("stream")),
         priority=0,
+        field_names={"response_format": "output_config.format"},
     )
 
 
@@ -133,7 +137,10 @@ def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, objec
     if kind == "text":
         return "" if block.required("text") is None else block.text("text")
     if kind == "tool_use" and role == "assistant":
-        arguments = msgspec.json.encode(block.raw("input") or {}).decode()
+        sent = block.raw("input")
+        if sent is not None and not isinstance(sent, dict):
+            block.nested("input", sent)  # records the problem
+        arguments = msgspec.json.encode(sent or {}).decode()
         function = {"name": block.required_text("name"), "arguments": arguments}
         return {"id": block.required_text("id"), "type": "function", "function": function}
     if kind == "tool_result" and role == "user":

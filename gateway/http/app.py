@@ -11,9 +11,10 @@ from litestar.datastructures import State
 from litestar.exceptions import NotFoundException
 from litestar.types import ControllerRouterHandler
 
+from gateway.anthropic.messages_format import MESSAGES
 from gateway.http.backend import Backend
 from gateway.http.error_handler import error_response
-from gateway.http.exchange import ExchangeMiddleware
+from gateway.http.exchange import ExchangeMiddleware, from_anthropics
 from gateway.http.generation import generation_apps, generation_routes
 from gateway.http.health import health_routes
 from gateway.http.models import model_routes
@@ -23,6 +24,7 @@ from gateway.openai.generation_format import CHAT_COMPLETIONS
 
 _EXPOSED_HEADERS = [
     "x-request-id",
+    "request-id",
     "openai-processing-ms",
     "x-mico-site",
     "x-mico-model",
@@ -71,7 +73,8 @@ def create_operators_http(backend: Backend, handlers: Sequence[ControllerRouterH
 
 
 def _render_error(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
-    return error_response(request, exc, CHAT_COMPLETIONS.error_response)
+    api_format = MESSAGES if from_anthropics(request.scope) else CHAT_COMPLETIONS
+    return error_response(request, exc, api_format.error_response)
 
 
 def _render_unknown_path(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:

@@ -62,6 +62,11 @@ def header(scope: Scope, name: bytes) -> str:
     return ""
 
 
+def from_anthropics(scope: Scope) -> bool:
+    """Return whether the client speaks Anthropic's API, whose version it names."""
+    return bool(header(scope, b"anthropic-version"))
+
+
 def safe_header_value(text: str) -> bytes:
     """Drop everything that could break out of a header from a name that a site or a client chose."""
     if text.isascii() and text.isprintable():
@@ -106,7 +111,11 @@ class ExchangeMiddleware:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 exchange.complete = scope["method"] == "HEAD"  # nothing follows
-                message["headers"] = [*_allowing_head(message["headers"]), *self._headers(exchange), *always]
+                message["headers"] = [
+                    *_allowing_head(message["headers"]),
+                    *self._headers(scope, exchange),
+                    *always,
+                ]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.complete = True
             return send(message)
@@ -128,14 +137,14 @@ class ExchangeMiddleware:
         valid = 0 < len(sent) <= MAX_REQUEST_ID_CHARS and sent.isascii() and sent.isprintable()
         return Exchange(sent if valid else query_id, query_id, self._clock())
 
-    def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    def _headers(self, scope: Scope, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         elapsed_ms = round(1000 * (self._clock() - exchange.started_s))
         limits = rate_headers(exchange.caller, self._quota_status) if exchange.caller else []
-        return [
-            (b"x-request-id", exchange.request_id.encode()),
-            (b"openai-processing-ms", b"%d" % elapsed_ms),
-            *limits,
-        ]
+        request_id = exchange.request_id.encode()
+        ids = [(b"x-request-id", request_id)]
+        if from_anthropics(scope):
+            ids.append((b"request-id", request_id))
+        return [*ids, (b"openai-processing-ms", b"%d" % elapsed_ms), *limits]
 
     def _log(self, scope: Scope, exchange: Exchange) -> None:
         """Write the log line. Status 499: the client disconnected before a status was sent."""

@@ -17,7 +17,7 @@ from gateway.http.backend import Backend
 from gateway.http.body import ClientGone, json_response
 from gateway.http.disconnect import while_connected
 from gateway.http.error_handler import database_errors
-from gateway.http.exchange import AnyRequest
+from gateway.http.exchange import AnyRequest, from_anthropics
 from gateway.http.pagination import list_response, read_page
 from gateway.http.upload import MISSING, UPLOAD_WITHIN_S, UploadForm, announced_bytes, read_form
 
@@ -27,11 +27,11 @@ MAX_PAGE: Final = 10_000
 def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTTPRouteHandler]:
     upload, content = _Upload(backend, files, limits), _Content(backend, files)
 
-    @post("/v1/files", status_code=200)
+    @post("/v1/files", status_code=200, before_request=_refuse_anthropics)
     async def create_file() -> ASGIApp:
         return upload
 
-    @get("/v1/files")
+    @get("/v1/files", before_request=_refuse_anthropics)
     async def list_files(request: AnyRequest) -> Response[bytes]:
         caller = await authenticate(request.scope, backend)
         page = read_page(request, MAX_PAGE, MAX_PAGE)
@@ -39,7 +39,7 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
             rows = await files.list_page(caller.tenant, request.query_params.get("purpose"), page)
         return list_response([file_json(file) for file in rows], page)
 
-    @get("/v1/files/{file_id:str}")
+    @get("/v1/files/{file_id:str}", before_request=_refuse_anthropics)
     async def retrieve_file(request: AnyRequest) -> Response[bytes]:
         caller = await authenticate(request.scope, backend)
         with database_errors():
@@ -47,11 +47,11 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
                 file_json(await get_file(files, caller.tenant, request.path_params["file_id"]))
             )
 
-    @get("/v1/files/{file_id:str}/content")
+    @get("/v1/files/{file_id:str}/content", before_request=_refuse_anthropics)
     async def file_content() -> ASGIApp:
         return content
 
-    @delete("/v1/files/{file_id:str}", status_code=200)
+    @delete("/v1/files/{file_id:str}", status_code=200, before_request=_refuse_anthropics)
     async def delete_file(request: AnyRequest) -> Response[bytes]:
         caller, file_id = await authenticate(request.scope, backend), request.path_params["file_id"]
         with database_errors():
@@ -68,6 +68,12 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     return [create_file, list_files, retrieve_file, file_content, delete_file]
+
+
+async def _refuse_anthropics(request: AnyRequest) -> None:
+    """Raise NotFound for a client of Anthropic's API: its SDK would read files of OpenAI's as its own."""
+    if from_anthropics(request.scope):
+        raise NotFound("Anthropic's files are not served here; these are OpenAI's, for batches and training.")
 
 
 @dataclass(frozen=True, slots=True)

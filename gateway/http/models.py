@@ -16,7 +16,7 @@ from gateway.errors import ModelNotFound
 from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.body import json_response
-from gateway.http.exchange import AnyRequest, header
+from gateway.http.exchange import AnyRequest, from_anthropics
 from gateway.routing.model_routes import may_name
 
 
@@ -34,7 +34,7 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
     @get("/v1/models")
     async def list_models(request: AnyRequest) -> Response[bytes]:
         models = list((await usable(request)).values())
-        if _wants_anthropics(request):
+        if from_anthropics(request.scope):
             return json_response(_anthropic_list(models))
         return json_response({"object": "list", "data": [_model_card(model) for model in models]})
 
@@ -44,7 +44,7 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
         model = (await usable(request)).get(model_id)
         if model is None:
             raise ModelNotFound(f"The model '{model_id[:200]}' is not served here.")
-        return json_response(_anthropic_card(model) if _wants_anthropics(request) else _model_card(model))
+        return json_response(_anthropic_card(model) if from_anthropics(request.scope) else _model_card(model))
 
     return [list_models, retrieve_model]
 
@@ -61,10 +61,6 @@ def _model_card(model: Model) -> dict[str, object]:
         "max_model_len": model.context_tokens,
         "features": sorted(model.features),
     }
-
-
-def _wants_anthropics(request: AnyRequest) -> bool:
-    return bool(header(request.scope, b"anthropic-version"))
 
 
 def _anthropic_card(model: Model) -> dict[str, object]:

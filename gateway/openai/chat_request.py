@@ -31,7 +31,7 @@ from gateway.prompt import Chat, Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
-_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {
+REFUSED_FIELDS = UNSUPPORTED_FIELDS | {
     "functions",
     "audio",
     "prediction",
@@ -80,7 +80,7 @@ def _logprobs(fields: Fields) -> int | None:
 
 
 def _refuse_unsupported_by_chat(fields: Fields) -> None:
-    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
+    refuse_unsupported(fields, REFUSED_FIELDS)
     if fields.raw("web_search_options") is not None:  # also {}, which asks for a search
         fields.refuse("web_search_options", "is not supported: nothing is searched here", UNSUPPORTED)
     if fields.raw("function_call") not in (None, "none"):

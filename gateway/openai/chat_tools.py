@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.openai.custom_tools import read_custom
+from gateway.openai.custom_tools import read_custom, read_grammar_format
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import (
     NO_TOOLS,
@@ -59,9 +59,8 @@ def _kind(tool: Fields) -> str | None:
 
 
 def _read_custom(tool: Fields) -> dict[str, object]:
-    tool_format = tool.child("format")
-    has_grammar = tool_format is not None and tool_format.raw("type") == "grammar"
-    return read_custom(tool, required_child(tool_format, "grammar") if tool_format and has_grammar else None)
+    tool_format = read_grammar_format(tool)
+    return read_custom(tool, None if tool_format is None else required_child(tool_format, "grammar"))
 
 
 def _read_choice(fields: Fields, names: set[str]) -> ToolChoice:

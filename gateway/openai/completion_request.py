@@ -18,14 +18,14 @@ from gateway.prompt import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 5
-_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"suffix", "response_format"}
+REFUSED_FIELDS = UNSUPPORTED_FIELDS | {"suffix", "response_format"}
 
 
 def read_completion(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
     prompts = _prompts(fields)
     max_tokens = fields.integer("max_tokens", 0, MAX_COUNT, DEFAULT_MAX_TOKENS)
-    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
+    refuse_unsupported(fields, REFUSED_FIELDS)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, None)
     sampling = read_sampling(
         fields, max_tokens=max_tokens, logprobs=logprobs, echo_prompt=fields.flag("echo")

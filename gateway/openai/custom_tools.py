@@ -7,11 +7,25 @@ from collections.abc import Mapping
 import msgspec
 
 from gateway.bounded_json import DECODE_ERRORS
-from gateway.openai.fields import Fields
+from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import read_function
 
 CUSTOM_INPUT = "input"
 """The one argument of the function that stands for a custom tool."""
+
+
+SYNTAXES = ("lark", "regex")
+
+
+def read_grammar_format(tool: Fields) -> Fields | None:
+    """Return the field `format` where it is a grammar, None where the input is any text."""
+    tool_format = tool.child("format")
+    kind = None if tool_format is None else tool_format.required("type")
+    if tool_format is None or kind in (None, "text"):
+        return None
+    if kind != "grammar":
+        tool_format.refuse("type", f"can be 'text' or 'grammar', got {echo(kind)}", UNSUPPORTED)
+    return tool_format if kind == "grammar" else None
 
 
 def read_custom(tool: Fields, grammar: Fields | None) -> dict[str, object]:
@@ -22,7 +36,7 @@ def read_custom(tool: Fields, grammar: Fields | None) -> dict[str, object]:
     function = read_function(tool)
     description = function.get("description")
     if grammar is not None:
-        told = f"The input follows this grammar:\n{grammar.text('definition')}"
+        told = f"The input follows this grammar:\n{_definition(grammar)}"
         description = f"{description or ''}\n{told}".strip()
     custom: dict[str, object] = {
         "name": function["name"],
@@ -33,6 +47,13 @@ def read_custom(tool: Fields, grammar: Fields | None) -> dict[str, object]:
         },
     }
     return custom | ({"description": description} if description else {})
+
+
+def _definition(grammar: Fields) -> str:
+    syntax = grammar.required("syntax")
+    if syntax not in (None, *SYNTAXES):
+        grammar.refuse("syntax", f"can be 'lark' or 'regex', got {echo(syntax)}")
+    return grammar.required_text("definition")
 
 
 def custom_arguments(text: str) -> str:

@@ -31,9 +31,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """`limit_field` is the name under which the client gave `sampling.max_tokens`; empty: where that is more
     than a context holds, it means as many as fit.
 
-    `prompt_field` is the name under which the client gave the prompt. `repeated`: fields of the request that
-    its response repeats, in the format of the response. `custom_tools`: the functions that stand for custom
-    tools of a chat. `conversation`: the client's name of it, empty if it gives none.
+    `prompt_field` is the name under which the client gave the prompt; `field_names` are the names of other
+    fields of a chat where the format has others. `repeated`: fields of the request that its response repeats,
+    in the format of the response. `custom_tools`: the functions that stand for custom tools of a chat.
+    `conversation`: the client's name of it, empty if it gives none.
     """
 
     model: str
@@ -44,6 +45,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     priority: int
     repeated: Mapping[str, object] = msgspec.field(default_factory=dict)
     prompt_field: str = "messages"
+    field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
     custom_tools: frozenset[str] = frozenset()
     conversation: str = ""
 
@@ -65,7 +67,7 @@ def read_stream_options(fields: Fields) -> StreamOptions:
 
 _FEATURES = {
     "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
-    "logprobs": ("logprobs", "tell log probabilities", "leave 'logprobs' out"),
+    "logprobs": ("logprobs", "tell log probabilities", "leave '{}' out"),
     "template_kwargs": (
         "chat_template_kwargs",
         "pass arguments to its chat template",
@@ -75,7 +77,7 @@ _FEATURES = {
     RERANK: ("model", "rank documents", f"ask a model with the feature '{RERANK}'"),
     "vision": ("", "see images", "send text alone"),
     "image_urls": ("", "fetch images from addresses", "send images as data URLs in base64"),
-    "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
+    "guided": ("response_format", "hold an answer to a JSON schema", "leave '{}' out"),
 }
 
 
@@ -141,9 +143,11 @@ def _check_features(request: GenerationRequest, model: Model) -> None:
         raise BadRequest(f"{model.id} can {can}, and generates no text.", param="model", code=UNSUPPORTED)
     for feature, (param, what, instead) in _FEATURES.items():
         if feature in needed and feature not in model.features:
+            name = request.field_names.get(param, param)
             raise BadRequest(
-                f"No site that serves {model.id} can {what}; {instead}. /v1/models lists what models can do.",
-                param=param or request.prompt_field,
+                f"No site that serves {model.id} can {what}; {instead.format(name)}."
+                " /v1/models lists what models can do.",
+                param=name or request.prompt_field,
                 code=UNSUPPORTED,
             )
 

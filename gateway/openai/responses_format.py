@@ -14,7 +14,7 @@ from gateway.openai.generation_format import StreamEncoder
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_body import response_body
-from gateway.openai.responses_request import read_response
+from gateway.openai.responses_request import FIELD_NAMES, read_response
 from gateway.openai.responses_stream import ResponseEncoder
 from gateway.openai.unary_response import UnaryResponse
 
@@ -36,13 +36,18 @@ class ResponsesFormat:
         return ResponseEncoder(request, head)
 
     def error_response(self, error: ErrorResponse, request_id: str) -> tuple[int, bytes]:
-        return error.status, error.body()
+        return error.status, _in_own_fields(error).body()
 
     def error_frames(self, error: ErrorResponse, request_id: str) -> bytes:
+        error = _in_own_fields(error)
         payload = {"type": error.type, "code": error.code, "message": error.message, "param": error.param}
         flat = {"code": error.code, "message": error.message, "param": error.param}
         body = {"type": "error", "sequence_number": 0, **flat, "error": payload}
         return named_frame("error", msgspec.json.encode(body))
+
+
+def _in_own_fields(error: ErrorResponse) -> ErrorResponse:
+    return error._replace(param=FIELD_NAMES.get(error.param or "", error.param))
 
 
 RESPONSES: Final = ResponsesFormat()

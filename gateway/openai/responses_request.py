@@ -31,29 +31,26 @@ from gateway.prompt import Chat, Message
 MAX_ITEMS = 4096
 MAX_TOP_LOGPROBS = 20
 MAX_METADATA = 16
+FIELD_NAMES = {"messages": "input", "response_format": "text.format", "logprobs": "top_logprobs"}
+"""The fields of a chat, by which sites name what they refuse, as this endpoint has them."""
 LOGPROBS = "message.output_text.logprobs"
+SUMMARIES = ("auto", "concise", "detailed")
 _ROLES = ("system", "developer", "user", "assistant")
 _PART_KINDS = {"assistant": ("output_text", "refusal", "input_text")}
-_STATEFUL = {
+STATEFUL_FIELDS = {
     "store": "can only be false: responses are not stored here",
     "previous_response_id": "is not supported: nothing is stored; send the whole conversation as 'input'",
     "conversation": "is not supported: nothing is stored; send the whole conversation as 'input'",
     "background": "is not supported: nothing is stored here that could be fetched later",
     "prompt": "is not supported: nothing is stored; send the text as 'instructions' and 'input'",
 }
-_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"context_management"}
-_IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata", "prompt_cache_retention"})
+REFUSED_FIELDS = UNSUPPORTED_FIELDS | {"context_management"}
+RESPONSE_IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata", "prompt_cache_retention"})
 
 
 def read_response(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
-    for name, reason in _STATEFUL.items():
-        if fields.raw(name):
-            fields.refuse(name, reason, UNSUPPORTED)
-    if fields.raw("truncation") not in (None, "disabled"):
-        fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
-    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
-    fields.present(_IGNORED_FIELDS)
+    _refuse_unsupported(fields)
     messages = _messages(fields, instructions := fields.text("instructions"))
     tools, shown_tools, shown_choice = read_response_tools(fields)
     text_format, guided_json = _text_format(fields)
@@ -94,7 +91,18 @@ def read_response(fields: Fields) -> GenerationRequest:
         conversation=read_conversation(fields),
         repeated=repeated,
         prompt_field="input",
+        field_names=FIELD_NAMES,
     )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name, reason in STATEFUL_FIELDS.items():
+        if fields.raw(name):
+            fields.refuse(name, reason, UNSUPPORTED)
+    if fields.raw("truncation") not in (None, "disabled"):
+        fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
+    refuse_unsupported(fields, REFUSED_FIELDS)
+    fields.present(RESPONSE_IGNORED_FIELDS)
 
 
 # ---- input
@@ -163,7 +171,9 @@ def _read_items(fields: Fields, conversation: _Conversation) -> None:
 
 
 def _read_item(item: Fields, conversation: _Conversation) -> None:
-    kind = item.raw("type") or ("message" if item.raw("role") is not None else None)
+    kind = item.raw("type")
+    if kind is None and item.raw("role") is not None:
+        kind = "message"
     if kind == "message":
         conversation.add(_message(item))
     elif kind == "function_call":
@@ -191,7 +201,7 @@ def _earlier_reasoning(item: Fields) -> str:
     encrypted is of no use here.
     """
     for name, kinds in (("content", ("reasoning_text", "text")), ("summary", ("summary_text",))):
-        if item.raw(name):
+        if item.raw(name) not in (None, []):
             return read_text(item, name, item.raw(name), kinds)
     return ""
 
@@ -232,6 +242,7 @@ def _text_format(fields: Fields) -> tuple[dict[str, object], str]:
     if kind == "json_object":
         return {"format": {"type": "json_object"}, **shown}, ANY_OBJECT
     if kind == "json_schema":
+        text_format.required("schema")
         schema = read_schema(text_format)
         described = {
             "type": "json_schema",
@@ -251,7 +262,10 @@ def _reasoning(fields: Fields) -> dict[str, str | None]:
     reasoning = fields.child("reasoning")
     if reasoning is None:
         return {"effort": None, "summary": None}
-    return {"effort": read_effort(reasoning, "effort") or None, "summary": reasoning.text("summary") or None}
+    summary = reasoning.text("summary") or None
+    if summary not in (None, *SUMMARIES):
+        reasoning.refuse("summary", f"must be one of {', '.join(SUMMARIES)}, got {echo(summary)}")
+    return {"effort": read_effort(reasoning, "effort") or None, "summary": summary}
 
 
 def _metadata(fields: Fields) -> dict[str, object]:

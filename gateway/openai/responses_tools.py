@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.custom_tools import read_custom
+from gateway.openai.custom_tools import read_custom, read_grammar_format
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import (
     ToolChoice,
@@ -109,8 +109,7 @@ def _shown_function(function: dict[str, object]) -> dict[str, object]:
 
 
 def _read_custom(item: Fields) -> tuple[dict[str, object], dict[str, object]]:
-    tool_format = item.child("format")
-    grammar = tool_format if tool_format is not None and tool_format.raw("type") == "grammar" else None
+    grammar = read_grammar_format(item)
     shown: dict[str, object] = {
         "type": "custom",
         "name": item.text("name"),
@@ -125,6 +124,7 @@ def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: lis
     namespace, description = item.required_text("name"), item.text("description")
     shown_inside: list[dict[str, object]] = []
     inside: list[dict[str, object]] = []
+    item.required("tools")
     for number, value in enumerate(item.items("tools")):
         tool = item.nested(f"tools.{number}", value)
         if tool is not None and tool.raw("type") == "namespace":
@@ -138,20 +138,28 @@ def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: lis
 
 
 def _read_choice(fields: Fields, names: set[str]) -> ToolChoice:
-    if fields.raw("tool_choice") == "auto":
+    choice = fields.raw("tool_choice")
+    if choice == "auto":
         return ToolChoice("auto")
-    plain = read_plain_choice(fields, bool(names))
-    choice = None if plain is not None else fields.child("tool_choice")
-    if choice is None:
-        return plain or ToolChoice("auto")
-    kind = choice.required("type")
-    if kind in ("function", "custom"):
-        return ToolChoice("named", _known_name(choice, names))
-    if kind == "allowed_tools":
-        return read_allowed(choice, lambda tool: _known_name(tool, names))
-    if kind is not None:
-        message = f"can be 'function', 'custom' or 'allowed_tools', got {echo(kind)}"
+    if isinstance(choice, dict):
+        return _read_chosen(fields.nested("tool_choice", choice), names)
+    if choice == "required" and fields.raw("tools") and not names:
+        fields.refuse("tool_choice", "can't be 'required': none of 'tools' can be called here")
+        return ToolChoice("auto")
+    return read_plain_choice(fields, bool(names)) or ToolChoice("auto")
+
+
+def _read_chosen(choice: Fields | None, names: set[str]) -> ToolChoice:
+    kind = None if choice is None else choice.required("type")
+    if choice is None or kind is None:
+        return ToolChoice("auto")
+    if kind not in ("function", "custom", "allowed_tools"):
+        message = f"can be 'function', 'custom' or 'allowed_tools', got {echo(kind)}: no tool runs here"
         choice.refuse("type", message, UNSUPPORTED)
+    elif kind == "allowed_tools":
+        return read_allowed(choice, lambda tool: _known_name(tool, names))
+    else:
+        return ToolChoice("named", _known_name(choice, names))
     return ToolChoice("auto")
 
 

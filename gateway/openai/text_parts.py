@@ -30,6 +30,6 @@ def text_of(part: Fields, kinds: tuple[str, ...], others: tuple[str, ...] = ()) 
         return "" if part.required(field) is None else part.text(field)
     if kind is not None:
         can_be = " or ".join(repr(each) for each in kinds + others)
-        what = "text and images" if others else "text"
-        part.refuse("type", f"can only be {can_be}, got {echo(kind)}: only {what} is read here", UNSUPPORTED)
+        what = "texts and images are" if others else "text is"
+        part.refuse("type", f"can only be {can_be}, got {echo(kind)}: only {what} read here", UNSUPPORTED)
     return ""

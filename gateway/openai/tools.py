@@ -73,7 +73,7 @@ def read_plain_choice(fields: Fields, has_tools: bool) -> ToolChoice | None:
 
 def read_allowed(allowed: Fields, name_of: Callable[[Fields], str]) -> ToolChoice:
     """Read the mode and the tools of `allowed_tools`. `name_of` reads the name of one of them."""
-    mode = allowed.raw("mode") or "auto"
+    mode = "auto" if allowed.raw("mode") is None else allowed.raw("mode")
     if mode not in ("auto", "required"):
         allowed.refuse("mode", f"can be 'auto' or 'required', got {echo(mode)}")
     tools = [allowed.nested(f"tools.{number}", tool) for number, tool in enumerate(allowed.items("tools"))]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from openai.types import Batch, FileObject
 
@@ -122,6 +123,28 @@ def test_a_file_may_be_named_in_any_script(
         kind = {"content-type": "multipart/form-data; boundary=b"}
         file = (await here.raw("POST", "/v1/files", content=body, headers=kind)).json()
         assert file.get("filename") == name, file
+
+    play(scenario)
+
+
+def test_anthropics_files_are_refused_and_no_file_of_openais_passes_for_one(
+    play: Callable[..., None],
+) -> None:
+    async def scenario(here: Replica) -> None:
+        kept = await here.sdk().files.create(file=("a.jsonl", b"{}"), purpose="batch")
+        files = anthropic.AsyncAnthropic(
+            api_key="one", base_url="http://edge", http_client=here.http, max_retries=0
+        ).beta.files
+        for asked in (
+            files.list(),
+            files.retrieve_metadata(kept.id),
+            files.download(kept.id),
+            files.delete(kept.id),
+            files.upload(file=("a.txt", b"a")),
+        ):
+            with pytest.raises(anthropic.NotFoundError, match="Anthropic's files"):
+                await asked
+        assert [file.id async for file in here.sdk().files.list()] == [kept.id]
 
     play(scenario)
 

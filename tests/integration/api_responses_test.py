@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,17 @@ from gateway.openai.responses_stream import ResponseEncoder
 from gateway.openai.unary_response import Choice, UnaryResponse
 from gateway.prompt import Chat, Message
 from tests.support.event_streams import response_events
-from tests.support.fakes.edge import MODEL, MODELS, OPENING, Edge, error_of, fail, play, post, run, scripted
+from tests.support.fakes.edge import (
+    MODEL,
+    OPENING,
+    Edge,
+    error_of,
+    fail,
+    play,
+    post,
+    run,
+    scripted,
+)
 
 HEAD = ResponseHead("resp_q1", 1_750_000_000, MODEL, "rev-1", lambda: 1_750_000_002.5)
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
@@ -194,59 +203,6 @@ def test_a_schema_and_limits_reach_the_site() -> None:
     assert json.loads(request.sampling.guided_json) == schema
     assert (request.sampling.max_tokens, request.limit_field) == (20, "max_output_tokens")
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.logprobs) == (0.5, 0.9, 2)
-
-
-@pytest.mark.parametrize(
-    ("param", "fields"),
-    [
-        ("model", {"model": None}),
-        ("input", {"input": None}),
-        ("input", {"input": []}),
-        ("input", {"input": ""}),
-        ("input", {"input": 3}),
-        ("input.0", {"input": ["x"]}),
-        ("input.0.type", {"input": [{}]}),
-        ("input.0.type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
-        ("input.0.role", {"input": [{"role": "tool", "content": "x"}]}),
-        ("input.0.content", {"input": [{"role": "user"}]}),
-        ("input.0.content.0.image_url", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
-        ("input.0.call_id", {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}),
-        ("input.0.output", {"input": [{"type": "function_call_output", "call_id": "a"}]}),
-        ("instructions", {"instructions": 3}),
-        ("store", {"store": True}),
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("conversation", {"conversation": "conv_1"}),
-        ("background", {"background": True}),
-        ("moderation", {"moderation": {"model": "omni-moderation-latest"}}),
-        ("truncation", {"truncation": "auto"}),
-        ("tools.0.type", {"tools": [{"type": "file_search"}]}),
-        ("tools.0.name", {"tools": [{"type": "function"}]}),
-        ("tools", {"tools": [ADD, ADD]}),
-        ("tool_choice", {"tool_choice": "required"}),
-        ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}),
-        ("tool_choice.tools", {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "tools": []}}),
-        ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
-        ("text.format.name", {"text": {"format": {"type": "json_schema", "schema": {}}}}),
-        ("reasoning.effort", {"reasoning": {"effort": "enormous"}}),
-        ("max_output_tokens", {"max_output_tokens": 0}),
-        ("metadata.a", {"metadata": {"a": 1}}),
-        ("metadata", {"metadata": {str(number): "x" for number in range(17)}}),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
-    response, script = post("/v1/responses", body(**fields))
-    error = error_of(response, 400)
-    assert error["param"] == param
-    assert error["message"].count(f"'{param}'") == 1
-    assert not script.queries
-
-
-def test_an_input_that_fits_no_context_names_its_field() -> None:
-    models = [replace(model, max_prompt_chars=16_384) for model in MODELS]
-    response, script = post("/v1/responses", body(input="word " * 6000), models=lambda: models)
-    error = error_of(response, 400)
-    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
-    assert not script.queries
 
 
 # ---- answers

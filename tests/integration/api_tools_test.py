@@ -38,16 +38,24 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 NOT_THERE = {"type": "function", "function": {"name": "sub"}}
 NOW = {"type": "function", "function": {"name": "now"}}
 PATCH_NAME = {"type": "custom", "custom": {"name": "patch"}}
-PATCH = {"type": "custom", "custom": {"name": "patch", "description": "edits files"}}
+PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "edits files"}}
 PATCH_FUNCTION = {
     "name": "patch",
     "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
     "description": "edits files",
 }
-GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}
+GRAMMAR: dict[str, Any] = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}
 
 
-def allowed(*tools: dict[str, Any], mode: str = "auto") -> dict[str, Any]:
+def custom(**fields: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": PATCH["custom"] | fields}
+
+
+def grammar(**fields: Any) -> dict[str, Any]:
+    return GRAMMAR | {"grammar": GRAMMAR["grammar"] | fields}
+
+
+def allowed(*tools: dict[str, Any], mode: object = "auto") -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
@@ -84,9 +92,7 @@ def test_a_custom_tool_reaches_the_site_as_a_function_of_one_text() -> None:
     asked = prompt(tools=[PATCH], tool_choice=PATCH_NAME)
     assert json.loads(asked.tools_json) == [{"type": "function", "function": PATCH_FUNCTION}]
     assert (asked.tool_choice, asked.tool_name) == ("named", "patch")
-    [told] = json.loads(
-        prompt(tools=[{"type": "custom", "custom": {**PATCH["custom"], "format": GRAMMAR}}]).tools_json
-    )
+    [told] = json.loads(prompt(tools=[custom(format=GRAMMAR)]).tools_json)
     assert told["function"]["description"].endswith("follows this grammar:\nstart: /a+/")
 
 
@@ -113,8 +119,11 @@ def test_tool_choice_none_sends_no_tools() -> None:
         ("tools", {"tools": [ADD, {"type": "custom", "custom": {"name": "add"}}]}),
         (
             "tools.0.custom.format.grammar",
-            {"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]},
+            {"tools": [custom(format={"type": "grammar"})]},
         ),
+        ("tools.0.custom.format.type", {"tools": [custom(format={"type": "json"})]}),
+        ("tools.0.custom.format.grammar.syntax", {"tools": [custom(format=grammar(syntax={}))]}),
+        ("tools.0.custom.format.grammar.definition", {"tools": [custom(format=grammar(definition=None))]}),
         ("tools.0.function", {"tools": [{"type": "function"}]}),
         ("tools.0.function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
         ("tools.0.function.name", {"tools": [{"type": "function", "function": {}}]}),
@@ -133,6 +142,7 @@ def test_tool_choice_none_sends_no_tools() -> None:
         ),
         ("tool_choice.allowed_tools", {"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}),
         ("tool_choice.allowed_tools.mode", {"tools": [ADD], "tool_choice": allowed(NAMED, mode="must")}),
+        ("tool_choice.allowed_tools.mode", {"tools": [ADD], "tool_choice": allowed(NAMED, mode={})}),
         ("tool_choice.allowed_tools.tools", {"tools": [ADD], "tool_choice": allowed()}),
         (
             "tool_choice.allowed_tools.tools.0.function.name",

@@ -12,6 +12,10 @@ from anthropic.types import message_create_params as message_params
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, batch_create_params
 from pydantic import TypeAdapter
 
+from gateway.anthropic.messages_request import MAX_STOPS
+from tests.support.cut_schema import Cut, with_nulls
+from tests.support.good_bodies import IMAGE
+
 BATCHES = "/v1/messages/batches"
 ANSWERS = {
     ("/v1/messages", "post"): ("Message", "MessageAsked"),
@@ -57,11 +61,38 @@ WITHOUT_EFFECT = {
         "is_error",
         "transformations",
     ),
-    *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "display"),
+    *("container", "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "display"),
 }
-"""Fields that are taken whatever they hold."""
-AT_LEAST_ONE = ("max_tokens", "budget_tokens")
+"""Fields that are taken whatever they hold; of a container only that there is none."""
+OPTIONAL = {"budget_tokens", "input"}
+BLOCKS = {
+    "UserMessageParam": {"TextBlockParam", "ImageBlockParam", "ToolResultBlockParam"},
+    "AssistantMessageParam": {"TextBlockParam", "ThinkingBlockParam", "ToolUseBlockParam"},
+}
 TEXT = {"type": "string"}
+NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"}
+COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+FIELDS: dict[str, Any] = {
+    "model": {"enum": ["m"]},
+    "max_tokens": COUNT,
+    "budget_tokens": COUNT,
+    "custom_id": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    "params": {"type": "object"},  # read when the request runs, as at Anthropic
+    "ToolParam.name": NAME,
+    "ToolChoiceToolParam.name": NAME,
+    "tool_use_id": TEXT | {"minLength": 1},
+    "id": TEXT | {"minLength": 1},
+    "ToolUseBlockParam.name": TEXT | {"minLength": 1},
+    "media_type": {"enum": ["image/png"]},
+    "data": {"enum": [IMAGE.rpartition(",")[2]]},
+    "stop_sequences": {"type": "array", "items": TEXT | {"minLength": 1}, "maxItems": MAX_STOPS},
+}
+NARROWED = {
+    "BatchAsked.requests": {"minItems": 1},
+    "MessageAsked.messages": {"minItems": 1},
+    "CountAsked.messages": {"minItems": 1},
+}
+"""Bounds of fields: in place of what a type says, and beside it."""
 DOCUMENT = {"anyOf": [TEXT | {"minLength": 1}, {"type": "object", "required": ["text"]}]}
 RERANK: dict[str, Any] = {
     "RerankAsked": {
@@ -122,7 +153,7 @@ def from_types() -> dict[str, Any]:
         schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
         defined = schema.pop("$defs", {})
         both = {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
-        schemas |= cut(both, name) if name.endswith("Asked") else both
+        schemas |= _accepted(both, name) if name.endswith("Asked") else both
     paths: dict[str, Any] = {}
     for (place, method), (answered, asked) in ANSWERS.items():
         paths.setdefault(place, {})[method] = _operation(place, answered, asked)
@@ -130,47 +161,24 @@ def from_types() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def cut(schemas: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema of a request without what is not served, and those that it needs."""
-    kept: dict[str, Any] = {}
-    wanted = [name]
-    while wanted:
-        if (each := wanted.pop()) not in kept:
-            kept[each] = _cut(schemas[each], wanted)
-    return kept
+def _bounded(owner: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return FIELDS.get(f"{owner}.{name}") or FIELDS.get(name) or schema | NARROWED.get(f"{owner}.{name}", {})
 
 
-def _cut(schema: Any, wanted: list[str]) -> Any:
-    if isinstance(schema, list):
-        return [_cut(each, wanted) for each in schema if _is_served(each)]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        wanted.append(schema["$ref"].rpartition("/")[2])
-        return schema
-    found = {key: _cut(value, wanted) for key, value in schema.items() if key != "properties"}
-    if isinstance(properties := schema.get("properties"), dict):
-        read = {key: value for key, value in properties.items() if key not in WITHOUT_EFFECT}
-        found["properties"] = {key: _bounded(key, _cut(value, wanted)) for key, value in read.items()}
-        found["required"] = [key for key in schema.get("required", []) if key in read]
-    return found
+def _accepted(schemas: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the schema of a request without what is refused, and those that it needs.
 
-
-def _is_served(member: Any) -> bool:
-    reference = member.get("$ref", "") if isinstance(member, dict) else ""
-    return not reference or reference.rpartition(".")[2] in SERVED
-
-
-def _bounded(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    if name == "model":
-        return {"enum": ["m"]}
-    if name == "custom_id":
-        return {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
-    if name == "params":
-        return {"type": "object"}  # read when the request runs, as at Anthropic
-    if name == "requests":
-        return schema | {"minItems": 1}
-    return schema | {"minimum": 1} if name in AT_LEAST_ONE else schema
+    What the assistant began is counted, not continued.
+    """
+    served = SERVED - {"AssistantMessageParam"} if name == "MessageAsked" else SERVED
+    kept = Cut(served.__contains__, WITHOUT_EFFECT, _bounded)(schemas, name)
+    for owner, read in BLOCKS.items():
+        if (message := kept.get(f"{name}.{owner}")) is not None:
+            blocks = message["properties"]["content"]["anyOf"][1]["items"]
+            blocks["anyOf"] = [each for each in blocks["anyOf"] if each["$ref"].rpartition(".")[2] in read]
+    return {
+        each: with_nulls(schema, {*schema.get("required", ())} - OPTIONAL) for each, schema in kept.items()
+    }
 
 
 def _operation(place: str, answered: str, asked: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
-_IMAGE = "data:image/png;base64,iVBORw0KGgo="
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
 GOOD_RESPONSE: dict[str, Any] = {
     "input": [
         {"role": "user", "content": "3 tokens at once, please"},
@@ -17,7 +17,7 @@ GOOD_RESPONSE: dict[str, Any] = {
         {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "a"}]},
         {
             "role": "user",
-            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": _IMAGE}],
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": IMAGE}],
         },
     ],
     "instructions": "Be brief.",

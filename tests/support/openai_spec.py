@@ -22,6 +22,8 @@ from openai.types.responses import Response
 from openai.types.responses import response_create_params as response_params
 from pydantic import TypeAdapter
 
+from tests.support.openai_requests import REFUSED, accepted, refused
+
 SERVED = {
     "/chat/completions": ("post",),
     "/completions": ("post",),
@@ -68,23 +70,8 @@ ANSWERS = {
     ("/batches/{batch_id}", "get"): ("Batch", ""),
     ("/batches/{batch_id}/cancel", "post"): ("Batch", ""),
 }
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
-    "n": (1, 128),
-    "top_logprobs": (0, 20),
-}
-TEXT_BOUNDS = BOUNDS | {"logprobs": (0, 5), "best_of": (0, 20)}
+REFUSING = {"ChatAsked": "/chat/completions", "TextAsked": "/completions", "ResponseAsked": "/responses"}
 MOST_LISTED = {"/files": 10_000, "/batches": 100}
-READ = {
-    *("EasyInputMessageParam", "Message", "ResponseOutputMessageParam", "ResponseReasoningItemParam"),
-    *("ResponseFunctionToolCallParam", "FunctionCallOutput", "ItemReference"),
-    *("ResponseCustomToolCallParam", "ResponseCustomToolCallOutputParam"),
-    *("FunctionToolParam", "CustomToolParam", "NamespaceToolParam"),
-}
-"""Kinds of a response's items and tools that are read; any other is told by its type, whatever it holds."""
 FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
@@ -136,40 +123,52 @@ def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_types() -> dict[str, Any]:
-    """Request and response types of openai-python, as the specification that they were generated from."""
+    """Request and response types of openai-python without what is refused by name, as the specification that
+    they were generated from.
+    """
     schemas: dict[str, Any] = {}
-    for name, kind in TYPES.items():
-        schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
-        defined = schema.pop("$defs", {})
-        if name.endswith("Asked") and name != "BatchAsked":
-            schema["properties"]["model"] = {"enum": ["m"]}  # which is served
-        if name in ("ChatAsked", "TextAsked", "ResponseAsked"):
-            _bound(schema["properties"], TEXT_BOUNDS if name == "TextAsked" else BOUNDS)
-        schemas |= {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
-    _cut_unread(schemas)
+    for name in TYPES:
+        both = _schemas_of(name)
+        schemas |= accepted(both, name) if name in REFUSED else both
+    vector = schemas["Embeddings.Embedding"]["properties"]["embedding"]
+    in_base64 = {"type": "string"}
+    schemas["Embeddings.Embedding"]["properties"]["embedding"] = {"anyOf": [vector, in_base64]}
     paths: dict[str, Any] = {}
     for (place, method), (answered, asked) in ANSWERS.items():
         paths.setdefault(f"/v1{place}", {})[method] = _operation(place, answered, asked)
+    return _specification(paths, schemas)
+
+
+def of_refusals() -> dict[str, Any]:
+    """Requests that are refused by name, each for one field or kind, and what is said of it. Beside them
+    models as they are not, as the proof that a difference is seen.
+    """
+    schemas: dict[str, Any] = {}
+    wrong = {"description": "answered", "content": _json({"properties": {"object": {"const": "no list"}}})}
+    paths: dict[str, Any] = {"/v1/models": {"get": {"responses": {"200": wrong}}}}
+    for name, place in REFUSING.items():
+        schemas |= _schemas_of(name)
+        bodies = refused(schemas, name)
+        says = {"code": {"const": "unsupported_parameter"}, "param": {"enum": [*bodies]}}
+        error = {"properties": {"error": {"properties": says}}}
+        paths[f"/v1{place}"] = {
+            "post": {
+                "requestBody": {"required": True, "content": _json({"anyOf": [*bodies.values()]})},
+                "responses": {"400": {"description": "refused", "content": _json({"allOf": [ERROR, error]})}},
+            }
+        }
+    return _specification(paths, schemas)
+
+
+def _schemas_of(name: str) -> dict[str, Any]:
+    schema = TypeAdapter(TYPES[name]).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
+    defined = schema.pop("$defs", {})
+    return {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
+
+
+def _specification(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
     info = {"title": "from the types of openai-python", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
-
-
-def _cut_unread(schemas: dict[str, Any]) -> None:
-    """Leave each kind of a response's items and tools that isn't read its type alone."""
-    asked = schemas["ResponseAsked"]["properties"]
-    for union in (asked["input"]["anyOf"][1]["items"]["anyOf"], asked["tools"]["items"]["anyOf"]):
-        for name in (member["$ref"].rpartition("/")[2] for member in union):
-            if name.rpartition(".")[2] not in READ:
-                kind = {"type": schemas[name]["properties"]["type"]}
-                schemas[name] = {"type": "object", "properties": kind, "required": ["type"]}
-
-
-def _bound(properties: dict[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:
-    for name, (low, high) in bounds.items():
-        schema = properties.get(name, {})
-        for each in schema.get("anyOf", [schema]):
-            if each.get("type") in ("integer", "number"):
-                each |= {"minimum": low, "maximum": high}
 
 
 def _operation(place: str, answered: str, asked: str) -> dict[str, Any]:

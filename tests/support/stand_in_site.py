@@ -91,12 +91,7 @@ class StandInSite:
                 if message.assign.HasField("pooling"):
                     out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[_pooled(message.assign)])))
                     return
-                if not self._token_s:
-                    self._put_delta(out, attempt_id, range(self._answer_tokens))
-                    return
-                answering = asyncio.create_task(self._answer_slowly(out, attempt_id))
-                self._answering[attempt_id] = answering
-                answering.add_done_callback(lambda _: self._answering.pop(attempt_id, None))
+                self._answer(out, message.assign)
             case "count":
                 attempt_id = message.count.assign.attempt_id
                 counted = pb.Counted(attempt_id=attempt_id, prompt_tokens=self._prompt_tokens)
@@ -106,6 +101,15 @@ class StandInSite:
                     current.cancel()
                     cancelled = pb.Delta(attempt_id=message.cancel.attempt_id, finish=pb.Delta.CANCELLED)
                     out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[cancelled])))
+
+    def _answer(self, out: asyncio.Queue[pb.SiteMessage], assign: Any) -> None:
+        attempt_id = assign.attempt_id
+        if not self._token_s:
+            self._put_delta(out, attempt_id, range(self._answer_tokens))
+            return
+        answering = asyncio.create_task(self._answer_slowly(out, attempt_id))
+        self._answering[attempt_id] = answering
+        answering.add_done_callback(lambda _: self._answering.pop(attempt_id, None))
 
     async def _answer_slowly(self, out: asyncio.Queue[pb.SiteMessage], attempt_id: str) -> None:
         for token in range(self._answer_tokens):
