@@ -116,6 +116,21 @@ console.log(JSON.stringify([columns.queued, Object.entries(columns.load), Object
 """
 
 
+SET_BACK = """
+import { append, ownColumns } from "%s";
+const clouds = { a: [1, 2, 7], b: [null, null, 7] };
+const columns = ownColumns({ at: [1, 2, 7], queued: [1, 2, 7], clouds, load: {} });
+append(columns, { at: [3], queued: [3], clouds: { a: [3] }, load: {} }, ["queued"]);
+console.log(JSON.stringify(columns));
+"""
+
+
+def test_samples_of_a_clock_that_was_set_back_since_leave_the_page() -> None:
+    shown = run_script(SET_BACK, "columns.js")
+    assert (shown["at"], shown["queued"]) == ([1, 2, 3], [1, 2, 3])
+    assert shown["clouds"] == {"a": [1, 2, 3], "b": [None, None, None]}
+
+
 MOMENTS = """
 import { moment } from "%s";
 const noon = Date.UTC(2026, 10, 30, 12) / 1000, hours = 3600;

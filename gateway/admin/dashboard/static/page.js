@@ -185,7 +185,7 @@ function listen() {
   feed.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     page.updatedMs = performance.now();
-    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, asColumns(snapshot), TOTALS);
+    if (snapshot.at !== page.columns.at.at(-1)) append(page.columns, asColumns(snapshot), TOTALS);
     const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();
