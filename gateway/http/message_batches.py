@@ -147,13 +147,15 @@ def read_new_batch(body: dict[str, object], caller: Caller, now: float, limits: 
 
 
 async def _submit(new: NewBatch, files: Files, ledger: Ledger, limits: BatchLimits) -> Batch:
-    """Write the input file, then the batch. Raises BadRequest or TooMany; then neither is left."""
+    """Write the input file, then the batch. Raises BadRequest or TooMany; then neither is left. What the
+    database has of the file when it fails is invisible, and expires.
+    """
     writer = await reserve_file(files, new.batch.tenant, len(new.content), limits)
     await writer.write(new.content)
-    await writer.finish(f"{new.batch.id}_input.jsonl", Purpose.BATCH, limits.kept_s)
+    file = await writer.complete(f"{new.batch.id}_input.jsonl", Purpose.BATCH, limits.kept_s)
     batch = replace(new.batch, input_file_id=writer.id)
     try:
-        await submit(batch, ledger, limits)
+        await submit(batch, ledger, limits, file)
     except MicoError:
         await writer.discard()
         raise

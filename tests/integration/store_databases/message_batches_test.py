@@ -11,8 +11,10 @@ import httpx2
 import pytest
 from anthropic.types import Message
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
+from sqlalchemy import text
 
 from gateway.anthropic.message_batch import MAX_REQUESTS
+from gateway.store.database import open_engine
 from tests.support.batch_replica import (
     POLL_S,
     Replica,
@@ -94,6 +96,28 @@ def test_every_request_of_a_message_batch_has_one_result(url: str) -> None:
             assert (refused.type, refused.error.error.type) == ("errored", "invalid_request_error")
             assert "'top_p'" in refused.error.error.message
             assert len(here.asked) == len(set(here.asked)) == len(here.scene.outcomes) == 20
+
+    asyncio.run(main())
+
+
+def test_a_database_that_fails_before_the_batch_is_written_leaves_no_file(url: str) -> None:
+    """Clients try again: each try would leave a file of the tenant's for 30 days."""
+
+    async def main() -> None:
+        async with replica(url) as here:
+            engine = open_engine(url)
+            async with engine.begin() as connection:
+                await connection.execute(text("ALTER TABLE batches RENAME TO batches_away"))
+            with pytest.raises(anthropic.InternalServerError):
+                await submitted(here, request(1))
+            async with engine.begin() as connection:
+                await connection.execute(text("ALTER TABLE batches_away RENAME TO batches"))
+            await engine.dispose()
+            assert (await here.raw("GET", "/v1/files")).json()["data"] == []
+            batch_id = await submitted(here, request(1))
+            listed = (await here.raw("GET", "/v1/files?purpose=batch")).json()["data"]
+            assert [each["filename"] for each in listed] == [f"{batch_id}_input.jsonl"]
+            assert (await ended(here, batch_id)).request_counts.succeeded == 1
 
     asyncio.run(main())
 
