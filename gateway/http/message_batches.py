@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -171,14 +172,14 @@ async def _find(request: AnyRequest, caller: Caller, ledger: Ledger) -> Batch:
 
 
 async def _delete(batch: Batch, files: Files, ledger: Ledger) -> None:
-    """Delete a batch that has ended, and its files but one that another batch reads."""
-    await ledger.remove(batch.id)
+    """Delete the files of a batch that has ended, but one that another batch reads, then the batch: if the
+    database fails meanwhile, the next try finds what is left.
+    """
     for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
-            try:
+            with suppress(FileInUse):
                 await files.delete(batch.tenant, file_id)
-            except FileInUse:
-                continue
+    await ledger.remove(batch.id)
 
 
 def _read_page(request: AnyRequest) -> Page:
