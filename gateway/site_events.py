@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from gateway.domain import SiteState
 
 MAX_EVENTS = 200
+OPERATOR = "operator"
+"""The kind of acts of operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Event:
     bad: bool = False
 
 
+_time = attrgetter("at")
 _TEXTS = {
     SiteState.READY: ("is ready", False),
     SiteState.STALE: ("is stale: its reports stopped", True),
@@ -37,19 +41,23 @@ _TEXTS = {
 
 
 class EventLog:
-    """The newest MAX_EVENTS events."""
+    """The newest MAX_EVENTS events, and as many acts of operators: no flood of these displaces the others."""
 
     def __init__(self) -> None:
         self._kept: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._acts: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._states: dict[str, tuple[str, SiteState]] = {}
 
     def add(self, event: Event) -> None:
-        self._kept.append(event)
+        kept = self._acts if event.kind == OPERATOR else self._kept
+        kept.append(event)
 
     def newest(self, limit: int = MAX_EVENTS) -> list[Event]:
-        """Return the newest events, newest first."""
-        by_time = sorted(self._kept, key=lambda event: event.at)
-        return by_time[::-1][:limit]
+        """Return the newest events, newest first. Half of them at most are acts of operators, while there are
+        others.
+        """
+        acts = sorted(self._acts, key=_time)[::-1][: max(limit // 2, limit - len(self._kept))]
+        return sorted((*self._kept, *acts), key=_time)[::-1][:limit]
 
     def record_states(
         self, now: float, sites: Iterable[tuple[str, str, SiteState]], down_reasons: Mapping[str, str]

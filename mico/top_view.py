@@ -40,7 +40,7 @@ def render(
         site_table(sites or snapshot["sites"], selected),
         "",
         *batch_lines(batches),
-        *map(event_line, snapshot["events"][:EVENTS_SHOWN]),
+        *(event_line(event, snapshot["at"]) for event in snapshot["events"][:EVENTS_SHOWN]),
     )
 
 
@@ -145,12 +145,14 @@ def device_row(device: dict[str, Any]) -> list[RenderableType | str]:
     ]
 
 
-def event_line(event: dict[str, Any]) -> RenderableType:
+def event_line(event: dict[str, Any], now: float) -> RenderableType:
+    """Return the line of an event, with its day if that is another than that of `now`, unix time."""
     from datetime import UTC, datetime
 
     from rich.text import Text
 
-    when = datetime.fromtimestamp(event["at"], UTC).astimezone().strftime("%H:%M:%S")
+    at, today = (datetime.fromtimestamp(each, UTC).astimezone() for each in (event["at"], now))
+    when = at.strftime("%H:%M:%S" if at.date() == today.date() else "%d %b %H:%M:%S")
     who = f" by {event['who']}" if event["who"] else ""
     text = f"{when} {event['kind']:<8} {event['site']} {event['text']}{who}"
     return Text(text, style="red" if event["bad"] else "dim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from gateway.errors import BadRequest, Overloaded
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.operator_orders import SERVICE, Action, AuditEntry, Order, Verb, order_of, standings, subject_of
-from gateway.site_events import Event
+from gateway.site_events import OPERATOR, Event
 from gateway.store.database import reason
 from gateway.store.orders import OrderTable
 from gateway.telemetry.publisher import SnapshotPublisher
@@ -26,6 +27,8 @@ REFRESH_S = 1.0
 REFRESH_TIMEOUT_S = 2.0
 """Bounds a refresh, so that orders end on time although the database is silent."""
 MAX_ENTRIES_SHOWN = 50
+OVERLAP_S = 60.0
+"""Entries of this time before the newest are read again: an earlier one may have been written later."""
 
 
 class OrderService:
@@ -46,8 +49,8 @@ class OrderService:
         self._links = links
         self._publisher = publisher
         self._unix_time = unix_time
-        self._published: set[str] = set()
-        self._first_refresh = True
+        self._published: deque[str] = deque(maxlen=4 * MAX_ENTRIES_SHOWN)
+        self._newest_at = 0.0  # of the entries that were published
         self._refreshing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -114,10 +117,9 @@ class OrderService:
         async with self._refreshing:
             try:
                 async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                    found = await self._table.orders()
-                    if self._first_refresh or found != self.orders:
-                        self._publish(await self._table.entries(MAX_ENTRIES_SHOWN))
-                self.orders, self._first_refresh = found, False
+                    self.orders = await self._table.orders()
+                    since = min(self._newest_at, self._unix_time()) - OVERLAP_S
+                    self._publish(await self._table.entries(MAX_ENTRIES_SHOWN, since))
             except (SQLAlchemyError, OSError) as exc:
                 log.warning("orders are as of the last refresh: %s", reason(exc))
             now = self._unix_time()
@@ -141,11 +143,12 @@ class OrderService:
                             await self._table.expire(order, now)
 
     def _publish(self, entries: list[AuditEntry]) -> None:
-        """Add an event for each audit entry of any replica, once."""
-        for entry in entries:
+        """Add an event for each audit entry of any replica, once: also of acts that leave no order."""
+        for entry in reversed(entries):
+            self._newest_at = max(self._newest_at, entry.at)
             if entry.id not in self._published:
+                self._published.append(entry.id)
                 self._publisher.events.add(event_of(entry))
-        self._published = {entry.id for entry in entries}
 
 
 def _verb_text(action: Action) -> str:
@@ -161,4 +164,4 @@ def event_of(entry: AuditEntry) -> Event:
         for_s = entry.until_at - entry.at
         until = f" (for {for_s / 60:.0f} min)" if for_s >= 60 else f" (for {for_s:.0f} s)"
     why = f": {entry.reason}" if entry.reason else ""
-    return Event(entry.at, "operator", entry.site, f"{entry.action}{until}{why}", entry.who)
+    return Event(entry.at, OPERATOR, entry.site, f"{entry.action}{until}{why}", entry.who)

@@ -89,10 +89,14 @@ class Ledger:
 
     # ---- for clients
 
-    async def create(self, batch: Batch, max_unfinished: int) -> None:
-        """Insert a batch. Raises InputFileNotFound, or TooManyBatches above `max_unfinished` per tenant."""
+    async def create(self, batch: Batch, max_unfinished: int, new_file: File | None = None) -> None:
+        """Insert a batch, and make its input file visible if that is new: both or neither. Raises
+        InputFileNotFound, or TooManyBatches above `max_unfinished` per tenant.
+        """
         async with self._engine.begin() as connection:
             await lock_tenant(connection, batch.tenant)
+            if new_file is not None:
+                await publish(connection, new_file)
             if await connection.scalar(_input_file(batch)) is None:
                 raise InputFileNotFound
             if int(await connection.scalar(_count_unfinished(batch.tenant)) or 0) >= max_unfinished:

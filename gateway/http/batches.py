@@ -17,6 +17,7 @@ from gateway.batches.values import (
     Batch,
     BatchLimits,
     BatchStatus,
+    File,
     Order,
 )
 from gateway.domain import Caller
@@ -128,10 +129,10 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     )
 
 
-async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
-    """Write a new batch. Raises BadRequest or TooMany."""
+async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits, new_file: File | None = None) -> None:
+    """Write a new batch, and make its input file visible if that is new. Raises BadRequest or TooMany."""
     try:
-        await ledger.create(batch, limits.tenant_batches)
+        await ledger.create(batch, limits.tenant_batches, new_file)
     except InputFileNotFound as exc:
         raise BadRequest(
             f"There is no file {echo(batch.input_file_id)} that was uploaded with the purpose 'batch'.",

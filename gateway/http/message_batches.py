@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -147,13 +148,15 @@ def read_new_batch(body: dict[str, object], caller: Caller, now: float, limits: 
 
 
 async def _submit(new: NewBatch, files: Files, ledger: Ledger, limits: BatchLimits) -> Batch:
-    """Write the input file, then the batch. Raises BadRequest or TooMany; then neither is left."""
+    """Write the input file, then the batch. Raises BadRequest or TooMany; then neither is left. What the
+    database has of the file when it fails is invisible, and expires.
+    """
     writer = await reserve_file(files, new.batch.tenant, len(new.content), limits)
     await writer.write(new.content)
-    await writer.finish(f"{new.batch.id}_input.jsonl", Purpose.BATCH, limits.kept_s)
+    file = await writer.complete(f"{new.batch.id}_input.jsonl", Purpose.BATCH, limits.kept_s)
     batch = replace(new.batch, input_file_id=writer.id)
     try:
-        await submit(batch, ledger, limits)
+        await submit(batch, ledger, limits, file)
     except MicoError:
         await writer.discard()
         raise
@@ -169,14 +172,14 @@ async def _find(request: AnyRequest, caller: Caller, ledger: Ledger) -> Batch:
 
 
 async def _delete(batch: Batch, files: Files, ledger: Ledger) -> None:
-    """Delete a batch that has ended, and its files but one that another batch reads."""
-    await ledger.remove(batch.id)
+    """Delete the files of a batch that has ended, but one that another batch reads, then the batch: if the
+    database fails meanwhile, the next try finds what is left.
+    """
     for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
-            try:
+            with suppress(FileInUse):
                 await files.delete(batch.tenant, file_id)
-            except FileInUse:
-                continue
+    await ledger.remove(batch.id)
 
 
 def _read_page(request: AnyRequest) -> Page:

@@ -27,9 +27,9 @@ class OrderTable:
         async with self._engine.connect() as connection:
             return [Order(**row._mapping) for row in await connection.execute(select(site_orders))]
 
-    async def entries(self, limit: int) -> list[AuditEntry]:
-        """Return the newest audit entries, newest first."""
-        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id).limit(limit)
+    async def entries(self, limit: int, since: float = 0.0) -> list[AuditEntry]:
+        """Return the newest audit entries from a unix time on, newest first."""
+        newest = select(audit).where(audit.c.at >= since).order_by(audit.c.at.desc(), audit.c.id).limit(limit)
         async with self._engine.connect() as connection:
             return [AuditEntry(**row._mapping) for row in await connection.execute(newest)]
 

@@ -312,6 +312,7 @@ class Recorder:
                     await asyncio.to_thread(journal.sync, paths)
                 except OSError as exc:
                     self._failed(f"journal: {exc}")
+                    self._flush_wanted.set()  # which says when it is over, also where nothing is pending
 
     @property
     def _started(self) -> Journal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import bindparam, delete, insert, select
+from sqlalchemy import bindparam, delete, insert, not_, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import insert_new
@@ -39,12 +39,15 @@ class SnapshotTable:
         self._engine = engine
 
     async def save(self, minute: int, sample: dict[str, Any]) -> None:
-        """Store the sample of a minute (unix time / 60) and delete those older than KEPT_MINUTES."""
+        """Store the sample of a minute (unix time / 60). Delete those older than KEPT_MINUTES, and those of a
+        clock that was set back since.
+        """
         async with self._engine.begin() as connection:
             await connection.execute(
                 insert_new(self._engine.dialect.name, history), {"minute": minute, "sample": sample}
             )
-            await connection.execute(delete(history).where(history.c.minute < minute - KEPT_MINUTES))
+            kept = history.c.minute.between(minute - KEPT_MINUTES, minute + 1)
+            await connection.execute(delete(history).where(not_(kept)))
 
     async def since(self, minute: int) -> list[tuple[int, dict[str, Any]]]:
         """Return the samples from this minute on, oldest first."""

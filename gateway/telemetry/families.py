@@ -6,7 +6,7 @@ For one thread: no count takes a lock, as those of prometheus_client do for each
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -29,9 +29,9 @@ class Counters(Collector):
         """Add to the counter with these labels; it begins at 0."""
         self._counts[labels] = self._counts.get(labels, 0.0) + amount
 
-    def forget(self, label: str, value: str) -> None:
-        """Remove the counters with this value of a label."""
-        _forget(self._counts, self._labels.index(label), value)
+    def keep(self, label: str, values: Container[str]) -> None:
+        """Remove the counters with other values of a label than these."""
+        _keep(self._counts, self._labels.index(label), values)
 
     def describe(self) -> Iterator[Metric]:
         """Yield the name without counts, so that the registry refuses a second family of it."""
@@ -86,9 +86,9 @@ class Histograms(Collector):
             found = self._histograms[labels] = Histogram(self._bounds)
         return found
 
-    def forget(self, label: str, value: str) -> None:
-        """Remove the histograms with this value of a label."""
-        _forget(self._histograms, self._labels.index(label), value)
+    def keep(self, label: str, values: Container[str]) -> None:
+        """Remove the histograms with other values of a label than these."""
+        _keep(self._histograms, self._labels.index(label), values)
 
     def describe(self) -> Iterator[Metric]:
         """Yield the name without values, so that the registry refuses a second family of it."""
@@ -103,8 +103,10 @@ class Histograms(Collector):
         yield family
 
 
-def _forget(by_labels: dict[Labels, float] | dict[Labels, Histogram], index: int, value: str) -> None:
-    for labels in [each for each in by_labels if each[index] == value]:
+def _keep(
+    by_labels: dict[Labels, float] | dict[Labels, Histogram], index: int, values: Container[str]
+) -> None:
+    for labels in [each for each in by_labels if each[index] not in values]:
         del by_labels[labels]
 
 

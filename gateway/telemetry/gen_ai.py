@@ -5,7 +5,7 @@ Names of metrics are those that the conventions for Prometheus make of OpenTelem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -76,6 +76,13 @@ class GenAiMetrics:
             buckets=_TOKENS,
         )
         self._labelled: dict[tuple[str, ...], _Labelled] = {}
+
+    def keep(self, models: Container[str]) -> None:
+        """Remove the metrics of answers of other models than these."""
+        for family in (self._duration, self._first, self._per_token, self._usage):
+            family.keep("gen_ai_response_model", models)
+        for labels in [each for each in self._labelled if each[2] not in models]:
+            del self._labelled[labels]
 
     def observe(self, outcome: Outcome) -> None:
         """Count a query that ended."""

@@ -49,7 +49,13 @@ class History:
         self._on_minute = on_minute
 
     def add(self, sample: Sample) -> None:
+        """Add the newest sample. Those that are after it go: the clock was set back since."""
         minute_samples = self._minute_samples
+        for kept in (self._seconds, minute_samples):
+            while kept and kept[-1].at > sample.at:
+                kept.pop()
+        while self._minutes and self._minutes[-1].at >= sample.at // 60 * 60:
+            self._minutes.pop()
         if minute_samples and int(sample.at // 60) != int(minute_samples[0].at // 60):
             minute = int(minute_samples[0].at // 60)
             folded = fold(minute_samples, minute * 60.0)

@@ -1,7 +1,7 @@
 """Export this replica's metrics to Prometheus. Sites are read at the scrape; queries are counted as they end.
 
-Labels are bounded: sites by the directory (the counts of a site that it forgets are removed), models by what
-sites serve, everything else by enums.
+Labels are bounded: sites and models by what the directory lists (the counts of others are removed at the
+scrape), everything else by enums.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from gateway.telemetry.recent import is_failure
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAIN_TARGET_S = 10.0
 """A site's capacity is the number of tokens that it processes in this time at its measured speed."""
+
+NO_SITE = "none"
+"""The label of queries that no site was tried for."""
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -63,9 +66,9 @@ class Metrics:
             registry,
             buckets=_TOKENS,
         )
-        self._seen: set[str] = set()  # sites that have counts
         self._gen_ai = GenAiMetrics(registry)
         self._by_site = (self._requests, self._tokens, self._cached, self._ttft, self._itl, self._queue)
+        self._by_model = (self._tokens, self._cached, self._error)
         registry.register(self)
 
     def register(self, collector: Collector) -> None:
@@ -74,14 +77,13 @@ class Metrics:
 
     def text(self) -> bytes:
         """Render all metrics in Prometheus' text format."""
-        self._forget(self._seen - {site.name for site in self._directory.sites})
+        self._forget_unlisted()
         return generate_latest(self._registry)
 
     def observe(self, outcome: Outcome) -> None:
         """Count a query that ended."""
-        self._seen.update(attempt.decision.site for attempt in outcome.attempts)
         status = Status.FAILED if is_failure(outcome) else outcome.status
-        self._requests.add(1, outcome.site or "none", status.value)
+        self._requests.add(1, outcome.site or NO_SITE, status.value)
         self._count_tokens(outcome)
         self._count_decisions(outcome)
         self._time(outcome)
@@ -123,13 +125,16 @@ class Metrics:
             unknown.add_metric([site.name, "site"], site.load.unknown_messages)
         yield unknown
 
-    def _forget(self, sites: set[str]) -> None:
-        for site in sites:
-            for family in self._by_site:
-                family.forget("site", site)
-            for end in ("from", "to"):
-                self._offloads.forget(end, site)
-        self._seen -= sites
+    def _forget_unlisted(self) -> None:
+        """Remove the counts of sites and models that are not listed any more: both come and go."""
+        sites, models = {NO_SITE, *(site.name for site in self._directory.sites)}, self._directory.models
+        for family in self._by_site:
+            family.keep("site", sites)
+        for end in ("from", "to"):
+            self._offloads.keep(end, sites)
+        for family in self._by_model:
+            family.keep("model", models)
+        self._gen_ai.keep(models)
 
     def _count_tokens(self, outcome: Outcome) -> None:
         if outcome.attempts:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from gateway.wording import several
+from gateway.wording import first_few, several
 from mico.errors import CommandFailed, ExitCode
 from mico.options import GatewayOptions, Json, with_option_groups
 from mico.session import Session, session_of
@@ -173,7 +173,7 @@ def check_certificates(session: Session) -> Iterator[Finding]:
         site for site, until in expiry_by_site.items() if until - time.time() < SITE_LIFE.total_seconds() / 4
     ]
     if late:
-        yield Finding("certificates", Verdict.WARN, f"not renewed: {', '.join(late)}", "mico pki list")
+        yield Finding("certificates", Verdict.WARN, f"not renewed: {first_few(late)}", "mico pki list")
     elif expiry_by_site:
         yield Finding(
             "certificates", Verdict.OK, several(len(expiry_by_site), "site has one", "sites have one")

@@ -168,6 +168,33 @@ def test_a_site_is_drained_with_a_reason_and_resumed(page: Browser, federation: 
     page.until(f"{row(site)}.className === 'ready'", "it is ready again")
 
 
+HOLD_ACTS = """
+window.held = [];
+const ask = window.fetch;
+window.fetch = (url, options) => url.includes("/sites/") ? new Promise((answer) => held.push(async () => {
+  const got = await ask(url, options);
+  answer(new Response(await got.text(), { status: got.status }));
+  for (let turn = 0; turn < 3; turn++) await new Promise((next) => setTimeout(next));
+})) : ask(url, options);
+"""
+
+
+def test_the_effect_that_is_shown_is_on_the_site_that_is_asked_about(
+    page: Browser, federation: LocalFederation
+) -> None:
+    one, two = (site.name for site in federation.running.sites[:2])
+    page.run(HOLD_ACTS)
+    for number, site in enumerate((one, two), 1):
+        page.run(f"{row(site)}.querySelector('.acts button').click()")
+        page.until(f"held.length === {number}", "it is asked what that would do")
+        if site == one:
+            page.click("#no")
+    page.run("held[1]()")
+    assert f"drain {two}".capitalize() in page.text("#preview")
+    page.run("held[0]()")  # answered when nobody asks for it any more
+    assert f"drain {two}".capitalize() in page.text("#preview")
+
+
 def test_a_killed_site_is_shown_and_its_return_too(page: Browser, federation: LocalFederation) -> None:
     site = federation.running.sites[-1].name
     federation.kill(site)

@@ -49,6 +49,15 @@ def test_what_an_earlier_process_kept_comes_before_what_is_new() -> None:
     assert [sample.at for sample in history.minutes(since=500.0)] == [540.0, 600.0]
 
 
+def test_samples_of_a_clock_that_was_set_back_since_go() -> None:
+    history = History()
+    history.restore([Sample(at=540.0), Sample(at=9_000.0)])  # the clock was set back before the start, too
+    for at in (600.0, 601.0, 660.0, 661.0, 4_200.0, 4_260.0, 662.0, 663.0):
+        history.add(Sample(at=at))
+    assert [sample.at for sample in history.seconds()] == [600.0, 601.0, 660.0, 661.0, 662.0, 663.0]
+    assert [sample.at for sample in history.minutes()] == [540.0, 600.0, 660.0]
+
+
 @given(samples)
 def test_a_minute_lies_between_its_seconds_and_keeps_its_worst(seconds: list[Sample]) -> None:
     minute = fold(seconds, 60.0)

@@ -89,7 +89,7 @@ class SilentOrders(OrderTable):
             await asyncio.Event().wait()
         return [self.order]
 
-    async def entries(self, limit: int) -> list[AuditEntry]:
+    async def entries(self, limit: int, since: float = 0.0) -> list[AuditEntry]:
         return []
 
     async def expire(self, order: Order, now: float) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.domain import SiteState
 from gateway.federation.directory import Directory
 from gateway.outcome import Status
-from gateway.site_events import EventLog
+from gateway.site_events import MAX_EVENTS, Event, EventLog
 from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.recent import MAX_QUERIES, WINDOW_S, ForecastQuality, Move, Recent, Route, is_failure
 from predictor.forecast import Forecast
@@ -174,3 +174,14 @@ def test_events_tell_of_changes_once() -> None:
     ]
     assert log.newest() == kept[:2:-1] + kept[2::-1]
     assert [event.at for event in log.newest(2)] == [5.0, 5.0]
+
+
+def test_no_flood_of_acts_displaces_what_happened_to_sites() -> None:
+    log = EventLog()
+    down = [Event(float(number), "state", "a", "is down") for number in range(40)]
+    acts = [Event(100.0 + number, "operator", "", "create key") for number in range(2 * MAX_EVENTS)]
+    for event in (*acts[:5], *down, *acts[5:]):
+        log.add(event)
+    assert log.newest(60) == [*acts[:-31:-1], *down[:-31:-1]]
+    assert log.newest(100) == [*acts[:-61:-1], *down[::-1]], "there are no others"
+    assert len(log.newest()) == MAX_EVENTS

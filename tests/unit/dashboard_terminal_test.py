@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timedelta
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,7 +41,8 @@ TOTALS = {
     "ended_per_min": 9,
     "headroom": None,
 }
-SNAPSHOT = {
+SNAPSHOT: dict[str, Any] = {
+    "at": 0.0,
     "banner": {"level": "degraded", "text": "Degraded: aws-us stale."},
     "totals": TOTALS,
     "sites": [SITE],
@@ -55,6 +58,20 @@ def test_the_screen_says_what_the_page_says() -> None:
     text = out.getvalue()
     for words in ("Degraded: aws-us stale.", "12 tok/s", "1 of 9 failed", "stale", "3/8", "50%", "by ann"):
         assert words in text
+
+
+def test_an_event_of_another_day_has_its_day() -> None:
+    noon = datetime(2026, 11, 30, 12).astimezone()
+    midnight = noon.replace(hour=0)
+    events = [
+        {"at": each.timestamp(), "kind": "state", "site": "a", "text": "is down", "who": "", "bad": True}
+        for each in (midnight, midnight - timedelta(seconds=1))
+    ]
+    out = StringIO()
+    Console(file=out, width=160).print(render({**SNAPSHOT, "at": noon.timestamp(), "events": events}))
+    screen = out.getvalue()
+    assert "\n00:00:00 state" in screen
+    assert "\n29 Nov 23:59:59 state" in screen
 
 
 def test_batches_that_have_not_ended_are_on_the_screen() -> None:

@@ -18,10 +18,15 @@ from gateway.telemetry.metrics import Metrics, sites_by_model
 from tests.support.ended_queries import ANSWERED, attempt
 
 
+def serving(*models: str) -> dict[str, Model]:
+    return {name: Model(name, "1", 100, 0, "test") for name in models}
+
+
 def directory() -> Directory:
     here = Directory()
     for name in ("a", "b"):
-        here.join(SiteIdentity(name, "boot", f"cloud-{name}", "r", {}, slots=4, kv_capacity_tokens=100), 0.0)
+        identity = SiteIdentity(name, "boot", f"cloud-{name}", "r", serving("m"), 4, kv_capacity_tokens=100)
+        here.join(identity, 0.0)
         report = LoadReport(seq=1, received_s=0.0, running=2, token_load=50.0, tokens_per_s=7.0)
         here.report(name, report, Credit(1, 10.0, 20.0))
     return here
@@ -155,6 +160,29 @@ def test_what_was_counted_of_a_site_that_is_forgotten_goes_with_it() -> None:
     page = metrics.text().decode()
     assert "gone-" not in page
     assert 'mico_requests_total{outcome="answered",site="b"} 51.0' in page
+
+
+def test_what_was_counted_of_a_model_that_no_site_lists_goes_with_it() -> None:
+    """Tuned models come and go at sites that stay."""
+    metrics = Metrics(here := directory(), lambda: 0)
+    a, b = (site.identity for site in here.sites)
+    metrics.observe(ANSWERED)
+    for number in range(50):
+        here.set_identity(replace(a, models=serving("m", name := f"tuned-{number}")))
+        metrics.observe(structs.replace(ANSWERED, model=name))
+        metrics.observe(structs.replace(ANSWERED, model=name, asked_model="route"))
+    here.set_identity(replace(b, models=serving("m", "tuned-49")))
+    here.set_identity(replace(a, models=serving("m")))
+    here.leave("b")
+    page = metrics.text().decode()
+    assert 'mico_tokens_total{cloud="cloud-a",model="m",site="a",type="response"} 9.0' in page
+    assert "tuned-49" in page, "the site that has it is down, and may join again"
+    assert "tuned-48" not in page
+    metrics.observe(structs.replace(ANSWERED, model="tuned-48"))
+    here.set_identity(replace(a, models=serving("m", "tuned-48")))
+    again = {"gen_ai_operation_name": "chat", "gen_ai_provider_name": "mico", "gen_ai_token_type": "output"}
+    model = {"gen_ai_request_model": "tuned-48", "gen_ai_response_model": "tuned-48"}
+    assert exported(metrics)("gen_ai_client_token_usage_count", **again, **model) == 1, "it begins anew"
 
 
 def test_messages_that_one_end_of_a_link_does_not_know_are_counted_by_their_reader() -> None:

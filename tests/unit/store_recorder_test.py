@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gateway.store.errors import StoreError
 from gateway.store.journal import LIMIT_BYTES, Journal
 from gateway.store.recorder import DECISIONS_SHARE, IN_FLIGHT_SHARE, MEMORY_LINES, Recorder
 from gateway.store.rows import Record, event_of, record_of, to_line
+from tests.support.fakes.federation import until
 from tests.support.fakes.store import FakeWriter, attempt, outcome
 
 LEFT = Event(1.5, "state", "aws/one", "is down: silent for 5.0 s", bad=True)
@@ -82,6 +84,29 @@ def test_it_flushes_by_itself(tmp_path: Path) -> None:
                 await writer.written.wait()
         assert list(writer.rows) == ["a"]
 
+    asyncio.run(main())
+
+
+def test_a_late_failure_of_the_disk_is_over_though_nobody_asks_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The records were stored in the database before the disk said that it failed."""
+    stored = threading.Event()
+
+    def fail_once(journal: Journal, paths: Iterable[Path]) -> None:
+        monkeypatch.undo()
+        stored.wait(60)
+        raise OSError(errno.EIO, "the disk failed")
+
+    async def main() -> None:
+        async with recording(tmp_path, FakeWriter(), background=True) as recorder:
+            recorder.record(outcome("a"))
+            await until(lambda: recorder.pending == 0, "the record is stored")
+            stored.set()
+            await until(lambda: "it waits in the journal: journal: [Errno 5]" in caplog.text, "the failure")
+            await until(lambda: recorder.health.failing_since is None, "its end")
+
+    monkeypatch.setattr(Journal, "sync", fail_once)
     asyncio.run(main())
 
 

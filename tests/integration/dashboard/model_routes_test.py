@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import httpx2
 from msgspec.structs import replace
 
 from gateway.routing.model_routes import draw
-from tests.support.admin_replica import BEARER, USER, Replica, play
+from tests.support.admin_replica import BEARER, USER, Replica, open_replica, play
 from tests.support.answers import collect, text_of
+from tests.support.fakes.federation import scene, until
 from wire import federation_pb2 as pb
 
 PATH = "/admin/api/routes"
+ALIAS: dict[str, Any] = {"name": "alias", "targets": [{"model": "m"}]}
 CANARY: dict[str, Any] = {
     "name": "chat",
     "targets": [{"model": "m", "weight": 1}, {"model": "n", "weight": 1}],
@@ -53,6 +56,30 @@ def test_a_canary_that_errs_is_seen_and_taken_out_by_one_request(url: str) -> No
         assert {attempt.model for outcome in later for attempt in outcome.attempts} == {"m"}
 
     play(url, scenario)
+
+
+def test_a_change_of_a_route_is_an_event_at_every_replica_at_once(url: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), scene() as first, scene() as second:
+            await first.site("a")
+            async with open_replica(first, url) as one, open_replica(second, url) as two:
+                for act in ("set route alias", "remove route alias"):
+                    path, body = ("", ALIAS) if act.startswith("set") else ("/remove", {"name": "alias"})
+                    (await post(one, path, **body)).raise_for_status()
+                    for replica in (one, two):
+                        await until(partial(was_told, replica, act), act)
+                assert len(told_acts(two)) == 2, "each is told once"
+
+    asyncio.run(main())
+
+
+def told_acts(o: Replica) -> list[str]:
+    """Return the operators' acts among the events, newest first."""
+    return [event.text for event in o.publisher.events.newest() if event.kind == "operator"]
+
+
+def was_told(o: Replica, act: str) -> bool:
+    return any(text.startswith(act) for text in told_acts(o))
 
 
 def test_what_is_listed_of_a_route(url: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -11,8 +13,10 @@ import httpx2
 import pytest
 from anthropic.types import Message
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
+from sqlalchemy import text
 
 from gateway.anthropic.message_batch import MAX_REQUESTS
+from gateway.store.database import open_engine
 from tests.support.batch_replica import (
     POLL_S,
     Replica,
@@ -94,6 +98,48 @@ def test_every_request_of_a_message_batch_has_one_result(url: str) -> None:
             assert (refused.type, refused.error.error.type) == ("errored", "invalid_request_error")
             assert "'top_p'" in refused.error.error.message
             assert len(here.asked) == len(set(here.asked)) == len(here.scene.outcomes) == 20
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def without(url: str, table: str) -> AsyncIterator[None]:
+    """Have the database fail whoever asks for a table."""
+    engine = open_engine(url)
+    for before, after in ((table, f"{table}_away"), (f"{table}_away", table)):
+        async with engine.begin() as connection:
+            await connection.execute(text(f"ALTER TABLE {before} RENAME TO {after}"))
+        if before == table:
+            yield
+    await engine.dispose()
+
+
+def test_a_database_that_fails_while_a_batch_is_deleted_keeps_it_for_the_next_try(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            batch_id = await submitted(here, request(1))
+            await ended(here, batch_id)
+            async with without(url, "files"):
+                error_of(await here.raw("DELETE", f"{PATH}/{batch_id}"), 529)
+            await client(here).messages.batches.delete(batch_id)
+            assert (await here.raw("GET", "/v1/files")).json()["data"] == []
+
+    asyncio.run(main())
+
+
+def test_a_database_that_fails_before_the_batch_is_written_leaves_no_file(url: str) -> None:
+    """Clients try again: each try would leave a file of the tenant's for 30 days."""
+
+    async def main() -> None:
+        async with replica(url) as here:
+            async with without(url, "batches"):
+                with pytest.raises(anthropic.InternalServerError):
+                    await submitted(here, request(1))
+            assert (await here.raw("GET", "/v1/files")).json()["data"] == []
+            batch_id = await submitted(here, request(1))
+            listed = (await here.raw("GET", "/v1/files?purpose=batch")).json()["data"]
+            assert [each["filename"] for each in listed] == [f"{batch_id}_input.jsonl"]
+            assert (await ended(here, batch_id)).request_counts.succeeded == 1
 
     asyncio.run(main())
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegistry
+from gateway.store.database import open_engine
+from gateway.store.retention import DAY_S, Retention, RetentionPeriods
 from gateway.store.store import open_store
 from tests.support.fakes.federation import until
 
@@ -83,5 +85,27 @@ def test_another_replica_learns_of_a_revocation_within_seconds(
             await two.certificates.start()
             at = await one.certificates.revoke("a", "")
             await until(lambda: two.certificates.revoked_until("a") == at, "the other replica knows")
+
+    asyncio.run(main())
+
+
+def test_machines_that_are_gone_leave_no_certificate_behind_but_a_revocation(url: str) -> None:
+    """Each machine of a pool has a name of its own; all replicas read the whole table all the time."""
+
+    async def main() -> None:
+        engine = open_engine(url)
+        registry = CertificateRegistry(engine)
+        for day in range(20):
+            ends = (day + 1) * DAY_S
+            await issue(registry, f"pool-{day}", ends - 100, renewal=False)
+        await registry.revoke("pool-3", "stolen")
+        await issue(registry, "pool-3", DAY_S, renewal=False)
+        keeping = Retention(engine, RetentionPeriods(certificates_days=7), clock=lambda: 20 * DAY_S)
+        assert sum(await asyncio.gather(*(keeping.sweep() for _ in range(4)))) == 11
+        await registry.refresh()
+        left = {each.site for each in await registry.list_sites()}
+        assert left == {"pool-3", *(f"pool-{day}" for day in range(12, 20))}
+        assert registry.revoked_until("pool-3") > 0, "what was issued before stays void"
+        await engine.dispose()
 
     asyncio.run(main())

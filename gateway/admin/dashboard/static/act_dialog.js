@@ -54,13 +54,17 @@ export class ActDialog {
     return served.filter((model) => !this.site.pinned_off.includes(model));
   }
 
+  // Answers may come in any order: what was asked before is not shown any more.
   async select(verb) {
+    const chosen = (this.chosen = {});
     this.verb = verb;
+    this.asked = null;
+    $("preview").replaceChildren();
     for (const part of this.dialog.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(verb);
     $("yes").textContent = VERBS[verb];
     $("yes").disabled = true;
     const models = await this.models(verb).catch(() => []); // the preview tells why
-    if (verb !== this.verb) return;
+    if (chosen !== this.chosen) return;
     $("yes").disabled = false;
     $("model").replaceChildren(...models.map((model) => el("option", {}, model)));
     this.preview();
@@ -80,12 +84,12 @@ export class ActDialog {
   }
 
   async preview() {
-    const verb = this.verb;
+    const asked = (this.asked = {});
     try {
       const { preview } = await this.post({ dry_run: true });
-      if (verb === this.verb) this.show(preview);
+      if (asked === this.asked) this.show(preview);
     } catch (error) {
-      $("preview").replaceChildren(el("p", { className: "risk" }, error.message));
+      if (asked === this.asked) $("preview").replaceChildren(el("p", { className: "risk" }, error.message));
     }
   }
 

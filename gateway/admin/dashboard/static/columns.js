@@ -15,8 +15,10 @@ export function asColumns({ at, totals, clouds, sites }) {
   return { at: [at], ...each(Object.entries(totals)), clouds: each(Object.entries(clouds)), load: each(loads) };
 }
 
-// Append a snapshot, or the samples missed while the feed was interrupted.
+// Append a snapshot, or the samples missed while the feed was interrupted. What is after them goes: the gateway's clock
+// was set back since.
 export function append(columns, later, totals) {
+  while (columns.at.at(-1) > later.at[0]) for (const values of all(columns, totals)) values.pop();
   const before = columns.at.length;
   columns.at.push(...later.at);
   for (const name of totals) columns[name].push(...later[name]);
@@ -30,12 +32,12 @@ export function append(columns, later, totals) {
 
 function trim(columns, totals) {
   const excess = columns.at.length - MAX_SAMPLES;
-  columns.at.splice(0, excess);
-  for (const name of totals) columns[name].splice(0, excess);
+  for (const values of all(columns, totals)) values.splice(0, excess);
   for (const group of GROUPS) {
     for (const name of Object.keys(columns[group])) {
-      columns[group][name].splice(0, excess);
       if (columns[group][name].every((value) => value == null)) delete columns[group][name];
     }
   }
 }
+
+const all = (columns, totals) => [columns.at, ...totals.map((name) => columns[name]), ...GROUPS.flatMap((group) => Object.values(columns[group]))];

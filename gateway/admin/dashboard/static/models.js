@@ -19,12 +19,13 @@ export async function drawModels(section, sites) {
     choice.replaceChildren(...names.map((name) => el("option", { selected: name === before }, name)));
     choice.onchange = () => drawModels(section, sites);
   }
-  const { models, memory } = await request(`models?site=${encodeURIComponent(choice.value)}`);
+  const site = choice.value, { models, memory } = await request(`models?site=${encodeURIComponent(site)}`);
+  if (site !== choice.value) return; // another was chosen meanwhile
   const placed = models.map((model) => [model, place(model)]).sort((a, b) => PLACES.indexOf(a[1]) - PLACES.indexOf(b[1]));
   const counts = PLACES.slice(1).map((each) => [placed.filter(([, at]) => at === each).length, each]);
   const bytes = [["base", memory.base_bytes], ["slots for adapters", memory.slots_bytes], ["other parts of variants", memory.own_bytes], ["in host memory", memory.host_bytes]];
   const told = (pairs) => pairs.filter(([, value]) => value).map(([name, value]) => `${name} ${size(value)}`).join(", ");
-  const more = models.length > SHOWN ? `${plural(models.length - SHOWN, "more model", "more models")}: mico models show ${choice.value}` : "";
+  const more = models.length > SHOWN ? `${plural(models.length - SHOWN, "more model", "more models")}: mico models show ${site}` : "";
   setText(section.querySelector("p"), [counts.filter(([n]) => n).map(([n, at]) => `${n} ${at}`).join(", "), told(bytes), more].filter(Boolean).join(" · "));
   section.querySelector("tbody").replaceChildren(...placed.slice(0, SHOWN).map(([model, at]) => row(model, at, memory)));
 }

@@ -5,7 +5,7 @@ import { append, asColumns, ownColumns } from "./columns.js";
 import { drawModels } from "./models.js";
 import { Plot, spark } from "./plot.js";
 import { explain } from "./query.js";
-import { clock, dollars, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
+import { clock, dollars, el, moment, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
 import { SiteTable } from "./site_table.js";
 import { drawTraining } from "./training.js";
 
@@ -96,7 +96,7 @@ function drawEvents(events) {
   drawEvents.key = key;
   $("events").replaceChildren(...events.map((event) =>
     el("li", { className: `${event.kind}${event.bad ? " badly" : ""}` },
-      el("time", { dateTime: new Date(event.at * 1000).toISOString() }, clock(event.at)),
+      el("time", { dateTime: new Date(event.at * 1000).toISOString() }, moment(event.at)),
       el("span", { className: "kind" }, event.bad ? `▲ ${event.kind}` : event.kind),
       el("span", {}, el("b", {}, event.site), ` ${event.text}`, event.who ? el("small", { className: "dim" }, ` by ${event.who}`) : null))));
   if (!events.length) $("events").append(el("li", { className: "empty" }, "Nothing has happened yet."));
@@ -153,7 +153,7 @@ function quotaCells(quota) {
 
 function batchCells({ id, tenant, status, request_counts: { completed, failed, total }, mico }) {
   const answered = `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`;
-  return [id, tenant, status, answered, number(mico.in_flight), percent(mico.shared_prompt_share), mico.ends_at ? clock(mico.ends_at, false) : "–"];
+  return [id, tenant, status, answered, number(mico.in_flight), percent(mico.shared_prompt_share), mico.ends_at ? moment(mico.ends_at, false) : "–"];
 }
 
 async function drawRecords() {
@@ -185,7 +185,7 @@ function listen() {
   feed.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     page.updatedMs = performance.now();
-    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, asColumns(snapshot), TOTALS);
+    if (snapshot.at !== page.columns.at.at(-1)) append(page.columns, asColumns(snapshot), TOTALS);
     const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();

@@ -1,6 +1,6 @@
 // Explain one query: its forecast, the candidate sites, the choice and the outcome.
 import { request } from "./api.js";
-import { clock, el, number, plural, seconds } from "./render.js";
+import { el, moment, number, plural, seconds } from "./render.js";
 
 export async function explain(id, target) {
   target.replaceChildren(el("p", { className: "empty" }, "Looking…"));
@@ -15,7 +15,7 @@ export async function explain(id, target) {
 
 function renderQuery({ usage, attempts }) {
   const facts = {
-    Query: `${usage.request_id || usage.query_id} at ${clock(usage.received_at)}, ${usage.model}${usage.asked_model ? ` by the route ${usage.asked_model}` : ""}, for ${usage.tenant}`,
+    Query: `${usage.request_id || usage.query_id} at ${moment(usage.received_at)}, ${usage.model}${usage.asked_model ? ` by the route ${usage.asked_model}` : ""}, for ${usage.tenant}`,
     Outcome: `${usage.status}${usage.error ? `: ${usage.error}` : ""}`,
     Tokens: `${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} response`,
     Forecast: usage.forecast_source ? `${number(usage.forecast_expected)} tokens expected, half under ${number(usage.forecast_p50)}, nine tenths under ${number(usage.forecast_p90)} (${usage.forecast_source.replaceAll(":", ", ")})` : "none",

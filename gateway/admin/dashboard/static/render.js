@@ -31,6 +31,7 @@ export function setClass(element, className) {
 
 const NUMBERS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
 const TIMES = [false, true].map((full) => new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: full ? "2-digit" : undefined, hour12: false }));
+const DAYS = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
 
 export function number(value, digits = 0) {
   if (value == null) return "–";
@@ -66,4 +67,10 @@ export function seconds(value) {
 
 export function clock(unix, withSeconds = true) {
   return TIMES[Number(withSeconds)].format(unix * 1000);
+}
+
+// A time of day, with the day where that is not today.
+export function moment(unix, withSeconds = true) {
+  const [day, today] = [unix * 1000, Date.now()].map((time) => DAYS.format(time));
+  return (day === today ? "" : `${day}, `) + clock(unix, withSeconds);
 }

@@ -1,5 +1,5 @@
 // The table of sites: one row for each, updated in place, sortable by any column.
-import { clock, el, number, percent, rate, seconds, setClass, setText } from "./render.js";
+import { el, moment, number, percent, rate, seconds, setClass, setText } from "./render.js";
 
 const DAY_S = 86400, FILL_TURNS = 5;
 const COLUMNS = [
@@ -136,7 +136,7 @@ export class SiteTable {
     setClass(row.cells[1].firstChild, `badge ${site.state}`);
     // Events come newest first: a site's first state event led to its state.
     const since = site.state !== "ready" && this.events.find((event) => event.kind === "state" && event.site === site.name);
-    setText(row.cells[1].lastChild, since ? `since ${clock(since.at, false)}` : "");
+    setText(row.cells[1].lastChild, since ? `since ${moment(since.at, false)}` : "");
     this.fillBar(row.cells[2], site);
     setText(row.first, row.onHold ? "Resume" : "Drain");
     row.first.title = row.first.ariaLabel = `${row.first.textContent} ${site.name}`;

@@ -1,7 +1,7 @@
 // Jobs of fine-tuning: one row each, with the line of its loss.
 import { request } from "./api.js";
 import { spark } from "./plot.js";
-import { clock, el, number, percent, rate, svg } from "./render.js";
+import { el, moment, number, percent, rate, svg } from "./render.js";
 
 export async function drawTraining(section) {
   const { data } = await request("fine_tuning?limit=5");
@@ -18,6 +18,6 @@ function row(job) {
   const fell = losses.length ? `${number(losses[0], 2)} → ${number(losses.at(-1), 2)}${valid == null ? "" : `, ${number(valid, 2)} held out`}` : "–";
   const line = svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `Loss of ${job.id}: ${fell}` });
   spark(line, losses);
-  const cells = [job.id, job.tenant, paused ? "paused" : job.status, site ?? "–", `${number(step)} of ${number(total_steps)}, ${percent(total_steps ? step / total_steps : 0)}`, tokens_per_s ? rate(tokens_per_s) : "–", job.estimated_finish ? clock(job.estimated_finish, false) : "–", fell];
+  const cells = [job.id, job.tenant, paused ? "paused" : job.status, site ?? "–", `${number(step)} of ${number(total_steps)}, ${percent(total_steps ? step / total_steps : 0)}`, tokens_per_s ? rate(tokens_per_s) : "–", job.estimated_finish ? moment(job.estimated_finish, false) : "–", fell];
   return el("tr", {}, ...cells.map((text, i) => el("td", { className: i > 3 ? "n" : "" }, text)), el("td", { className: "loss" }, line));
 }
