@@ -101,3 +101,18 @@ def test_the_jobs_of_a_lost_engine_fail_there_once_and_the_others_go_on() -> Non
     del pool.engines[1]
     refused = pool.train("d")
     assert refused is not None and refused.elsewhere
+
+
+def test_a_job_that_had_ended_when_stopped_fails_if_its_last_snapshot_is_lost_with_the_engine() -> None:
+    class Ended(Engine):
+        def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+            reply(None)
+
+    pool = Pool(0)
+    pool.engines[0] = Ended()
+    pool.train("j")
+    assert pool.stop("j") is None
+    assert pool.training.trains
+    pool.training.lost(0)
+    assert pool.events == [("j", Failed("its engine is lost", elsewhere=True))]
+    assert not pool.training.trains
