@@ -11,14 +11,17 @@ from site_engine.errors import TrainingRefused
 
 
 class PoolTraining:
-    """The jobs of a pool. `serving` returns what trains in the engines that serve, by their places.
+    """The jobs of a pool. `serving` returns what trains in the engines that serve, by their places; while
+    `sleeps`, no job begins: the engines that still serve are to rest soon.
 
     `on_event` gets what happens to a job, by its id; a job whose engine is lost has failed there.
     """
 
-    def __init__(self, serving: Callable[[], Mapping[int, TrainingEngine]]) -> None:
+    def __init__(
+        self, serving: Callable[[], Mapping[int, TrainingEngine]], sleeps: Callable[[], bool]
+    ) -> None:
         self.on_event: Callable[[str, TrainingEvent], None] = lambda job_id, event: None
-        self._serving = serving
+        self._serving, self._sleeps = serving, sleeps
         self._jobs: dict[str, int] = {}  # their places
         self._begun: set[str] = set()  # those that their engines have read
 
@@ -31,6 +34,8 @@ class PoolTraining:
         serving, places = self._serving(), [*self._jobs.values()]
         if order.job_id in self._jobs:
             reply(TrainingRefused(f"{order.job_id} is trained here already"))
+        elif self._sleeps():
+            reply(TrainingRefused("the model sleeps here", elsewhere=True))
         elif not serving:
             reply(TrainingRefused("all engines of this site are lost", elsewhere=True))
         else:
