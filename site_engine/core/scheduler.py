@@ -87,8 +87,8 @@ class Scheduler:
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
-        self._preempt_for(now)
         preempted_before = len(self.preempted)
+        self._preempt_for(now)
         budget = self._plan_decodes(plan)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
@@ -99,7 +99,8 @@ class Scheduler:
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # a request preempted now does not return in the same iteration, nor another of its lane
+        # a request preempted now, whose newest token may not be known yet, does not return in the same
+        # iteration, nor another of its lane
         preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
         self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
