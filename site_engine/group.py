@@ -202,6 +202,10 @@ class Group:
             self._after_base.setdefault(variant_id, []).extend([] if reply is None else [reply])
             self._wake_base(None)
             return
+        if variant_id not in self._models:  # the engines have dropped it while they woke
+            if reply is not None:
+                reply(f"{variant_id} is not served here any more")
+            return
         if self._models[variant_id].state is ModelState.READY:
             if reply is not None:
                 reply("")

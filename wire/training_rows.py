@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple, NoReturn
 
 MAX_FAULTS = 50
@@ -81,7 +82,9 @@ def _parse(line: bytes) -> object:
 def _load(at: str, text: str) -> object:
     """Parse JSON that can be written again as UTF-8."""
     try:
-        parsed: object = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        parsed: object = json.loads(
+            text, parse_float=_number, parse_constant=_refuse_constant, object_pairs_hook=_object
+        )
         if "\\u" in text:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
@@ -95,6 +98,14 @@ def _load(at: str, text: str) -> object:
     except ValueError as error:
         raise BadRow(f"{at}has a number of too many digits") from error
     return parsed
+
+
+def _number(text: str) -> float:
+    """Return a number that JSON can say again: what is too large is infinite."""
+    value = float(text)
+    if not isfinite(value):
+        raise BadRow("has a number that is too large")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

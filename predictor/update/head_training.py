@@ -69,7 +69,7 @@ class HeadTrainer:
     progress: Progress
 
     def train(self, outcomes: Outcomes, steps: int) -> dict[str, onnx_head.Array]:
-        """Return the head after training on some outcomes.
+        """Return the head after training on some outcomes; the start's if training ends in no finite numbers.
 
         Rehearsed rows keep the start's forecasts as targets; without them only the table rows of the
         outcomes' models may change.
@@ -100,6 +100,9 @@ class HeadTrainer:
                 only_models=only_models,
             )
         )
+        if not all(np.isfinite(weights).all() for weights in tuned.values()):
+            self.progress("training ended in no finite numbers: the head stays as it was")
+            return self.start.head
         if only_models:  # weight decay moves the other models' rows, too: put them back
             before = self.start.head["models.weight"]
             changed = np.isin(np.arange(len(before)), outcomes.model)[:, None]

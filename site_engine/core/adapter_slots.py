@@ -2,9 +2,9 @@
 
 Does not hold tensors. An adapter keeps its slot while requests of it run, and after them until another needs
 the slot: the adapter that was used least recently makes room. All adapters also lie in host memory. Requests
-of adapters that have a slot start while others wait for one. When the first of those that wait has waited for
-long, no more requests start with the adapter that fewest run with, but for those that waited for that adapter
-when it got its slot.
+of adapters that have a slot, or of another class, start while others wait for one. When the first of those
+that wait has waited for long, no more requests start with the adapter that fewest run with, but for those
+that waited for that adapter when it got its slot.
 """
 
 from __future__ import annotations
@@ -64,19 +64,26 @@ class AdapterSlots:
     def may_overtake(self, first: Request, now: float) -> Callable[[Request], bool]:
         """Return which requests may start while `first`, which does not fit, waits for a slot.
 
-        They have no adapter, or are of no lower lane and their adapter has a slot that is not to become free.
+        They need no slot of its class, or are of no lower lane and their adapter has a slot that is not to
+        become free.
         """
         closed = self._closed_for(first) if now - first.arrived_s > PATIENCE_S else None
 
         def may(request: Request) -> bool:
             variant = request.variant
-            if variant is None or not request.has_adapter:
+            if variant is None or not self.share_slots(request, first):
                 return True
             if request.lane > first.lane or variant not in self._slots:
                 return False
             return variant is not closed or self._expected[variant] > 0
 
         return may
+
+    def share_slots(self, one: Request, other: Request) -> bool:
+        """Return whether two requests need slots of the same class."""
+        if one.variant is None or other.variant is None or not (one.has_adapter and other.has_adapter):
+            return False
+        return self._class(one.variant) == self._class(other.variant)
 
     def _closed_for(self, first: Request) -> ServedVariant:
         """Return the adapter of the rank class that fewest requests run with; all its slots are held."""

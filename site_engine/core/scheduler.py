@@ -87,8 +87,8 @@ class Scheduler:
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
-        self._preempt_for(now)
         preempted_before = len(self.preempted)
+        self._preempt_for(now)
         budget = self._plan_decodes(plan)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
@@ -99,7 +99,8 @@ class Scheduler:
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # a request preempted now does not return in the same iteration, nor another of its lane
+        # a request preempted now, whose newest token may not be known yet, does not return in the same
+        # iteration, nor another of its lane
         preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
         self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
@@ -270,25 +271,28 @@ class Scheduler:
         """Return the running request of a lower lane to preempt for `first`, None if there is none."""
         if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
             return None
-        if not self._has_slot(first):
+        if self._adapters is not None and not self._adapters.fits(first):
             kept = {one.variant for one in self.running if one.lane <= first.lane}
-            holders = (one for one in reversed(self.running) if one.has_adapter)
+            holders = (one for one in reversed(self.running) if self._adapters.share_slots(one, first))
             return next((one for one in holders if one.variant not in kept), None)
         if not self.reservation.has_room(first) or (self._rows and self.reservation.has_pages(first)):
             return None
         return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
-        """Yield the request to start next; if it waits for a slot, also the next that may start before it."""
+        """Yield the request to start next; while each waits for a slot, also the next that may overtake."""
+        waiting: list[Callable[[Request], bool]] = []  # which may overtake each of those that wait
+
+        def may_overtake(request: Request) -> bool:
+            return all(may(request) for may in waiting)
+
         first = _earlier(self.queue.first(now), self.preempted)
-        if first is None:
-            return
-        yield first
-        if self._adapters is not None and not self._adapters.fits(first):
-            may_overtake = self._adapters.may_overtake(first, now)
-            second = _earlier(self.queue.first_of(may_overtake), filter(may_overtake, self.preempted))
-            if second is not None:
-                yield second
+        while first is not None:
+            yield first
+            if self._adapters is None or self._adapters.fits(first):
+                return
+            waiting.append(self._adapters.may_overtake(first, now))
+            first = _earlier(self.queue.first_of(may_overtake), filter(may_overtake, self.preempted))
 
     def _start(self, request: Request, now: float) -> None:
         if request in self.preempted:

@@ -101,7 +101,7 @@ class SiteEngine:
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live = LiveRequests(self._scheduler, self._kv_cache, clock)
-        self._unmeasured: tuple[SchedulePlan, float] | None = None  # the last iteration and its start
+        self._unmeasured: tuple[SchedulePlan, float, int] | None = None  # and start, discarded tokens
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
         self._expected_within = 0  # steps within which a request comes from another engine; 0: none does
@@ -139,10 +139,10 @@ class SiteEngine:
                 logits = self.runner.run(plan)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
-                self._isolate(plan, error)
+                discarded = self._isolate(plan, error)
             else:
-                self._publish_sampled(plan, logits, sampled)
-            self._unmeasured = plan, began
+                discarded = self._publish_sampled(plan, logits, sampled)
+            self._unmeasured = plan, began, discarded
         if not self._live.processors:
             self._measure_last(self._clock())
         return self._live.take_outputs()
@@ -300,12 +300,13 @@ class SiteEngine:
 
     # ---- after the model ran
 
-    def _publish_sampled(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
+    def _publish_sampled(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> int:
         self._published_s = now = self._clock()
         self._scheduler.advance(plan)
         for chunk, rows in logits.prompts:
             self._live.processors[chunk.request.id].read_prompt(chunk.start, rows)
-        self._publish(logits.sampled, sampled.token_ids, set(sampled.broken), now, sampled.alternatives)
+        token_ids, broken, alternatives = sampled
+        return self._publish(logits.sampled, token_ids, set(broken), now, alternatives)
 
     def _publish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -331,8 +332,8 @@ class SiteEngine:
     ) -> int:
         """Turn one token of each request into an output; return the number of discarded tokens.
 
-        A token is discarded when its request ended while the device computed one more. Rows in `broken` had
-        logits that were not finite.
+        A token is discarded when its request ended while the device computed one more, fails, or wanted its
+        prompt evaluated alone. Rows in `broken` had logits that were not finite.
         """
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
@@ -342,26 +343,32 @@ class SiteEngine:
                 continue
             if broken and row in broken:
                 self._live.fail(processor, "the model's output was not finite")
+                discarded += 1
                 continue
             if request.guide is not None:
                 if request.guide.error:
                     self._live.fail(processor, f"the answer's grammar: {request.guide.error}")
+                    discarded += 1
                     continue
                 if request.state is State.AWAITED:
                     request.state = State.DECODE
             if request.first_token_s is None:
-                self._meter.prompt_tokens_total += request.prompt_len
+                self._meter.prompt_tokens_total += len(request.prompt)
                 self._live.needs_host.discard(request.id)
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
+            discarded += not output.token_ids
             if output.finish is not None:
                 self._scheduler.reservation.factors.ended(request)
                 self._live.end(request)
         return discarded
 
-    def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
-        """Compute the chunks of a failed iteration one by one; fail the requests whose chunk fails alone."""
-        chunks = plan.chunks
+    def _isolate(self, plan: SchedulePlan, error: Exception) -> int:
+        """Compute the chunks of a failed iteration one by one; fail the requests whose chunk fails alone.
+
+        Returns the number of the plan's tokens that were not made, or discarded.
+        """
+        chunks, made = plan.chunks, 0
         lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
         for chunk in chunks:
             if not lost.isdisjoint(chunk.request.pages):
@@ -376,9 +383,10 @@ class SiteEngine:
                 lost.update(chunk.request.pages[chunk.start // self._pool.page_size :])
                 self._live.fail(self._live.processors[chunk.request.id], f"{type(reason).__name__}: {reason}")
             else:
-                self._publish_sampled(alone, logits, sampled)
+                made += alone.samples - self._publish_sampled(alone, logits, sampled)
         for request in [one for one in self._scheduler.running if not lost.isdisjoint(one.pages)]:
             self._scheduler.restart(request)
+        return plan.samples - made
 
     def _still_running(self, plan: SchedulePlan) -> SchedulePlan:
         """Return the plan without the requests that ended with the tokens of the step before."""
@@ -395,9 +403,9 @@ class SiteEngine:
         What the engine's owner does between two iterations counts for the first, however short it was.
         """
         if self._unmeasured is not None:
-            plan, began = self._unmeasured
+            plan, began, discarded = self._unmeasured
             self._unmeasured = None
-            self._measure(plan, now - began)
+            self._measure(plan, now - began, discarded)
 
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
         self.training.served(plan, seconds)

@@ -335,10 +335,11 @@ class EngineProcess(asyncio.Protocol):
 
     def _released(self, message: pm.Released) -> None:
         groups, reply = self._releases.pop(message.call)
+        decisions = []
         for group, gone in zip(groups, message.decisions, strict=True):
-            if gone:
-                self.answers.pop(filter(None, map(self.answers.number_of, group)))
-        reply(message.decisions)
+            answers = self.answers.pop(filter(None, map(self.answers.number_of, group))) if gone else []
+            decisions.append(gone and not any(each.ended for each in answers))  # which have had their end
+        reply(decisions)
 
     def _admitted(self, message: pm.Admitted) -> None:
         numbers, reply = self._admissions.pop(message.call)

@@ -149,7 +149,7 @@ class EngineServer:
             case pm.AddVariant():
                 self._thread.add_variant(message.variant, partial(self._variant_added, message.call))
             case pm.RemoveVariant():
-                self._thread.remove_variant(message.id, partial(self._variant_removed, message.call))
+                self._thread.remove_variant(message.id, partial(self._variant_removed, message))
             case pm.Turn() | pm.Hold():
                 self._sleep.handle(message)
             case pm.Train() | pm.StopTraining() | pm.Taken():
@@ -247,8 +247,10 @@ class EngineServer:
             self._ends[answer.id] = answer.eos_token_ids
             self._put(pm.VariantAdded(call, answer))
 
-    def _variant_removed(self, call: int, refusal: VariantRefused | None) -> None:
-        self._put(pm.VariantRemoved(call, "" if refusal is None else str(refusal)))
+    def _variant_removed(self, message: pm.RemoveVariant, refusal: VariantRefused | None) -> None:
+        if refusal is None:
+            self._ends.pop(message.id, None)
+        self._put(pm.VariantRemoved(message.call, "" if refusal is None else str(refusal)))
 
     def _broken(self, reason: str) -> None:
         self._put(pm.Broken(reason))

@@ -60,6 +60,7 @@ class _Attempt:
     admission: Admission | None = None
     echo: str = ""
     count_offset: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
+    cancelled: bool = False
 
     @property
     def is_unstarted(self) -> bool:
@@ -161,10 +162,10 @@ class Attempts:
             self._routes[choice.request_id] = Route(self, attempt_id, index)
         return [engine_request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
-    def assign_of(self, attempt_id: str) -> Assign | None:
-        """Return what an attempt was assigned with, None if it is gone."""
+    def wanted(self, attempt_id: str) -> Assign | None:
+        """Return what an attempt was assigned with, None if it is gone or was cancelled."""
         attempt = self._attempts.get(attempt_id)
-        return None if attempt is None else attempt.assign
+        return None if attempt is None or attempt.cancelled else attempt.assign
 
     def prepare_again(self, attempt_id: str) -> None:
         """Take back an attempt that the engine has not admitted: its prompt is to be prepared again."""
@@ -258,6 +259,7 @@ class Attempts:
         if attempt is None:
             return []
         if attempt.phase is not Phase.PREPARING:
+            attempt.cancelled = True
             return attempt.open_requests
         for index in range(len(attempt.choices)):
             self.output(attempt_id, index, Output("", finish=Finish.CANCELLED))

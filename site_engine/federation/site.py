@@ -238,7 +238,7 @@ class Site:
 
     def _admitted(self, connection: Connection, attempt_id: str, answer: Admission | NotServed) -> None:
         if isinstance(answer, NotServed):
-            assign = connection.attempts.assign_of(attempt_id)
+            assign = connection.attempts.wanted(attempt_id)
             if answer.reason is Reason.MODEL_UNKNOWN and assign and self.held.is_asleep(assign.model):
                 connection.attempts.prepare_again(attempt_id)  # it was put to sleep meanwhile
                 self._prepare(connection, assign)

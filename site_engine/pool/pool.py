@@ -60,7 +60,10 @@ class EnginePool:
         self._starter = ReplicaStarter(
             launch, self._variants, clock, is_wanted=lambda: not self.sleeping.asleep, join=self._join
         )
-        self.trainer = PoolTraining(lambda: {each.place: each.process.trainer for each in self._serving()})
+        self.trainer = PoolTraining(
+            lambda: {each.place: each.process.trainer for each in self._serving()},
+            sleeps=lambda: self.sleeping.asleep,
+        )
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False

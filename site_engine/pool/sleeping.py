@@ -63,10 +63,7 @@ class PoolSleep:
             self._begin(self._wake(reply))
             return
         slept, self._slept = self._slept, None
-        self.asleep = False
-        for each in self._replicas:
-            if not each.serves:  # it was lost meanwhile
-                self._restart(each)
+        self._wakened()
         slept("it was woken before its requests had ended")
         reply("")
 
@@ -83,9 +80,16 @@ class PoolSleep:
             if failures:
                 log.error("an engine does not wake: %s", failures[0])
                 await self._end()
-            else:
-                self.asleep = False
-        reply(str(failures[0]) if failures else "")
+            elif self.asleep:
+                self._wakened()
+        reply(str(failures[0]) or repr(failures[0]) if failures else "")
+
+    def _wakened(self) -> None:
+        """Serve from now on, also with engines that were lost while nobody started them again."""
+        self.asleep = False
+        for each in self._replicas:
+            if not each.serves:
+                self._restart(each)
 
     async def _end(self) -> None:
         await asyncio.gather(*(each.rest() for each in self._replicas))

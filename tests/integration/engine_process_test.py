@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from site_engine.core.request import Finish
+from site_engine.core.request import Finish, Request, Sampling
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_spawn import spawn
@@ -181,6 +181,26 @@ def test_a_stop_string_ends_an_answer_at_once_and_frees_its_slot() -> None:
             await heard.until(lambda: heard.finishes("next"))
             assert heard.finishes("r") == [Finish.STOP]
             assert heard.text("next") == "abc"
+
+    run(scenario())
+
+
+def test_an_answer_that_its_delivered_text_has_ended_is_not_released() -> None:
+    """It goes on from another site, and has its end when the engine admits it, before that is asked more."""
+
+    async def scenario() -> None:
+        async with launched(slots=1, iteration_floor_s=0.002) as heard:
+            await heard.submit("first", max_tokens=40)
+            await heard.until(lambda: heard.text("first"))
+            sampling = Sampling(max_tokens=9, stop=("bc",))
+            decided: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+            heard.process.submit([Request("r", (97, 98, 99), sampling, resumed=(97, 98, 99))], lambda _: None)
+            heard.process.release([["r"]], decided.set_result)
+            assert await asyncio.wait_for(decided, WITHIN_S) == [False]
+            assert (heard.text("r"), heard.finishes("r")) == ("a", [Finish.STOP])
+            await heard.submit("next", max_tokens=3)
+            await heard.until(lambda: heard.finishes("next"))
+            assert heard.finishes("r") == [Finish.STOP]
 
     run(scenario())
 

@@ -23,6 +23,7 @@ class Named(NamedTuple):
 
 
 ONE, OTHER, THIRD, FINE_TUNED = Named("one"), Named("other"), Named("third"), Named("tuned", rank=0)
+LARGE = Named("large", rank=64)  # whose slots are no others' to wait for
 LONG_S = 2 * PATIENCE_S
 
 
@@ -111,6 +112,26 @@ def test_a_chat_that_waits_for_a_slot_of_chats_preempts_no_batch() -> None:
     push(site, "waits", OTHER)
     assert iterate(site, 3) == {"holder", "batch", "same"}
     assert batch.preemptions == same.preemptions == 0
+
+
+def test_requests_of_another_rank_class_do_not_wait_for_a_slot_of_the_first() -> None:
+    site = scheduler()
+    push(site, "holder", ONE)
+    iterate(site)
+    push(site, "waits", OTHER)
+    push(site, "large", LARGE)
+    push(site, "line", LARGE, lane=Lane.BATCH)
+    assert iterate(site, 3) == {"holder", "large", "line"}
+
+
+def test_a_chat_that_waits_for_a_slot_preempts_no_line_that_holds_a_slot_of_another_rank_class() -> None:
+    site = scheduler()
+    push(site, "holder", ONE)
+    line = push(site, "line", LARGE, lane=Lane.BATCH)
+    iterate(site)
+    push(site, "waits", OTHER)
+    assert iterate(site, 3) == {"holder", "line"}
+    assert line.preemptions == 0
 
 
 def test_a_chat_preempts_the_lines_of_a_batch_that_hold_its_slot() -> None:

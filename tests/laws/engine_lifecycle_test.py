@@ -251,6 +251,30 @@ def test_numbers_that_are_not_finite_fail_one_row_and_leave_no_trace_in_its_page
     assert drain(engine)["next"].token_ids == expected
 
 
+@pytest.mark.parametrize("fault", ["not finite", "an error", "none"])
+def test_tokens_are_counted_that_answers_have(fault: str) -> None:
+    """Not that of a prompt which is evaluated alone, nor those of rows that fail."""
+    engine = engine_for(family("llama").served, slots=4)
+    engine.submit(greedy("good", [9, 8, 7], 15))
+    engine.submit(greedy("bad", [1, 2, 313], 15))
+    engine.submit(greedy("prompt alone", [4, 5, 6], 0))
+    runner: Any = engine.runner
+    forward = runner._forward
+
+    def spoils(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = forward(ids, positions, wanted).clone()
+        if fault == "not finite" and 313 in ids:
+            logits[wanted.tolist().index(ids[0].tolist().index(313))] = float("nan")
+        elif fault == "an error" and 313 in ids:
+            raise ArithmeticError("a fault in the machine")
+        return logits
+
+    runner._forward = spoils
+    found = drain(engine)
+    assert len(found["good"].token_ids) == 15
+    assert engine.load().tokens_total == sum(len(each.token_ids) for each in found.values())
+
+
 def test_a_deadline_ends_a_request_with_the_reason() -> None:
     clock = Ticks()
     engine = packed_engine(family("llama").served, EngineSettings(slots=1, token_budget=8), clock)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import Request, Sampling, State
-from site_engine.core.request_queue import POLICIES
+from site_engine.core.page_pool import PagePool
+from site_engine.core.request import Lane, Request, Sampling, State
+from site_engine.core.request_queue import POLICIES, AdmissionQueue
+from site_engine.core.scheduler import Scheduler
 from site_engine.engine.engine import SiteEngine
 from tests.support.engine_models import (
     TOO_SHORT,
@@ -111,6 +113,30 @@ def test_who_is_preempted_is_not_in_the_same_plan() -> None:
 
     scheduler.plan = watched
     assert preemptions(drain(engine)) > 0
+
+
+def test_who_is_preempted_for_a_chat_does_not_return_in_the_same_plan() -> None:
+    """Its newest token may still be computed: a second one would be made in its place."""
+    site = Scheduler(PagePool(24, 4), AdmissionQueue(), slots=4, token_budget=256)
+
+    def push(name: str, tokens: int, lane: Lane) -> Request:
+        request = Request(name, range(1, tokens + 1), Sampling(), TOO_SHORT, lane)
+        request.max_tokens = 8
+        site.queue.push(request)
+        return request
+
+    def plan() -> set[str]:
+        made = site.plan(0.0)
+        site.advance(made)
+        return {chunk.request.id for chunk in made.chunks}
+
+    push("large", 60, Lane.BATCH)
+    small = push("small", 3, Lane.BATCH)
+    assert plan() == {"large", "small"}
+    push("chat", 40, Lane.CHAT)
+    assert plan() == {"chat"}  # for which the small one alone would not have made room
+    small.tokens.append(7)
+    assert plan() == {"chat", "small"}
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -176,6 +176,7 @@ def test_virtual_tokens_count_for_the_context_and_for_nothing_that_clients_see(t
         assert found.last.finish is Finish.LENGTH
         assert found.last.timings.cached_prompt_tokens == cached // 4 * 4 - (9 % 4 if cached else 0)
         assert found.last.completion_tokens == 34
+    assert engine.load().prompt_tokens_total == 2 * len(prompt)
     assert_idle(engine)
 
 

@@ -28,7 +28,8 @@ class Engine:
 class Pool:
     def __init__(self, engines: int) -> None:
         self.engines = {place: Engine() for place in range(engines)}
-        self.training = PoolTraining(lambda: self.engines)
+        self.asleep = False
+        self.training = PoolTraining(lambda: self.engines, lambda: self.asleep)
         self.events: list[tuple[str, TrainingEvent]] = []
         self.training.on_event = lambda job_id, event: self.events.append((job_id, event))
 
@@ -63,6 +64,14 @@ def test_a_refused_job_may_come_again_and_one_that_is_here_may_not() -> None:
     pool.engines[0].refusal = None
     assert pool.train("j") is None
     assert "trained here already" in str(pool.train("j"))
+
+
+def test_no_job_begins_in_a_pool_that_is_to_sleep_once_its_requests_have_ended() -> None:
+    pool = Pool(1)
+    pool.asleep = True
+    refused = pool.train("j")
+    assert refused is not None and refused.elsewhere
+    assert not pool.training.trains
 
 
 def test_a_job_that_is_stopped_while_its_engine_reads_it_is_stopped_once_it_has_begun() -> None:
@@ -101,3 +110,18 @@ def test_the_jobs_of_a_lost_engine_fail_there_once_and_the_others_go_on() -> Non
     del pool.engines[1]
     refused = pool.train("d")
     assert refused is not None and refused.elsewhere
+
+
+def test_a_job_that_had_ended_when_stopped_fails_if_its_last_snapshot_is_lost_with_the_engine() -> None:
+    class Ended(Engine):
+        def stop_training(self, job_id: str, reply: Callable[[Saved | None], None]) -> None:
+            reply(None)
+
+    pool = Pool(0)
+    pool.engines[0] = Ended()
+    pool.train("j")
+    assert pool.stop("j") is None
+    assert pool.training.trains
+    pool.training.lost(0)
+    assert pool.events == [("j", Failed("its engine is lost", elsewhere=True))]
+    assert not pool.training.trains

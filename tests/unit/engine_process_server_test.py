@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import time
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
+from site_engine.core.chain import Variant
 from site_engine.core.request import Grammar, Request, Sampling
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
@@ -14,6 +15,7 @@ from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_server import EngineServer
 from tests.support.site_fakes import FakeEngine
 
+T = TypeVar("T")
 WITHIN_S = 20.0
 
 
@@ -31,10 +33,14 @@ def break_down(_source: str, _ends: object) -> Grammar:
 
 
 def admission(site: socket.socket) -> pm.Admitted:
+    return answer(site, pm.Admitted)
+
+
+def answer(site: socket.socket, kind: type[T]) -> T:
     frames, until_s = pm.Frames(), time.monotonic() + WITHIN_S
     while time.monotonic() < until_s:  # the engine says every quarter of a second that it is alive
         for message in map(pm.decode_from_engine, frames.feed(site.recv(1 << 16))):
-            if isinstance(message, pm.Admitted):
+            if isinstance(message, kind):
                 return message
     raise AssertionError("the engine has not answered")
 
@@ -59,6 +65,29 @@ def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted
             ours.sendall(pm.frame(packing.to_submit(2, [2], [plain])))
             admitted = admission(ours)
             assert (admitted.call, admitted.reason) == (2, "")
+        finally:
+            ours.sendall(pm.frame(pm.Stop()))
+            serving.join(WITHIN_S)
+    assert not serving.is_alive()
+
+
+def test_nothing_is_kept_of_a_variant_that_was_removed() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(WITHIN_S)
+    engine = FakeEngine()
+    server = EngineServer(
+        theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
+    )
+    serving = Thread(target=server.run, daemon=True)
+    serving.start()
+    with ours, theirs:
+        try:
+            for call in range(1, 4):
+                ours.sendall(pm.frame(pm.AddVariant(call, Variant("one", f"/srv/{call}"))))
+                assert answer(ours, pm.VariantAdded).chain is not None
+                ours.sendall(pm.frame(pm.RemoveVariant(call, "one")))
+                assert not answer(ours, pm.VariantRemoved).message
+            assert server._ends == {}
         finally:
             ours.sendall(pm.frame(pm.Stop()))
             serving.join(WITHIN_S)

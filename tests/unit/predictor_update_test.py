@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from predictor.errors import ArtifactError, DataError, RefusedUpdate
 from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features, OnnxForecaster
 from predictor.outcome_log import NEWEST, OutcomeLog
+from predictor.training import length_head
 from predictor.update.update import HELD_OUT_PERCENT, update
 
 pytestmark = pytest.mark.slow
@@ -95,6 +97,22 @@ def test_an_update_that_is_no_better_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedUpdate, match="the artifact stays"):
         update(LEXICAL, data, out=folder, steps=40)
     assert not folder.exists()
+
+
+def test_a_head_whose_training_ends_in_no_numbers_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune = length_head.tune
+
+    def diverges(*given: Any, **chosen: Any) -> length_head.LengthHead:
+        tuned = tune(*given, **chosen)
+        tuned.models.weight.data.fill_(float("nan"))
+        return tuned
+
+    monkeypatch.setattr(length_head, "tune", diverges)
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    update(LEXICAL, data, out=tmp_path / "new", steps=40)  # to the nearest known model's, recalibrated
+    assert expected(tmp_path / "new", "terse/model") < expected(LEXICAL, "terse/model")
 
 
 def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -117,3 +117,25 @@ def test_a_variant_that_the_engines_drop_sleeps_unless_gateways_have_it_fetched_
         assert answers[1:] == ["one holds NaN"]
 
     asyncio.run(main())
+
+
+def test_a_variant_that_the_waking_engines_drop_keeps_no_others_asleep() -> None:
+    async def main() -> None:
+        engine: Any = LoadingEngine()
+        site = Site(HELLO, engine, FakeClock(), 1)
+        config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model="letters", devices=("cpu",))
+        group = Group(config, engine, site, {})
+        for name, tenant in (("theirs", "acme"), ("ours", "")):
+            group.add(Variant(name, f"/srv/{name}", tenant=tenant), lambda _: None)
+            variant, loaded = engine.loading.pop()
+            loaded(FakeEngine().load_variant(variant)())
+        answers: list[str] = []
+        group.carry_out(ModelOrder("1", "sleep", BASE), answers.append)
+        await asyncio.gather(*engine.tasks)
+        group.carry_out(ModelOrder("2", "wake", "theirs"), answers.append)
+        group.carry_out(ModelOrder("3", "wake", "ours"), answers.append)
+        group.refused("theirs", VariantRefused("its folder is gone"))
+        await asyncio.gather(*engine.tasks)
+        assert answers == ["", "theirs is not served here any more", ""]
+
+    asyncio.run(main())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from site_engine import messages as m
+from site_engine.core.request import Sampling
 from site_engine.core.request_queue import TENANT_PARTS
+from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.held import HeldCall, HeldCalls
+from site_engine.federation.site import Site
 from site_engine.messages import ModelState
-from tests.support.site_fakes import HELLO
+from tests.support.site_fakes import HELLO, FakeClock
 
 MODELS = tuple(replace(HELLO.models[0], id=name) for name in "ab")
 
@@ -100,3 +105,41 @@ def test_each_call_ends_once_and_none_is_forgotten(events: list[tuple[str, ...]]
     counts = Counter([*scene.begun, *scene.refused])
     assert all(count == 1 for count in counts.values())
     assert set(range(number)) - scene.cancelled <= set(counts)
+
+
+class AskedEngine:
+    """Prepares prompts at once, and says of a request what the test does."""
+
+    waiting = 0
+
+    def waiting_of(self, tenant: str) -> int:
+        return 0
+
+    def prepare(self, assign: m.Assign, reply: Callable[[object], None], is_wanted: object) -> None:
+        reply(Prepared((1, 2), ""))
+
+    def submit(self, prepared: object, group: object, reply: Callable[[object], None]) -> None:
+        self.reply = reply
+
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def request_load(self) -> None: ...
+
+
+def test_an_attempt_that_was_cancelled_does_not_wait_for_its_model_to_wake() -> None:
+    """The engine refuses it, since the model was put to sleep meanwhile."""
+    engine, woken = AskedEngine(), list[str]()
+    site = Site(HELLO, engine, FakeClock(), 1)
+    site.held.wake = woken.append
+    welcome = m.Welcome("east", (), 1.0, 1.0, (), reads_held=True)
+    connection = site.welcomed(site.hello(), welcome, lambda: None)
+    prompt = m.TextPrompt("a")
+    site.receive(
+        connection, m.Assign("a", "q", "letters", prompt, Sampling(), 1, False, None, 0, 0, None, "")
+    )
+    site.receive(connection, m.Cancel("a"))
+    site.set_models((replace(HELLO.models[0], state=ModelState.SLEEPING),))
+    engine.reply(NotServed(Reason.MODEL_UNKNOWN, "letters is not served here any more", "model"))
+    sent = connection.attempts.outbox.take(float("inf"))
+    assert [type(each) for each in sent if isinstance(each, m.Held | m.Rejected)] == [m.Rejected]
+    assert site.live == 0
+    assert woken == []

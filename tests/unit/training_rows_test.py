@@ -47,6 +47,7 @@ BAD: list[tuple[bytes, str]] = [
     (b"[" * 200_000, "nested too deeply|is not JSON"),
     (b'{"prompt": NaN}', "has NaN"),
     (b'{"prompt": ' + b"1" * 5000 + b"}", "too many digits"),
+    (b'{"prompt": -1e999}', "a number that is too large"),
     (b'{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
     (b'{"prompt": "a", "completion": "\\ud800"}', "lone surrogate"),
     (b'"' + b"x" * MAX_LINE_BYTES + b'"', "a line has at most"),
