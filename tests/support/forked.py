@@ -40,13 +40,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def fork(module: str) -> Spawned:
-    """Start `python -m MODULE DESCRIPTOR`; the process is a child of this one."""
+def fork(module: str, *imports: str) -> Spawned:
+    """Start `python -m MODULE DESCRIPTOR` from a process with `imports`; it is a child of this one."""
     if not CAN_FORK:
         return spawn((sys.executable, "-m", module))
     ours, theirs = socket.socketpair()
     with theirs:
-        return Spawned(Forked(Start(module, (module,)), descriptor=theirs.fileno()), ours)
+        return Spawned(Forked(Start(module, (module, *imports)), descriptor=theirs.fileno()), ours)
 
 
 def fork_command(
