@@ -144,6 +144,8 @@ def serve(requests: socket.socket) -> None:
         asked = json.loads(message)
         for each in asked["imports"]:
             importlib.import_module(each)
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        assert threads == 1, f"a fork would lack a thread that one of {asked['imports']} has started"
         gc.freeze()
         fork_orphan(requests, asked, descriptors)
         for each in descriptors:
