@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +22,13 @@ from gateway.tuning.contents import Contents
 from gateway.tuning.values import Kind
 from mico.local.plan import to_toml
 from tests.support.local_federation import LocalFederation, eventually, mico_here
+from tests.support.site_process import start_site
 from tests.support.tiny_model import write_tiny_model
 from tests.support.training import chats
 
 pytestmark = pytest.mark.e2e
 
 BASE = "trained-base"
-ROOT = Path(__file__).parents[2]
 STEPS, EPOCHS = 12, 6
 SLOW = {"iteration_floor_s": 0.05}
 """Of a slice of training, so that a job takes long enough to be disturbed."""
@@ -54,9 +53,7 @@ class School:
         settings |= {"model": str(self.folder / "base"), "served_model": BASE, "kv_tokens": 2048, **more}
         config = self.folder / f"{name}.toml"
         config.write_text(to_toml(settings))
-        command = [sys.executable, "-m", "mico", "site", "--config", str(config)]
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self.sites[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        self.sites[name] = start_site(config, self.folder / f"{name}.log")
 
     def ready(self, *names: str) -> None:
         for name in names:

@@ -18,6 +18,7 @@ from openai import NotFoundError
 from mico.local.plan import to_toml
 from tests.support.browser import Browser, find_chromium
 from tests.support.local_federation import LocalFederation, eventually, mico_here
+from tests.support.site_process import start_site
 from tests.support.tiny_model import write_tiny_model
 from tests.support.variants import fine_tuned, lora
 
@@ -45,15 +46,12 @@ def site(
     text += groups
     config = folder / f"{name}.toml"
     config.write_text(text)
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mico", "site", "--config", str(config)], stdout=log, stderr=log, cwd=ROOT
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+    process = start_site(config, folder / f"{name}.log")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def expected(folder: Path, model: Any) -> list[str]:

@@ -26,6 +26,7 @@ from migrations import upgrade
 from tests.support.child_processes import is_there
 from tests.support.local_federation import eventually
 from tests.support.plain_http import HTTP
+from tests.support.site_process import start_site
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -116,7 +117,11 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
         "site_tokens": [TOKEN],
         "key_pepper": PEPPER,
     }
-    with _mico("gateway", tmp_path, settings) as process:
+    config = _settings("gateway", tmp_path, settings)
+    command = [sys.executable, "-m", "mico", "gateway", "--config", str(config)]
+    with (tmp_path / "gateway.log").open("wb") as log:
+        gateway = subprocess.Popen(command, env=_outside(), stdout=log, stderr=log)
+    with _ended(gateway) as process:
         operators = (metrics_port, metrics_port + 2)
         yield Workers(tmp_path, process, port, f"127.0.0.1:{grpc_port}", operators, key)
 
@@ -134,19 +139,25 @@ def site(workers: Workers) -> Iterator[None]:
         "kv_tokens": 4096,
         "iteration_floor_s": 0.01,
     }
-    with _mico("site", workers.folder, settings):
+    config = _settings("site", workers.folder, settings)
+    with _ended(start_site(config, workers.folder / "site.log", _outside())):
         eventually(lambda: all(workers.ready()), "the site is linked to both workers", STARTED_WITHIN_S)
         yield
 
 
+def _settings(kind: str, folder: Path, settings: dict[str, object]) -> Path:
+    config = folder / f"{kind}.toml"
+    config.write_text(to_toml(settings))
+    return config
+
+
+def _outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MICO_")}
+
+
 @contextmanager
-def _mico(kind: str, folder: Path, settings: dict[str, object]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a gateway or a site."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MICO_")}
-    (folder / f"{kind}.toml").write_text(to_toml(settings))
-    with (folder / f"{kind}.log").open("wb") as log:
-        command = [sys.executable, "-m", "mico", kind, "--config", str(folder / f"{kind}.toml")]
-        process = subprocess.Popen(command, env=outside, stdout=log, stderr=log)
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """End a gateway or a site at last."""
     try:
         yield process
     finally:

@@ -17,6 +17,7 @@ from tests.support.answers import backend_of
 from tests.support.child_processes import child_processes
 from tests.support.fakes.edge import Edge, Script, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene
+from tests.support.site_process import spawn_engine
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ class Stage:
             iteration_floor_s=0.01,
             **settings,
         )
-        self.sites[name] = asyncio.create_task(serve(config))
+        self.sites[name] = asyncio.create_task(serve(config, spawn=spawn_engine))
 
     def is_ready(self, name: str) -> bool:
         assert not self.sites[name].done(), self.sites[name]

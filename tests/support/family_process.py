@@ -12,13 +12,13 @@ import torch
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
 from site_engine.engine.loading import Loaded
-from site_engine.engine.process_spawn import spawn
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine_process import end, main
 from site_engine.text.detokenize import TokenNames
 from tests.support.engine_models import family
+from tests.support.forked import fork
 
-spawn_family = partial(spawn, (sys.executable, "-m", "tests.support.family_process"))
+spawn_family = partial(fork, "tests.support.family_process")
 
 
 def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -14,6 +14,7 @@ from typing import Any
 
 from site_engine.config import SiteConfig
 from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
+from site_engine.pool.ownership import MAX_LOSSES
 from site_engine.pool.pool import EnginePool
 from tests.support.engine_models import family, tokenizer
 from tests.support.engine_split import WITHIN_S, Case, Result, answer_all
@@ -49,7 +50,10 @@ async def pool_of(name: str, count: int, **settings: Any) -> AsyncIterator[tuple
 
 
 class Mover:
-    """Moves requests that run, and kills an engine with each `kill_every`th move, at any step."""
+    """Moves requests that run, and with each `kill_every`th move kills an engine, at each step in turn.
+
+    A kill waits for a later move while a request has lost so many engines that it would fail of the next.
+    """
 
     def __init__(
         self, pool: EnginePool, cases: Sequence[Case], most: int, kill_every: int, seed: int
@@ -60,6 +64,7 @@ class Mover:
         self._most = most
         self._kill_every = kill_every
         self._draw = Random(seed)
+        self._killed = 0
 
     async def run(self) -> None:
         while self.counts.asked < self._most:
@@ -71,23 +76,30 @@ class Mover:
             request_id = self._draw.choice(running)
             source = self._pool.requests.where(request_id)
             target = self._draw.choice([each for each in places if each != source])
-            pids = self._pool.pids
-            if source not in pids or not self._pool.requests.move(request_id, target):
-                continue
-            self.counts.asked += 1
-            step = None
-            if self.counts.asked % self._kill_every == 0:
-                step = self._draw.randrange(len(STEPS))
-            if step in {0, 1}:
-                self._kill(step, pids[source if step == 0 else target])
-            while self._pool.requests.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
-                await asyncio.sleep(0.0005)
-            self.counts.moved += self._pool.requests.where(request_id) == target
-            if step in {2, 3}:
-                self._kill(step, pids[target if step == 2 else source])
+            if source in places and self._pool.requests.move(request_id, target):
+                await self._moving(request_id, source, target)
 
-    def _kill(self, step: int, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
+    async def _moving(self, request_id: str, source: int, target: int) -> None:
+        """Wait for the end of a move, and kill an engine at a step of it if one is due."""
+        self.counts.asked += 1
+        kills = sum(self.counts.killed)
+        step = kills % len(STEPS) if self.counts.asked // self._kill_every > kills else None
+        pids = self._pool.pids
+        if step in {0, 1}:
+            self._kill(step, source if step == 0 else target, pids)
+        while self._pool.requests.is_moving(request_id):  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.0005)
+        self.counts.moved += self._pool.requests.where(request_id) == target
+        if step in {2, 3}:
+            self._kill(step, target if step == 2 else source, pids)
+        while self._killed in self._pool.pids.values():  # noqa: ASYNC110 - its requests aren't elsewhere yet
+            await asyncio.sleep(0.0005)
+
+    def _kill(self, step: int, place: int, pids: Mapping[int, int]) -> None:
+        if any(each.losses + 1 >= MAX_LOSSES for each in self._pool.requests.owned.values()):
+            return
+        self._killed = pids[place]
+        os.kill(self._killed, signal.SIGKILL)
         killed = self.counts.killed
         self.counts.killed = (*killed[:step], killed[step] + 1, *killed[step + 1 :])
 
