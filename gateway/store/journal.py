@@ -7,6 +7,7 @@ interpret the lines.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -172,15 +173,24 @@ class Journal:
             logger.warning("journal segment %s ends in an unfinished line of %d bytes", path.name, len(torn))
         return lines
 
-    def remove(self, path: Path) -> None:
-        """Delete a segment, once its lines are stored elsewhere. Raises OSError."""
-        if path in self._reserve:
-            self._reserve.clear(path)
-        else:
-            path.unlink(missing_ok=True)
-        segment = self._sealed.pop(path)
+    async def remove(self, path: Path) -> None:
+        """Delete a segment, once its lines are stored elsewhere. Raises OSError, and keeps the segment then.
+
+        A disk that is busy takes up to 100 ms to delete a file, so that a thread does it.
+        """
+        segment = self._sealed.pop(path)  # at once: a call that is cancelled deletes the file nevertheless
         self.size_bytes -= segment.size_bytes
         self.lines -= segment.lines
+        try:
+            if path in self._reserve:
+                self._reserve.clear(path)
+            else:
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+        except OSError:
+            self._sealed[path] = segment
+            self.size_bytes += segment.size_bytes
+            self.lines += segment.lines
+            raise
 
     def set_aside(self, line: bytes) -> bool:
         """Keep a line that no database accepts, for a person to read. Return False if there is no room."""

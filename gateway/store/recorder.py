@@ -224,7 +224,7 @@ class Recorder:
         """Store and remove a segment. Return False if the disk does not let it go."""
         try:
             await self._store(await asyncio.to_thread(journal.read, path))
-            journal.remove(path)
+            await journal.remove(path)
         except OSError as exc:
             self._failed(f"journal: {exc}")
             return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,17 @@ from gateway.store.errors import JournalTaken
 from gateway.store.journal import SET_ASIDE_BYTES, Journal, JournalFull
 from tests.support.fakes.full_disk import write_without_room
 
+pytestmark = pytest.mark.anyio
+WITHIN_S = 30.0
+
 
 def drained(journal: Journal) -> list[bytes]:
     journal.seal()
     return [line for path in journal.sealed for line in journal.read(path)]
+
+
+def segments_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*.jsonl"))
 
 
 def test_lines_come_back_in_order_across_segments(tmp_path: Path) -> None:
@@ -39,15 +48,15 @@ def test_an_earlier_process_left_lines_and_new_ones_follow_them(tmp_path: Path) 
     second.close()
 
 
-def test_removing_every_segment_leaves_nothing_to_count(tmp_path: Path) -> None:
+async def test_removing_every_segment_leaves_nothing_to_count(tmp_path: Path) -> None:
     journal = Journal(tmp_path, segment_bytes=8)
     for _ in range(5):
         journal.append(b"12345\n")
     journal.seal()
     for path in journal.sealed:
-        journal.remove(path)
+        await journal.remove(path)
     assert (journal.lines, journal.size_bytes, journal.sealed) == (0, 0, [])
-    assert list(tmp_path.glob("*.jsonl")) == []
+    assert not segments_in(tmp_path)
     journal.close()
 
 
@@ -129,7 +138,53 @@ def test_a_full_disk_costs_no_line_while_the_reserve_has_room(
     later.close()
 
 
-def test_the_reserve_is_used_again_once_its_lines_are_stored(
+async def test_other_work_goes_on_while_a_disk_deletes_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append(b"one\n")
+    journal.seal()
+    (path,) = journal.sealed
+    may_delete, unlink = threading.Event(), Path.unlink
+
+    def slow(self: Path, missing_ok: bool = False) -> None:
+        assert may_delete.wait(WITHIN_S)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    removing = asyncio.create_task(journal.remove(path))
+    await asyncio.sleep(0)
+    journal.append(b"two\n")
+    assert path.exists()
+    assert (journal.sealed, journal.lines) == ([], 1)
+    may_delete.set()
+    await removing
+    assert not path.exists()
+    journal.close()
+
+
+async def test_a_segment_that_the_disk_does_not_delete_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append(b"one\n")
+    journal.seal()
+    (path,) = journal.sealed
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as failing_disk:
+        failing_disk.setattr(Path, "unlink", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            await journal.remove(path)
+    assert (journal.sealed, journal.lines, journal.size_bytes) == ([path], 1, 4)
+    await journal.remove(path)
+    assert (journal.sealed, journal.lines, journal.size_bytes) == ([], 0, 0)
+    journal.close()
+
+
+async def test_the_reserve_is_used_again_once_its_lines_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, segment_bytes=FILE_BYTES)
@@ -139,7 +194,7 @@ def test_the_reserve_is_used_again_once_its_lines_are_stored(
         journal.append(b"short %02d\n" % number)
         assert drained(journal) == [b"a longer line %02d" % number, b"short %02d" % number]
         for path in journal.sealed:
-            journal.remove(path)
+            await journal.remove(path)
         assert (journal.lines, journal.size_bytes, journal.reserve_files_used) == (0, 0, 0)
     journal.close()
     empty = Journal(tmp_path, segment_bytes=FILE_BYTES)
@@ -213,13 +268,13 @@ def test_a_disk_that_fails_as_a_segment_ends_costs_no_other_line(
     journal.close()
 
 
-def test_the_limit_holds_and_room_comes_back(tmp_path: Path) -> None:
+async def test_the_limit_holds_and_room_comes_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path, limit_bytes=10)
     journal.append(b"12345678\n")
     with pytest.raises(JournalFull, match="limit of 10 bytes"):
         journal.append(b"12\n")
     journal.seal()
-    journal.remove(journal.sealed[0])
+    await journal.remove(journal.sealed[0])
     journal.append(b"12\n")
     assert drained(journal) == [b"12"]
     journal.close()
@@ -233,14 +288,14 @@ def test_only_one_process_has_a_folder_until_it_ends(tmp_path: Path) -> None:
     Journal(tmp_path).close()
 
 
-def test_what_was_written_is_synced_once_even_if_it_is_gone(tmp_path: Path) -> None:
+async def test_what_was_written_is_synced_once_even_if_it_is_gone(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append(b"a\n")
     journal.seal()
     paths = journal.unsynced()
     assert paths == set(journal.sealed)
     assert journal.unsynced() == set()
-    journal.remove(journal.sealed[0])
+    await journal.remove(journal.sealed[0])
     journal.sync(paths)
     journal.close()
 
