@@ -27,8 +27,8 @@ REFRESH_S = 1.0
 REFRESH_TIMEOUT_S = 2.0
 """Bounds a refresh, so that orders end on time although the database is silent."""
 MAX_ENTRIES_SHOWN = 50
-OVERLAP_S = 60.0
-"""Entries of this time before the newest are read again: an earlier one may have been written later."""
+OVERLAP_S = 3600.0
+"""Entries of this time before the newest are read again: each is dated where somebody acted."""
 
 
 class OrderService:

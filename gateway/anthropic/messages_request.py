@@ -61,8 +61,10 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
     )
     tools = _tools(fields)
     messages = _messages(fields)
-    if messages and messages[-1].role == "assistant" and not counted:
-        fields.refuse("messages", "must not end with the assistant: what it began is not continued here")
+    if not counted and _ends_with_the_assistant(fields.raw("messages")):
+        fields.refuse(
+            "messages", "must not end with the assistant: the conversation must end with a user message"
+        )
     prompt = Chat(messages, *tools, reasoning_effort=_effort(fields))
     return GenerationRequest(
         model=model,
@@ -71,8 +73,15 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         limit_field="",
         stream_options=StreamOptions(fields.flag("stream")),
         priority=0,
-        field_names={"response_format": "output_config.format"},
+        field_names={
+            "response_format": "output_format" if fields.raw("output_format") else "output_config.format"
+        },
     )
+
+
+def _ends_with_the_assistant(messages: object) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 # ---- messages
@@ -138,7 +147,7 @@ def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, objec
         return "" if block.required("text") is None else block.text("text")
     if kind == "tool_use" and role == "assistant":
         sent = block.raw("input")
-        if sent is not None and not isinstance(sent, dict):
+        if sent not in (None, "") and not isinstance(sent, dict):
             block.nested("input", sent)  # records the problem
         arguments = msgspec.json.encode(sent or {}).decode()
         function = {"name": block.required_text("name"), "arguments": arguments}

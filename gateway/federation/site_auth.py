@@ -34,8 +34,9 @@ class Refusal(Exception):
 
 
 class Register(Protocol):
-    """The register of issued and revoked certificates; the first two methods work in memory."""
+    """The register of issued and revoked certificates; the first three methods work in memory."""
 
+    def has(self, site: str) -> bool: ...
     def revoked_until(self, site: str) -> float: ...
     def expires_at(self, site: str) -> float: ...
     async def refresh(self) -> None: ...
@@ -62,7 +63,7 @@ class Certificates:
 
     def has_issued(self, site: str) -> bool:
         """Return whether a certificate of this name was ever issued or revoked."""
-        return max(self.register.expires_at(site), self.register.revoked_until(site)) > float("-inf")
+        return self.register.has(site)
 
     def invited(self, secret: str) -> Invitation:
         """Verify a join secret. Raises PkiError when it is wrong, too old or revoked."""

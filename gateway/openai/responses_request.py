@@ -91,7 +91,7 @@ def read_response(fields: Fields) -> GenerationRequest:
         conversation=read_conversation(fields),
         repeated=repeated,
         prompt_field="input",
-        field_names=FIELD_NAMES,
+        field_names=FIELD_NAMES if top_logprobs is not None else FIELD_NAMES | {"logprobs": "include"},
     )
 
 
@@ -201,7 +201,7 @@ def _earlier_reasoning(item: Fields) -> str:
     encrypted is of no use here.
     """
     for name, kinds in (("content", ("reasoning_text", "text")), ("summary", ("summary_text",))):
-        if item.raw(name) not in (None, []):
+        if item.raw(name) not in (None, "", []):
             return read_text(item, name, item.raw(name), kinds)
     return ""
 

@@ -2,19 +2,22 @@
 database.
 
 The registry asks the database every REFRESH_S, so a revocation holds on every replica within REFRESH_S +
-REFRESH_TIMEOUT_S while the database answers. While it does not, the last known state holds.
+REFRESH_TIMEOUT_S while the database answers. While it does not, the last known state holds. Of certificates
+that ended long ago it keeps the names alone, which are read once: each machine of a pool has a name of its
+own, and all rows stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, case, func, select, update
+from sqlalchemy import ColumnElement, Select, case, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -27,6 +30,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 2.0
 REFRESH_TIMEOUT_S: Final = 2.0
+ENDED_S: Final = 86400.0
+"""Certificates that ended longer ago are read at the start alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,11 @@ class RegisteredSite:
 class CertificateRegistry:
     """Certificates by site, refreshed from the database in the background."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
+        self._clock = clock
         self._known: Mapping[str, RegisteredSite] = {}
+        self._names: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,6 +69,10 @@ class CertificateRegistry:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def has(self, site: str) -> bool:
+        """Return whether anything was ever issued to a site of this name, or revoked."""
+        return site in self._names
 
     def revoked_until(self, site: str) -> float:
         """Return the time until which whatever was issued to the site is void; -inf if none."""
@@ -85,6 +96,7 @@ class CertificateRegistry:
         async with self._transaction() as connection:
             first = {**new, "renewals": 0, "reason": ""}
             await self._put(connection, site, first, {**new, "renewals": count})
+        self._names.add(site)
         await self.refresh()
 
     async def revoke(self, site: str, why: str) -> float:
@@ -112,15 +124,24 @@ class CertificateRegistry:
 
     async def list_sites(self) -> list[RegisteredSite]:
         """Return all sites, sorted by name."""
+        return await self._read(select(table).order_by(table.c.site))
+
+    async def _read(self, rows: Select[Any]) -> list[RegisteredSite]:
         async with self._engine.connect() as connection:
-            found = await connection.execute(select(table).order_by(table.c.site))
-            return [RegisteredSite(**row._mapping) for row in found]
+            return [RegisteredSite(**row._mapping) for row in await connection.execute(rows)]
 
     async def refresh(self) -> None:
-        """Read the table. Raises StoreUnavailable, and then keeps the last known state."""
+        """Read what may still count, the first time also all names. Raises StoreUnavailable, and then keeps
+        the last known state.
+        """
+        counts = table.c.revoked_at.is_not(None) | (table.c.expires_at > self._clock() - ENDED_S)
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                self._known = {each.site: each for each in await self.list_sites()}
+                if not self._names:
+                    async with self._engine.connect() as connection:
+                        self._names.update(await connection.scalars(select(table.c.site)))
+                self._known = {each.site: each for each in await self._read(select(table).where(counts))}
+                self._names.update(self._known)
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:

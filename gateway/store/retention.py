@@ -1,7 +1,4 @@
-"""Delete old rows in small steps, so that no delete delays a write: decisions early, usage and audit late.
-
-Certificates of sites that are gone go soon: each replica reads all of them every two seconds.
-"""
+"""Delete old rows in small steps, so that no delete delays a write: decisions early, usage and audit late."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Column, ColumnElement, Table, delete, select, tuple_
+from sqlalchemy import Column, Table, delete, select, tuple_
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import reason
-from gateway.store.tables import audit, decisions, site_certificates, site_events, site_hours, usage
+from gateway.store.tables import audit, decisions, site_events, site_hours, usage
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,6 @@ class RetentionPeriods:
     decisions_days: float = 30.0
     audit_days: float = 730.0
     site_events_days: float = 90.0
-    certificates_days: float = 7.0  # after their end
 
 
 class Retention:
@@ -67,20 +63,15 @@ class Retention:
         removed += await self._remove(usage, usage.c.received_at, self._periods.usage_days)
         removed += await self._remove(site_hours, site_hours.c.hour, self._periods.usage_days)
         removed += await self._remove(site_events, site_events.c.at, self._periods.site_events_days)
-        removed += await self._remove(audit, audit.c.at, self._periods.audit_days)
-        # A revocation stays: it voids join secrets, too.
-        ends, is_valid = site_certificates.c.expires_at, site_certificates.c.revoked_at.is_(None)
-        return removed + await self._remove(
-            site_certificates, ends, self._periods.certificates_days, is_valid
-        )
+        return removed + await self._remove(audit, audit.c.at, self._periods.audit_days)
 
-    async def _remove(self, table: Table, at: Column[float], days: float, *only: ColumnElement[bool]) -> int:
+    async def _remove(self, table: Table, at: Column[float], days: float) -> int:
         key = tuple(
             table.primary_key.columns
         )  # the whole key, so that no replica deletes a row that another has locked
         too_old = (
             select(*key)
-            .where(at < self._clock() - days * DAY_S, *only)
+            .where(at < self._clock() - days * DAY_S)
             .order_by(at)
             .limit(ROWS_PER_STEP)
             .with_for_update(skip_locked=True)  # on Postgres: replicas never wait for each other

@@ -72,10 +72,20 @@ def test_what_cannot_be_done_is_refused_by_name(param: str, fields: dict[str, An
     assert not script.queries
 
 
-def test_a_model_that_keeps_to_no_schema_is_told_by_the_field_that_asks_for_it() -> None:
-    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    response, _ = post("/v1/messages", body(model=NESTED, output_config=form))
-    assert "leave 'output_config.format' out" in error_of(response, 400)["message"]
+def test_a_turn_that_cannot_be_read_is_no_end_with_the_assistant() -> None:
+    turns = [*body()["messages"], {"role": "assistant", "content": "{"}, {"role": "user", "content": 1}]
+    response, _ = post("/v1/messages", body(messages=turns))
+    message = error_of(response, 400)["message"]
+    assert "'messages.2.content'" in message
+    assert "must end with" not in message
+
+
+@pytest.mark.parametrize("name", ["output_config.format", "output_format"])
+def test_a_model_that_keeps_to_no_schema_is_told_by_the_field_that_asks_for_it(name: str) -> None:
+    form: Any = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = {"output_format": form} if name == "output_format" else {"output_config": {"format": form}}
+    response, _ = post("/v1/messages", body(model=NESTED, **asked))
+    assert f"leave '{name}' out" in error_of(response, 400)["message"]
 
 
 def test_errors_have_anthropics_shape_and_status() -> None:

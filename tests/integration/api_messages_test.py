@@ -108,6 +108,7 @@ def test_calls_and_their_results_are_messages_in_order() -> None:
                     {"type": "thinking", "thinking": "hm", "signature": "x"},
                     {"type": "text", "text": "Adding."},
                     {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}},
+                    {"type": "tool_use", "id": "b", "name": "now", "input": ""},
                 ],
             },
             {
@@ -122,7 +123,8 @@ def test_calls_and_their_results_are_messages_in_order() -> None:
     _, turn, result, question = chat.messages
     assert turn.content == "Adding."
     assert json.loads(turn.tool_calls_json) == [
-        {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x":1}'}}
+        {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x":1}'}},
+        {"id": "b", "type": "function", "function": {"name": "now", "arguments": "{}"}},
     ]
     assert (result.role, result.content, result.tool_call_id) == ("tool", "3", "a")
     assert question == Message("user", "And now?")

@@ -92,6 +92,7 @@ def test_an_input_that_fits_no_context_names_its_field() -> None:
     [
         ("text.format", {"text": {"format": {"type": "json_object"}}}),
         ("top_logprobs", {"top_logprobs": 1}),
+        ("include", {"include": ["message.output_text.logprobs"]}),
     ],
 )
 def test_what_a_model_lacks_is_told_by_the_field_that_asks_for_it(param: str, fields: dict[str, Any]) -> None:

@@ -89,7 +89,12 @@ def test_calls_that_follow_one_another_are_one_turn() -> None:
     chat = chat_of(
         input=[
             {"role": "user", "content": "1 + 2, 3 + 4"},
-            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "content": "",
+                "summary": [{"type": "summary_text", "text": "Two sums."}],
+            },
             {"role": "assistant", "content": [{"type": "output_text", "text": "Adding."}]},
             {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"x":1}'},
             {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "*** Begin"},
@@ -103,7 +108,7 @@ def test_calls_that_follow_one_another_are_one_turn() -> None:
     )
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "tool"]
     turn = chat.messages[1]
-    assert turn.content == "Adding."
+    assert (turn.content, turn.reasoning) == ("Adding.", "Two sums.")
     assert json.loads(turn.tool_calls_json) == [
         {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x":1}'}},
         {

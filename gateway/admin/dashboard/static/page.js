@@ -91,7 +91,7 @@ function drawPlots() {
 }
 
 function drawEvents(events) {
-  const key = events.map((event) => event.at).join();
+  const key = [new Date().getDate(), ...events.map((event) => event.at)].join();
   if (drawEvents.key === key) return;
   drawEvents.key = key;
   $("events").replaceChildren(...events.map((event) =>
