@@ -67,11 +67,13 @@ class AdapterSlots:
         They need no slot of its class, or are of no lower lane and their adapter has a slot that is not to
         become free.
         """
+        assert first.variant is not None
         closed = self._closed_for(first) if now - first.arrived_s > PATIENCE_S else None
+        size = self._class(first.variant)
 
         def may(request: Request) -> bool:
             variant = request.variant
-            if variant is None or not self.share_slots(request, first):
+            if variant is None or not request.has_adapter or self._class(variant) != size:
                 return True
             if request.lane > first.lane or variant not in self._slots:
                 return False

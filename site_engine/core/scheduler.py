@@ -281,17 +281,13 @@ class Scheduler:
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
         """Yield the request to start next; while each waits for a slot, also the next that may overtake."""
-        waiting: list[Callable[[Request], bool]] = []  # which may overtake each of those that wait
-
-        def may_overtake(request: Request) -> bool:
-            return all(may(request) for may in waiting)
-
+        may_overtake: Callable[[Request], bool] | None = None  # each of those that wait for a slot
         first = _earlier(self.queue.first(now), self.preempted)
         while first is not None:
             yield first
             if self._adapters is None or self._adapters.fits(first):
                 return
-            waiting.append(self._adapters.may_overtake(first, now))
+            may_overtake = _both(may_overtake, self._adapters.may_overtake(first, now))
             first = _earlier(self.queue.first_of(may_overtake), filter(may_overtake, self.preempted))
 
     def _start(self, request: Request, now: float) -> None:
@@ -340,6 +336,12 @@ class Scheduler:
 
     def _has_slot(self, request: Request) -> bool:
         return self._adapters is None or self._adapters.fits(request)
+
+
+def _both(
+    one: Callable[[Request], bool] | None, other: Callable[[Request], bool]
+) -> Callable[[Request], bool]:
+    return other if one is None else lambda request: one(request) and other(request)
 
 
 def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:

@@ -19,6 +19,8 @@ MAX_ADAPTED_ROWS = 64  # where some have adapters
 FEW_ROWS, BLOCK_ROWS = 16, 64
 PROGRAMS = 256  # of a product in parts; half of it with many rows or columns
 SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
+WIDE_COLUMNS = 4096  # of a whole product, whose wide blocks fill the device
+ENOUGH_PROGRAMS = 100
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
@@ -26,7 +28,7 @@ GATED_SHRUNK_PARTS = 1  # there, since the product takes long
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
-SHARED_BYTES = 220_000  # of them, that the stages of a tile may fill
+SHARED_BYTES = 220_000  # that the stages of a tile may fill
 MAX_STAGES = 8
 WIDE_TILE = 64  # columns from which on the weight is the first factor, of which Hopper multiplies 64 rows
 
@@ -74,7 +76,7 @@ class Adapters(NamedTuple):
 
 
 def is_supported(device: torch.device) -> bool:
-    """Return whether the device has the 160 KB of shared memory that tiles take: Hopper, B100, B200."""
+    """Return whether the device has the shared memory that tiles take: Hopper, B100, B200."""
     return device.type == "cpu" or architecture() // 10 in LARGE_SHARED_MEMORY
 
 
@@ -92,8 +94,10 @@ def whole(
         tile = Tile(16, 128, 4, 4)
     elif adapters is not None:
         tile = Tile(32, 128, 4, 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
-    elif rows <= BLOCK_ROWS or _row_blocks(rows)[1]:
-        tile = _filling(Tile(64, 128, 4, MAX_STAGES), hidden)
+    elif columns >= WIDE_COLUMNS and (rows <= BLOCK_ROWS or _row_blocks(rows)[1]):
+        tile = Tile(64, 128, 4, MAX_STAGES)
+    elif rows <= FEW_ROWS:
+        tile = Tile(32, 128, 4, 6)
     else:
         return torch.nn.functional.linear(hidden, weight, bias)
     out = hidden.new_empty(rows, columns)
@@ -107,16 +111,18 @@ def parts(
     """Return the product as float32 sums over parts of the depth, [parts, rows, columns], to be added."""
     (rows, depth), columns = hidden.shape, weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
+    across = -(-columns // tile.columns)
     programs = PROGRAMS if rows < BLOCK_ROWS else PROGRAMS // 2
-    if adapters is None and columns >= NARROW_COLUMNS:
-        tile, programs = _filling(Tile(64, 128, 4, MAX_STAGES), hidden), PROGRAMS // 2
+    large = PROGRAMS // 2 // across * across >= ENOUGH_PROGRAMS  # one a processor
+    if adapters is None and columns >= NARROW_COLUMNS and large:
+        tile, programs = tile._replace(stages=MAX_STAGES), PROGRAMS // 2
     elif adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
         if depth > LONG * columns:
             tile = tile._replace(stages=3)
         else:
             programs = SHORT_PROGRAMS
     blocks = -(-depth // tile.depth)
-    each = max(2, -(-blocks // max(1, programs // -(-columns // tile.columns))))
+    each = max(2, -(-blocks // max(1, programs // across)))
     out = hidden.new_empty(-(-blocks // each), rows, columns, dtype=torch.float32)
     _launch(hidden, weight, None, out, tile, each * tile.depth, adapters, pdl=pdl, prefetch=0)
     return out
@@ -140,12 +146,6 @@ def gated(
         tile = Tile(64, 64, 4, 4) if rows > BLOCK_ROWS // 2 else Tile(64, 128, 4, 4)
     _launch(hidden, gate_up, None, out, tile, depth, adapters, pdl=pdl, prefetch=PREFETCH_LINES)
     return out
-
-
-def _filling(tile: Tile, hidden: torch.Tensor) -> Tile:
-    """Return a tile with as many of its stages as shared memory holds."""
-    stage = (sum(_row_blocks(hidden.shape[0])) + tile.columns) * tile.depth * hidden.element_size()
-    return tile._replace(stages=min(tile.stages, SHARED_BYTES // stage))
 
 
 def _row_blocks(rows: int) -> tuple[int, int]:
@@ -201,6 +201,8 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     if adapters is None:
         wide = tile.columns >= WIDE_TILE
         block, more = _row_blocks(rows) if wide else (_padded(rows), 0)
+        numbers = (block + more + tile.columns * weight.shape[0] // columns) * tile.depth
+        common["num_stages"] = min(tile.stages, SHARED_BYTES // (numbers * hidden.element_size()))
         skinny_gemm_kernels.skinny_gemm_rows[grid](
             *given, rows, columns, depth, part_depth, ROWS=block, MORE=more, WEIGHT_FIRST=wide, **common
         )

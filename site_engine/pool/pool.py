@@ -243,13 +243,15 @@ class EnginePool:
         self.requests.take_over(orphans, go_on=not self._stopping)
 
     def _lost(self, replica: Replica, reason: str) -> None:
-        """Start a lost engine again. Without any other, all of the site is, unless it sleeps."""
+        """Start a lost engine again. Without any other, all of the site is, unless the pool sleeps or still
+        wakes: it starts what is missing when it wakes.
+        """
         if replica.rests:
             return
         replica.serves = False
         if self._serving():
             self._begin(self._starter.restart(replica))
-        elif self._listener is not None:
+        elif self._listener is not None and not self.sleeping.asleep:
             self._listener.broken(reason)
 
 

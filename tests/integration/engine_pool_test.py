@@ -435,3 +435,16 @@ def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_l
                 assert heard.text(name) == ("abc" * 58)[: len(heard.text(name))]
 
     run(scenario())
+
+
+def test_a_pool_that_loses_its_engine_while_it_is_to_sleep_sleeps_and_wakes() -> None:
+    async def scenario() -> None:
+        async with launched(1, iteration_floor_s=0.2) as heard:
+            await heard.submit("a", max_tokens=58)
+            slept = asked((sleeping := heard.pool.sleeping).sleep)
+            os.kill(heard.pool.pids[0], signal.SIGKILL)
+            assert (await asyncio.wait_for(slept, WITHIN_S), await asked(sleeping.wake)) == ("", "")
+            assert isinstance(await heard.submit("b", max_tokens=3), Admission)
+            assert (heard.finishes("a"), heard.broken) == ([Finish.FAILED], [])
+
+    run(scenario())

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.llama_forward import Norm
 
-SIZES = [(1, 48, 24), (5, 128, 40), (17, 896, 70), (72, 100, 40), (96, 64, 24), (128, 48, 24)]
+SIZES = [(1, 48, 24), (5, 128, 40), (17, 896, 70), (72, 300, 2056), (96, 64, 24), (128, 48, 24)]
 """Rows, depth, columns."""
 
 
