@@ -12,8 +12,6 @@ from gateway.openai.tools import read_function
 
 CUSTOM_INPUT = "input"
 """The one argument of the function that stands for a custom tool."""
-
-
 SYNTAXES = ("lark", "regex")
 
 

@@ -19,8 +19,8 @@ MAX_ADAPTED_ROWS = 64  # where some have adapters
 FEW_ROWS, BLOCK_ROWS = 16, 64
 PROGRAMS = 256  # of a product in parts; half of it with many rows or columns
 SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
-WIDE_COLUMNS = 4096  # of a whole product, whose wide blocks fill the device
-ENOUGH_PROGRAMS = 100
+WIDE_COLUMNS, WIDE_ROWS = 4096, 96  # of a whole product: with more rows cuBLAS is as fast
+ENOUGH_PROGRAMS = 100  # for a device whose processors hold one each, with as many stages as fit
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
@@ -94,7 +94,7 @@ def whole(
         tile = Tile(16, 128, 4, 4)
     elif adapters is not None:
         tile = Tile(32, 128, 4, 5) if rows <= FEW_ROWS else Tile(64, 64, 4, 6)
-    elif columns >= WIDE_COLUMNS and (rows <= BLOCK_ROWS or _row_blocks(rows)[1]):
+    elif columns >= WIDE_COLUMNS and rows <= WIDE_ROWS:
         tile = Tile(64, 128, 4, MAX_STAGES)
     elif rows <= FEW_ROWS:
         tile = Tile(32, 128, 4, 6)
@@ -113,8 +113,8 @@ def parts(
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
     across = -(-columns // tile.columns)
     programs = PROGRAMS if rows < BLOCK_ROWS else PROGRAMS // 2
-    large = PROGRAMS // 2 // across * across >= ENOUGH_PROGRAMS  # one a processor
-    if adapters is None and columns >= NARROW_COLUMNS and large:
+    enough = PROGRAMS // 2 // across * across >= ENOUGH_PROGRAMS
+    if adapters is None and columns >= NARROW_COLUMNS and enough:
         tile, programs = tile._replace(stages=MAX_STAGES), PROGRAMS // 2
     elif adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
         if depth > LONG * columns:
@@ -201,8 +201,8 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     if adapters is None:
         wide = tile.columns >= WIDE_TILE
         block, more = _row_blocks(rows) if wide else (_padded(rows), 0)
-        numbers = (block + more + tile.columns * weight.shape[0] // columns) * tile.depth
-        common["num_stages"] = min(tile.stages, SHARED_BYTES // (numbers * hidden.element_size()))
+        stage = (block + more + tile.columns * weight.shape[0] // columns) * tile.depth
+        common["num_stages"] = min(tile.stages, SHARED_BYTES // (stage * hidden.element_size()))
         skinny_gemm_kernels.skinny_gemm_rows[grid](
             *given, rows, columns, depth, part_depth, ROWS=block, MORE=more, WEIGHT_FIRST=wide, **common
         )

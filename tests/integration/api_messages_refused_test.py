@@ -10,25 +10,11 @@ import pytest
 
 from gateway.domain import Delta
 from gateway.errors import NoSite, UpstreamLost
+from tests.support.anthropic_requests import ADD, body, error_of
 from tests.support.event_streams import message_events
-from tests.support.fakes.edge import KEY, MODEL, NESTED, OPENING, Edge, fail, post, run
+from tests.support.fakes.edge import KEY, NESTED, OPENING, Edge, fail, post, run
 
-ADD = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "a", "name": "add", "input": {}}
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hi"}]} | fields
-
-
-def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
-    """Return the error, in Anthropic's shape, with the id of the request."""
-    assert response.status_code == status, response.text
-    whole = response.json()
-    assert whole.keys() == {"type", "error", "request_id"}
-    assert whole["request_id"] == response.headers["x-request-id"]
-    error: dict[str, Any] = whole["error"]
-    return error
 
 
 @pytest.mark.parametrize(

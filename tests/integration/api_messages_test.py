@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
 from anthropic.types import Message as AnthropicMessage
 from hypothesis import given
@@ -22,15 +21,11 @@ from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.unary_response import Choice, UnaryResponse
 from gateway.prompt import Chat, Message
+from tests.support.anthropic_requests import ADD, body, error_of
 from tests.support.event_streams import message_events
 from tests.support.fakes.edge import KEY, MODEL, OPENING, Edge, play, post, run, scripted
 
 HEAD = ResponseHead("msg_q1", 1_750_000_000, MODEL, "rev-1")
-ADD = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hi"}]} | fields
 
 
 def read(**fields: Any) -> GenerationRequest:
@@ -44,16 +39,6 @@ def chat_of(**fields: Any) -> Chat:
     (prompt,) = read(**fields).prompts
     assert isinstance(prompt, Chat)
     return prompt
-
-
-def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
-    """Return the error, in Anthropic's shape, with the id of the request."""
-    assert response.status_code == status, response.text
-    whole = response.json()
-    assert whole.keys() == {"type", "error", "request_id"}
-    assert whole["request_id"] == response.headers["x-request-id"]
-    error: dict[str, Any] = whole["error"]
-    return error
 
 
 # ---- reading

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -45,10 +47,12 @@ def answer(site: socket.socket, kind: type[T]) -> T:
     raise AssertionError("the engine has not answered")
 
 
-def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted() -> None:
+@contextmanager
+def served(slots: int = 4) -> Iterator[tuple[EngineServer, socket.socket]]:
+    """Serve an engine whose compiler of grammars breaks; yield it and the site's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.settimeout(WITHIN_S)
-    engine = FakeEngine(slots=2)
+    engine = FakeEngine(slots=slots)
     server = EngineServer(
         theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
     )
@@ -56,39 +60,31 @@ def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted
     serving.start()
     with ours, theirs:
         try:
-            guided = Request("guided", (97,), Sampling(max_tokens=2), grammar=Schema())
-            ours.sendall(pm.frame(packing.to_submit(1, [1], [guided])))
-            refused = admission(ours)
-            assert (refused.call, refused.reason) == (1, "INTERNAL")
-            ours.sendall(pm.frame(pm.Cancel([1])))
-            plain = Request("plain", (97,), Sampling(max_tokens=2))
-            ours.sendall(pm.frame(packing.to_submit(2, [2], [plain])))
-            admitted = admission(ours)
-            assert (admitted.call, admitted.reason) == (2, "")
+            yield server, ours
         finally:
             ours.sendall(pm.frame(pm.Stop()))
             serving.join(WITHIN_S)
     assert not serving.is_alive()
+
+
+def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted() -> None:
+    with served(slots=2) as (_, site):
+        guided = Request("guided", (97,), Sampling(max_tokens=2), grammar=Schema())
+        site.sendall(pm.frame(packing.to_submit(1, [1], [guided])))
+        refused = admission(site)
+        assert (refused.call, refused.reason) == (1, "INTERNAL")
+        site.sendall(pm.frame(pm.Cancel([1])))
+        plain = Request("plain", (97,), Sampling(max_tokens=2))
+        site.sendall(pm.frame(packing.to_submit(2, [2], [plain])))
+        admitted = admission(site)
+        assert (admitted.call, admitted.reason) == (2, "")
 
 
 def test_nothing_is_kept_of_a_variant_that_was_removed() -> None:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(WITHIN_S)
-    engine = FakeEngine()
-    server = EngineServer(
-        theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
-    )
-    serving = Thread(target=server.run, daemon=True)
-    serving.start()
-    with ours, theirs:
-        try:
-            for call in range(1, 4):
-                ours.sendall(pm.frame(pm.AddVariant(call, Variant("one", f"/srv/{call}"))))
-                assert answer(ours, pm.VariantAdded).chain is not None
-                ours.sendall(pm.frame(pm.RemoveVariant(call, "one")))
-                assert not answer(ours, pm.VariantRemoved).message
-            assert server._ends == {}
-        finally:
-            ours.sendall(pm.frame(pm.Stop()))
-            serving.join(WITHIN_S)
-    assert not serving.is_alive()
+    with served() as (server, site):
+        for call in range(1, 4):
+            site.sendall(pm.frame(pm.AddVariant(call, Variant("one", f"/srv/{call}"))))
+            assert answer(site, pm.VariantAdded).chain is not None
+            site.sendall(pm.frame(pm.RemoveVariant(call, "one")))
+            assert not answer(site, pm.VariantRemoved).message
+        assert server._ends == {}

@@ -23,6 +23,15 @@ def drained(journal: Journal) -> list[bytes]:
     return [line for path in journal.sealed for line in journal.read(path)]
 
 
+def sealed_one(folder: Path) -> tuple[Journal, Path]:
+    """Return a journal with one line, and its one segment, which is sealed."""
+    journal = Journal(folder)
+    journal.append(b"one\n")
+    journal.seal()
+    (path,) = journal.sealed
+    return journal, path
+
+
 def segments_in(folder: Path) -> list[Path]:
     return list(folder.glob("*.jsonl"))
 
@@ -141,10 +150,7 @@ def test_a_full_disk_costs_no_line_while_the_reserve_has_room(
 async def test_other_work_goes_on_while_a_disk_deletes_a_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path)
-    journal.append(b"one\n")
-    journal.seal()
-    (path,) = journal.sealed
+    journal, path = sealed_one(tmp_path)
     may_delete, unlink = threading.Event(), Path.unlink
 
     def slow(self: Path, missing_ok: bool = False) -> None:
@@ -166,10 +172,7 @@ async def test_other_work_goes_on_while_a_disk_deletes_a_segment(
 async def test_a_segment_that_the_disk_does_not_delete_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path)
-    journal.append(b"one\n")
-    journal.seal()
-    (path,) = journal.sealed
+    journal, path = sealed_one(tmp_path)
 
     def refuse(self: Path, missing_ok: bool = False) -> None:
         raise OSError("Input/output error")

@@ -67,19 +67,19 @@ def test_a_change_of_a_route_is_an_event_at_every_replica_at_once(url: str) -> N
                     path, body = ("", ALIAS) if act.startswith("set") else ("/remove", {"name": "alias"})
                     (await post(one, path, **body)).raise_for_status()
                     for replica in (one, two):
-                        await until(partial(was_told, replica, act), act)
-                assert len(told_acts(two)) == 2, "each is told once"
+                        await until(partial(is_shown, replica, act), act)
+                assert len(shown_acts(two)) == 2, "each is told once"
 
     asyncio.run(main())
 
 
-def told_acts(o: Replica) -> list[str]:
+def shown_acts(o: Replica) -> list[str]:
     """Return the operators' acts among the events, newest first."""
     return [event.text for event in o.publisher.events.newest() if event.kind == "operator"]
 
 
-def was_told(o: Replica, act: str) -> bool:
-    return any(text.startswith(act) for text in told_acts(o))
+def is_shown(o: Replica, act: str) -> bool:
+    return any(text.startswith(act) for text in shown_acts(o))
 
 
 def test_what_is_listed_of_a_route(url: str) -> None:
