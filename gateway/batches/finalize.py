@@ -11,7 +11,10 @@ from gateway.batches.answer_line import unanswered_line
 from gateway.batches.context import BatchContext
 from gateway.batches.files import FileWriter
 from gateway.batches.ledger import LeaseLost
+from gateway.batches.usage import batch_usage, usage_of
 from gateway.batches.values import Batch, BatchError, BatchStatus, File, Purpose
+from gateway.domain import Usage
+from gateway.openai.merge import merge_usages
 
 _UNANSWERED: Final = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this line was answered."),
@@ -38,7 +41,7 @@ async def finalize(batch: Batch, context: BatchContext, *, cancelled: bool) -> N
     unanswered = BatchStatus.CANCELLED if cancelled else BatchStatus.EXPIRED
     output, errors = _ResultFile(batch, context), _ResultFile(batch, context)
     try:
-        missing = await _write_lines(batch, context, unanswered, output, errors)
+        missing, used = await _write_lines(batch, context, unanswered, output, errors)
         files = await output.complete("output"), await errors.complete("error")
     except BaseException:
         await _discard(output, errors)
@@ -54,6 +57,7 @@ async def finalize(batch: Batch, context: BatchContext, *, cancelled: bool) -> N
         total=total or batch.total,
         completed=output.lines,
         failed=errors.lines - missing,
+        usage=batch_usage(used),
         at=context.unix_time(),
     )
     if not ended:
@@ -69,18 +73,21 @@ async def _discard(output: _ResultFile, errors: _ResultFile) -> None:
 
 async def _write_lines(
     batch: Batch, context: BatchContext, unanswered: BatchStatus, output: _ResultFile, errors: _ResultFile
-) -> int:
-    """Write each line to one of the two files. Return the number of lines without an outcome."""
-    missing = 0
+) -> tuple[int, Usage]:
+    """Write each line to one of the two files. Return the number without an outcome, and the usage."""
+    missing, used = 0, Usage(0, 0)
     async for page in context.ledger.outcomes(batch.id):
         for number, custom_id, outcome in page:
             if outcome is None:
                 missing += 1
                 code, message = _UNANSWERED[unanswered]
                 await errors.add(unanswered_line(custom_id, f"{batch.id}-{number}", code, message))
+            elif outcome.failed:
+                await errors.add(outcome.text)
             else:
-                await (errors if outcome.failed else output).add(outcome.text)
-    return missing
+                await output.add(outcome.text)
+                used = merge_usages((used, usage_of(outcome.text)))
+    return missing, used
 
 
 class _ResultFile:

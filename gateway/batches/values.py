@@ -131,7 +131,7 @@ class Batch:
     """`completed` and `failed` count lines: those with an outcome by now if the batch has not ended.
 
     `about` is the client's metadata. `in_flight` and `ends_at` are those of `RunningLines`, as old as the
-    last renewal of the lease.
+    last renewal of the lease. `usage` is OpenAI's, of the answers of a batch that has ended.
     """
 
     id: str
@@ -159,6 +159,7 @@ class Batch:
     outline: Outline | None = None
     in_flight: int = 0
     ends_at: float | None = None
+    usage: Mapping[str, Any] | None = None
     errors: list[dict[str, Any]] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None

@@ -45,7 +45,7 @@ _TIMES: Final = (
     "cancelling_at",
     "cancelled_at",
 )
-_OPTIONAL: Final = ("model", "output_file_id", "error_file_id")
+_OPTIONAL: Final = ("model", "output_file_id", "error_file_id", "usage")
 
 
 def batch_routes(

@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0016"
+SCHEMA: Final = "0017"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -298,6 +298,7 @@ batches = Table(
         "in_flight", Integer, nullable=False, server_default="0"
     ),  # lines, at the last renewal of the lease
     Column("ends_at", Double),  # expected, at that time
+    Column("usage", JSON(none_as_null=True)),  # OpenAI's, of its answers; null until it has ended
     Column("errors", JSON(none_as_null=True)),  # why the file is not a valid batch
     Column("output_file_id", String),
     Column("error_file_id", String),

@@ -65,6 +65,8 @@ class Replica:
     open: asyncio.Event = field(default_factory=asyncio.Event)
     held: int = 0
     fails: Callable[[str], bool] = lambda prompt: False
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
     orders: asyncio.Queue[tuple[ScriptedSite, pb.GatewayMessage]] = field(default_factory=asyncio.Queue)
 
     def pass_time(self, seconds: float) -> None:
@@ -153,7 +155,11 @@ class Replica:
             pooled = [pb.Pooled(index=index, vector=to_vector(each)) for index, each in enumerate(inputs)]
             await site.step(assign, "", 0, finish=pb.Delta.STOP, pooled=pooled)
         else:
-            await site.finish(assign, f"re: {prompt}", 3)
+            took = {
+                "timings": pb.Timings(cached_prompt_tokens=self.cached_tokens),
+                "reasoning_tokens": self.reasoning_tokens,
+            }
+            await site.step(assign, f"re: {prompt}", 3, finish=pb.Delta.STOP, **took)
         await site.report()
 
 

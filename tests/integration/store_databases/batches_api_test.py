@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.batch_usage import BatchUsage
 
 from gateway.store.audit import Act
 from gateway.store.store import open_store
@@ -204,3 +205,54 @@ def test_a_file_is_deleted_or_read_by_a_batch_and_never_both(url: str, tmp_path:
                 assert {made.status_code, deleted.status_code} == {200, 400}, (made.text, deleted.text)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "prompt"}]}),
+        ("/v1/completions", {"prompt": "prompt"}),
+        ("/v1/responses", {"input": "prompt"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "prompt"}], "max_tokens": 8}),
+        ("/v1/embeddings", {"input": "prompt"}),
+    ],
+)
+def test_a_batch_that_has_ended_says_what_its_answers_took(
+    url: str, endpoint: str, body: dict[str, Any]
+) -> None:
+    async def scenario(here: Replica) -> None:
+        pooled = endpoint == "/v1/embeddings"
+        here.cached_tokens, here.reasoning_tokens = (0, 0) if pooled else (5, 2)
+        ask = {"method": "POST", "url": endpoint}
+        lines = [{"custom_id": f"c-{number}", "body": {"model": "m", **body}, **ask} for number in range(3)]
+        lines[2]["body"] = {"model": "m"}  # it fails, and takes nothing
+        batch_id = await here.submit(jsonl(*lines), endpoint=endpoint)
+        done = await here.ended(batch_id)
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+        raw = (await here.raw("GET", f"/v1/batches/{batch_id}")).json()
+        assert BatchUsage.model_validate(raw["usage"], strict=True) == done.usage
+        answered = 0 if pooled else 6
+        assert raw["usage"] == {
+            "input_tokens": 14,
+            "input_tokens_details": {"cached_tokens": 2 * here.cached_tokens},
+            "output_tokens": answered,
+            "output_tokens_details": {"reasoning_tokens": 2 * here.reasoning_tokens},
+            "total_tokens": 14 + answered,
+        }
+
+    run(url, scenario, features=("embed",) if endpoint == "/v1/embeddings" else ("chat", "resume"))
+
+
+def test_only_a_batch_that_has_ended_says_what_it_took(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        here.open.clear()
+        batch_id = await here.submit(ONE)
+        await asked_at_least(here, 1)
+        assert (await here.reached(batch_id, "in_progress")).usage is None
+        await here.sdk().batches.cancel(batch_id)
+        cancelled = await here.ended(batch_id)
+        assert (cancelled.status, cancelled.usage.total_tokens) == ("cancelled", 0)
+        invalid = await here.ended(await here.submit(b"no request\n"))
+        assert (invalid.status, invalid.usage) == ("failed", None)
+
+    run(url, scenario)
