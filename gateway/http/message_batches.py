@@ -15,7 +15,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.anthropic.message_batch import read_batch_requests, result_line
 from gateway.anthropic.messages_format import MESSAGES
-from gateway.batches.files import FileInUse, Files, Page
+from gateway.batches.files import FileInUse, Files
 from gateway.batches.ledger import Ledger, new_id
 from gateway.batches.reading import split_lines
 from gateway.batches.values import WINDOW_S, Batch, BatchLimits, BatchStatus, File, Purpose
@@ -29,15 +29,13 @@ from gateway.http.disconnect import while_connected
 from gateway.http.error_handler import database_errors, error_response
 from gateway.http.exchange import AnyRequest
 from gateway.http.files import reserve_file
-from gateway.http.pagination import read_page
+from gateway.http.pagination import cursor_page, read_cursor_page
 from gateway.http.upload import UPLOAD_WITHIN_S
 from gateway.openai.fields import Fields, Problems, echo
 
 PATH: Final = "/v1/messages/batches"
 ID_PREFIX: Final = "msgbatch_"
 """The prefix that tells these batches from those of /v1/batches, which lists both."""
-MAX_PAGE: Final = 1_000
-DEFAULT_PAGE: Final = 20
 MAX_RESULT_BYTES: Final = 2**30
 _UNANSWERED: Final = {BatchStatus.CANCELLED: "canceled", BatchStatus.EXPIRED: "expired"}
 
@@ -107,10 +105,10 @@ def _reading_routes(backend: Backend, files: Files, ledger: Ledger) -> list[HTTP
     @get(PATH, exception_handlers=_ERRORS)
     async def list_message_batches(request: AnyRequest) -> Response[bytes]:
         caller = await authenticate(request.scope, backend)
-        page = _read_page(request)
+        page = read_cursor_page(request)
         with database_errors(page):
             rows = await ledger.list_page(caller.tenant, page, ID_PREFIX)
-        return json_response(_page_json(rows, page))
+        return json_response(cursor_page([message_batch_json(batch) for batch in rows], page))
 
     @get(PATH + "/{batch_id:str}", exception_handlers=_ERRORS)
     async def retrieve_message_batch(request: AnyRequest) -> Response[bytes]:
@@ -180,22 +178,6 @@ async def _delete(batch: Batch, files: Files, ledger: Ledger) -> None:
             with suppress(FileInUse):
                 await files.delete(batch.tenant, file_id)
     await ledger.remove(batch.id)
-
-
-def _read_page(request: AnyRequest) -> Page:
-    """Return the page after `after_id`, or the one before `before_id`, which is read from there upwards."""
-    after, before = request.query_params.get("after_id"), request.query_params.get("before_id")
-    if after and before:
-        raise BadRequest("Send 'after_id' or 'before_id', not both.")
-    return Page(read_page(request, DEFAULT_PAGE, MAX_PAGE).limit, not before, after or before)
-
-
-def _page_json(rows: list[Batch], page: Page) -> dict[str, Any]:
-    """Render one page, newest first. `rows` has one more than the page if there are more."""
-    data = [message_batch_json(batch) for batch in rows[: page.limit]]
-    data = data if page.newest_first else data[::-1]
-    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": len(rows) > page.limit}
 
 
 def message_batch_json(batch: Batch) -> dict[str, Any]:

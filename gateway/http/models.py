@@ -5,18 +5,20 @@ Clients of Anthropic's API, which name its version in a header, get the fields o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
+from gateway.batches.files import Page
 from gateway.domain import Model
 from gateway.errors import ModelNotFound
 from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.body import json_response
+from gateway.http.error_handler import database_errors
 from gateway.http.exchange import AnyRequest, from_anthropics
+from gateway.http.pagination import cursor_page, read_cursor_page
 from gateway.routing.model_routes import may_name
 
 
@@ -35,7 +37,10 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
     async def list_models(request: AnyRequest) -> Response[bytes]:
         models = list((await usable(request)).values())
         if from_anthropics(request.scope):
-            return json_response(_anthropic_list(models))
+            page = read_cursor_page(request)
+            with database_errors(page):
+                models = _page_of(models, page)
+            return json_response(cursor_page([_anthropic_card(model) for model in models], page))
         return json_response({"object": "list", "data": [_model_card(model) for model in models]})
 
     @get("/v1/models/{model_id:path}")
@@ -69,13 +74,18 @@ def _anthropic_card(model: Model) -> dict[str, object]:
         "id": model.id,
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created_s, UTC),
+        "lifecycle": "active",
         "max_input_tokens": model.context_tokens,
         "max_tokens": model.context_tokens,
     }
 
 
-def _anthropic_list(models: Sequence[Model]) -> dict[str, object]:
-    """Return all models as one page."""
-    ends = {"first_id": models[0].id, "last_id": models[-1].id} if models else {}
-    cards = [_anthropic_card(model) for model in models]
-    return {"data": cards, "first_id": None, "last_id": None, **ends, "has_more": False}
+def _page_of(models: list[Model], page: Page) -> list[Model]:
+    """Return the models of one page, in the order of reading, and one more if there are more.
+
+    Raises LookupError if no model has the id `page.after`.
+    """
+    models = models if page.newest_first else models[::-1]
+    places = {model.id: place for place, model in enumerate(models, 1)}
+    begin = 0 if page.after is None else places[page.after]
+    return models[begin : begin + page.limit + 1]

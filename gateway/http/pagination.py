@@ -1,8 +1,8 @@
-"""Reads which page of a list a client asks for and renders it, for files, batches and operators' lists."""
+"""Reads which page of a list a client asks for and renders it, in OpenAI's form and in Anthropic's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from litestar import Response
 
@@ -10,6 +10,9 @@ from gateway.batches.files import Page
 from gateway.errors import BadRequest
 from gateway.http.body import json_response
 from gateway.http.exchange import AnyRequest
+
+CURSOR_MAX_PAGE: Final = 1_000
+CURSOR_DEFAULT_PAGE: Final = 20
 
 
 def read_page(request: AnyRequest, default_limit: int, max_limit: int) -> Page:
@@ -21,6 +24,25 @@ def read_page(request: AnyRequest, default_limit: int, max_limit: int) -> Page:
     if order not in {"asc", "desc"}:
         raise BadRequest("'order' is 'asc' or 'desc'.", param="order", code="invalid_value")
     return Page(int(limit), order == "desc", request.query_params.get("after"))
+
+
+def read_cursor_page(request: AnyRequest) -> Page:
+    """Read `limit`, `after_id` and `before_id`, as Anthropic's lists have them. Raises BadRequest.
+
+    The page before `before_id` is read from there upwards.
+    """
+    after, before = request.query_params.get("after_id"), request.query_params.get("before_id")
+    if after and before:
+        raise BadRequest("Send 'after_id' or 'before_id', not both.")
+    limit = read_page(request, CURSOR_DEFAULT_PAGE, CURSOR_MAX_PAGE).limit
+    return Page(limit, not before, after or before)
+
+
+def cursor_page(rows: list[dict[str, Any]], page: Page) -> dict[str, Any]:
+    """Render one page of Anthropic's. `rows`, in the order of reading, has one more if there are more."""
+    data = rows[: page.limit] if page.newest_first else rows[: page.limit][::-1]
+    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": len(rows) > page.limit}
 
 
 def list_response(rows: list[dict[str, Any]], page: Page) -> Response[bytes]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from anthropic.types import ModelInfo
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from gateway.domain import Caller, Delta, Finish, Opening, Query, TokenLogprob, Usage
 from gateway.errors import ContextTooLong
 from tests.support.fakes.edge import (
+    KEY,
     MODEL,
+    MODELS,
     NESTED,
     NO_DETAILS,
     OPENING,
@@ -342,11 +348,42 @@ def test_clients_of_anthropics_api_get_its_models() -> None:
             "id": MODEL,
             "display_name": MODEL,
             "created_at": "2023-11-14T22:13:20Z",
+            "lifecycle": "active",
             "max_input_tokens": 1024,
             "max_tokens": 1024,
         }
+        ModelInfo.model_validate_json(json.dumps(card), strict=True)
 
     run(scenario)
+
+
+def test_clients_of_anthropics_api_page_through_models_in_both_directions() -> None:
+    served = [replace(MODELS[0], id=f"m-{number}") for number in range(45)]
+    ids = [model.id for model in served]
+
+    async def scenario(edge: Edge) -> None:
+        models = anthropic.AsyncAnthropic(
+            api_key=KEY, base_url="http://edge", http_client=edge.http, max_retries=0
+        ).models
+        first = await models.list()
+        assert ([each.id for each in first.data], first.has_more) == (ids[:20], True)
+        assert (first.first_id, first.last_id) == (ids[0], ids[19])
+        assert [each.id async for each in models.list()] == ids
+        assert [each.id async for each in models.list(limit=1000)] == ids
+        after = await models.list(limit=3, after_id=ids[41])
+        assert ([each.id for each in after.data], after.has_more) == (ids[42:], False)
+        before = await models.list(limit=2, before_id=ids[5])
+        assert ([each.id for each in before.data], before.has_more) == (ids[3:5], True)
+        backwards = [each.id async for each in models.list(limit=2, before_id=ids[3])]
+        assert backwards == [ids[1], ids[2], ids[0]]
+        end = await models.list(after_id=ids[-1])
+        assert (end.data, end.first_id, end.last_id, end.has_more) == ([], None, None, False)
+        for query in ("limit=0", "limit=1001", "after_id=a&before_id=b", "after_id=gone"):
+            answer = await edge.http.get(f"/v1/models?{query}", headers={"anthropic-version": "2023-06-01"})
+            assert (answer.status_code, answer.json()["type"]) == (400, "error"), query
+        assert len((await edge.http.get("/v1/models?limit=1")).json()["data"]) == 45, "OpenAI's has no pages"
+
+    run(scenario, models=lambda: served)
 
 
 def test_a_key_lists_only_the_models_it_may_use() -> None:
