@@ -1,7 +1,7 @@
 """Export this replica's metrics to Prometheus. Sites are read at the scrape; queries are counted as they end.
 
 Labels are bounded: sites and models by what the directory lists (the counts of others are removed at the
-scrape), everything else by enums.
+scrape, and now and then without one), everything else by enums.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAIN_TARGET_S = 10.0
 """A site's capacity is the number of tokens that it processes in this time at its measured speed."""
 
+FORGET_EVERY = 1_000
+"""Queries after which the counts of what has gone are removed, where nobody scrapes."""
 NO_SITE = "none"
 """The label of queries that no site was tried for."""
 
@@ -69,6 +71,7 @@ class Metrics:
         self._gen_ai = GenAiMetrics(registry)
         self._by_site = (self._requests, self._tokens, self._cached, self._ttft, self._itl, self._queue)
         self._by_model = (self._tokens, self._cached, self._error)
+        self._observed = 0  # queries
         registry.register(self)
 
     def register(self, collector: Collector) -> None:
@@ -91,6 +94,9 @@ class Metrics:
         if outcome.status is Status.ANSWERED and outcome.forecast is not None:
             error = abs(outcome.forecast.summary.expected - outcome.completion_tokens)
             self._error.of(outcome.model).observe(error)
+        self._observed += 1
+        if self._observed % FORGET_EVERY == 0:
+            self._forget_unlisted()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges, read at the moment of the scrape."""

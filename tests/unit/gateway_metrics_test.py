@@ -14,7 +14,7 @@ from gateway.ending import Ending
 from gateway.federation.directory import Directory
 from gateway.outcome import Status
 from gateway.security.login_limiter import MAX_ADDRESSES, LoginLimiter
-from gateway.telemetry.metrics import Metrics, sites_by_model
+from gateway.telemetry.metrics import FORGET_EVERY, Metrics, sites_by_model
 from tests.support.ended_queries import ANSWERED, attempt
 
 
@@ -183,6 +183,25 @@ def test_what_was_counted_of_a_model_that_no_site_lists_goes_with_it() -> None:
     again = {"gen_ai_operation_name": "chat", "gen_ai_provider_name": "mico", "gen_ai_token_type": "output"}
     model = {"gen_ai_request_model": "tuned-48", "gen_ai_response_model": "tuned-48"}
     assert exported(metrics)("gen_ai_client_token_usage_count", **again, **model) == 1, "it begins anew"
+
+
+def test_what_was_counted_of_sites_and_models_that_have_gone_goes_without_a_scrape() -> None:
+    metrics = Metrics(directory(), lambda: 0)
+    metrics.observe(ANSWERED)
+    for number in range(4 * FORGET_EVERY):
+        gone = structs.replace(ANSWERED, model=f"gone-{number}", attempts=(attempt(f"gone-{number}"),))
+        metrics.observe(gone)
+    metrics.observe(structs.replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b"))))
+    kept = {
+        value
+        for family in metrics._registry.collect()
+        for sample in family.samples
+        for value in sample.labels.values()
+    }
+    assert sum(value.startswith("gone-") for value in kept) <= FORGET_EVERY
+    value = exported(metrics)
+    assert value("mico_requests_total", site="a", outcome="answered") == 1
+    assert value("mico_requests_total", site="b", outcome="answered") == 1
 
 
 def test_messages_that_one_end_of_a_link_does_not_know_are_counted_by_their_reader() -> None:
