@@ -41,7 +41,9 @@ class HotReloadForecaster:
             return False
         changed = read_card(self._folder) != self._forecaster.base.card
         if changed:
-            self._forecaster = UnseenModelForecaster(OnnxForecaster(self._folder))
+            fresh = UnseenModelForecaster(OnnxForecaster(self._folder))
+            fresh.take_over(self._forecaster)
+            self._forecaster = fresh
         self._loaded_mtime_ns = mtime_ns
         return changed
 

@@ -64,6 +64,26 @@ class UnseenModelForecaster:
         self._posteriors: OrderedDict[str, Posterior] = OrderedDict()
         self._lock = Lock()
 
+    def take_over(self, earlier: UnseenModelForecaster) -> None:
+        """Take over what `earlier`, of another artifact, has learned of models that this one does not know.
+
+        A row that both have, by its name, keeps its weight; a new one gets that of a row among equals.
+        """
+        names = self.base.card.models
+        before = {name: row for row, name in enumerate(earlier.base.card.models)}
+        both = [row for row, name in enumerate(names) if row == UNKNOWN_ROW or name in before]
+        earlier_rows = [before.get(names[row], UNKNOWN_ROW) for row in both]
+        with earlier._lock:
+            learned = {
+                name: (posterior.weights[earlier_rows], posterior.outcomes)
+                for name, posterior in earlier._posteriors.items()
+                if name not in self._known
+            }
+        for name, (weights, outcomes) in learned.items():
+            posterior = Posterior(np.full(len(names), -np.log(len(names))), outcomes)
+            posterior.weights[both] = weights - weights.max()
+            self._put(name, posterior)
+
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         with self._lock:
             mixtures = [self._mixture_of(query.model, query.parent) for query in queries]
@@ -91,10 +111,14 @@ class UnseenModelForecaster:
             posterior = self._posterior(query)
             posterior.weights += EVIDENCE_WEIGHT * np.log(np.maximum(probabilities[:, place], 1e-6))
             posterior.outcomes += 1
-            posterior.normalize()
-            row, share = max(posterior.mixture, key=lambda each: each[1])
-            like = f"{10 * round(10 * share)}% like {self.base.card.models[row]}"
-            posterior.source = f"{self.name}:{UNKNOWN_SUFFIX}:{like}"
+            self._put(name, posterior)
+
+    def _put(self, name: str, posterior: Posterior) -> None:
+        posterior.normalize()
+        row, share = max(posterior.mixture, key=lambda each: each[1])
+        like = f"{10 * round(10 * share)}% like {self.base.card.models[row]}"
+        posterior.source = f"{self.name}:{UNKNOWN_SUFFIX}:{like}"
+        self._posteriors[name] = posterior
 
     def _mixture_of(self, model: str, parent: str) -> tuple[list[tuple[int, float]], str]:
         """Return rows with their shares, and the source of the forecast."""

@@ -1,6 +1,7 @@
 """An artifact learns from outcomes, knows new models afterwards, and is replaced only by a better one."""
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,6 +160,29 @@ def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_o
     assert serving.forecast(query)[0].expected() == before
     assert serving.refresh()
     assert serving.forecast(query)[0].expected() < before
+
+
+def test_what_was_learned_of_models_that_a_new_artifact_does_not_know_stays(tmp_path: Path) -> None:
+    folder, data = tmp_path / "served", outcomes(tmp_path / "outcomes.parquet", 300)
+    shutil.copytree(LEXICAL, folder)
+    serving = HotReloadForecaster(folder)
+    terse, unseen, other = (Features("What is it?", name) for name in ("terse/model", "un/seen", "an/other"))
+    untaught = serving.forecast([unseen])[0].expected()
+    for _ in range(24):
+        serving.observe(unseen, 5)
+        serving.observe(terse, 900)
+    before = serving.forecast([unseen])[0]
+    assert before.expected() < untaught / 2
+    update(folder, data, steps=40)
+    assert serving.refresh()
+    learned, known, unknown = serving.forecast([unseen, terse, other])
+    assert abs(learned.expected() - before.expected()) < (untaught - before.expected()) / 8
+    assert " like " in learned.source and learned.source.startswith(serving.name)
+    assert (known.source, known.expected() < 20) == (serving.name, True), "the artifact itself knows it"
+    assert unknown.source == f"{serving.name}:unknown-model"
+    for _ in range(60):
+        serving.observe(unseen, 900)
+    assert serving.forecast([unseen])[0].expected() > 2 * before.expected(), "it goes on to learn"
 
 
 def test_an_outcome_log_is_learned_from_without_a_conversion(tmp_path: Path) -> None:
