@@ -12,7 +12,6 @@ from anthropic.types import message_create_params as message_params
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, batch_create_params
 from pydantic import TypeAdapter
 
-from gateway.anthropic.messages_request import MAX_STOPS
 from tests.support.cut_schema import Cut, with_nulls
 from tests.support.good_bodies import IMAGE
 
@@ -85,7 +84,7 @@ FIELDS: dict[str, Any] = {
     "ToolUseBlockParam.name": TEXT | {"minLength": 1},
     "media_type": {"enum": ["image/png"]},
     "data": {"enum": [IMAGE.rpartition(",")[2]]},
-    "stop_sequences": {"type": "array", "items": TEXT | {"minLength": 1}, "maxItems": MAX_STOPS},
+    "stop_sequences": {"type": "array", "items": TEXT | {"minLength": 1}, "maxItems": 16},
 }
 NARROWED = {
     "BatchAsked.requests": {"minItems": 1},

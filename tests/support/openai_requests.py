@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.openai import chat_request, completion_request, responses_request, responses_tools
-from gateway.openai.sampling import IGNORED_FIELDS
 from tests.support.cut_schema import Cut, Schema, with_nulls
 from tests.support.good_bodies import IMAGE
 
 REFUSED: dict[str, frozenset[str]] = {
-    "ChatAsked": chat_request.REFUSED_FIELDS | {"web_search_options", "function_call"},
-    "TextAsked": completion_request.REFUSED_FIELDS,
-    "ResponseAsked": responses_request.REFUSED_FIELDS | responses_request.STATEFUL_FIELDS.keys(),
+    "ChatAsked": frozenset(
+        ("audio", "function_call", "functions", "moderation", "prediction", "verbosity", "web_search_options")
+    ),
+    "TextAsked": frozenset(("suffix",)),
+    "ResponseAsked": frozenset(
+        (
+            *("background", "context_management", "conversation", "moderation", "previous_response_id"),
+            *("prompt", "store"),
+        )
+    ),
     "EmbeddingAsked": frozenset(),
 }
+"""Of each request the fields of OpenAI's that are refused by name, whatever the gateway's own lists say."""
+UNUSED_TOOLS = {f"web_search{end}" for end in ("", "_2025_08_26", "_preview", "_preview_2025_03_11")}
+"""Tools of a response that are taken and never used."""
 UNREAD = {
     *("ChatCompletionFunctionMessageParam", "ChatCompletionContentPartInputAudioParam", "File"),
     *("ResponseInputFileParam", "ResponseInputFileContentParam", "ItemReference"),
@@ -41,9 +49,10 @@ WITHOUT_EFFECT = {
     *(f"{item}.id" for item in ("ResponseOutputMessageParam", "ResponseReasoningItemParam")),
     *(f"ResponseCustomToolCall{end}Param.id" for end in ("", "Output")),
     *("ResponseFunctionToolCallParam.id", "FunctionCallOutput.id", "FunctionCallOutput.name"),
-    *("FunctionCallOutput.namespace",),
+    *("FunctionCallOutput.namespace", "ResponseAsked.stream_options"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
 }
-"""Fields that are taken whatever they hold, beside those that the gateway names itself."""
+"""Fields that are taken whatever they hold."""
 TEXT = {"type": "string", "minLength": 1}
 NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
 ID = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
@@ -156,10 +165,7 @@ def _bounded(owner: str, name: str, schema: Schema) -> Schema:
 def accepted(schemas: Schema, name: str) -> Schema:
     """Return the schema of this request without what is refused or has no effect, and those that it needs."""
     unread = UNREAD | (_unread(schemas) if name == "ResponseAsked" else set())
-    left_out = WITHOUT_EFFECT | IGNORED_FIELDS | REFUSED[name]
-    if name == "ResponseAsked":
-        left_out |= responses_request.RESPONSE_IGNORED_FIELDS
-    kept = Cut(lambda kind: kind not in unread, left_out, _bounded)(schemas, name)
+    kept = Cut(lambda kind: kind not in unread, WITHOUT_EFFECT | REFUSED[name], _bounded)(schemas, name)
     return {each: with_nulls(schema, _required(each, schema)) for each, schema in kept.items()}
 
 
@@ -227,7 +233,7 @@ def _kinds(schemas: Schema, union: list[Schema]) -> Schema:
     unread = [member["$ref"].rpartition("/")[2] for member in union if type_of(member) not in READ]
     types = [_sent(schemas[kind]["properties"]["type"]) for kind in unread]
     names = {name for each in types for one in each.get("anyOf", [each]) for name in _names(one)}
-    return _object(type={"enum": sorted(names - {*responses_tools.UNUSED_TOOLS})})
+    return _object(type={"enum": sorted(names - UNUSED_TOOLS)})
 
 
 def _names(kind: Schema) -> list[str]:
