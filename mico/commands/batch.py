@@ -339,7 +339,7 @@ def format_value(name: str, value: object) -> str:
     if name.endswith("_share") and isinstance(value, float):
         return f"{value:.0%}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {part}" for key, part in value.items())
+        return ", ".join(f"{key} {format_value(key, part)}" for key, part in value.items())
     return str(value)
 
 

@@ -311,6 +311,14 @@ def test_a_batch_is_shown_with_what_it_shares_and_when_it_ends(
         assert words in out
 
 
+def test_a_batch_that_has_ended_is_shown_with_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = {"input_tokens": 14, "input_tokens_details": {"cached_tokens": 5}, "total_tokens": 20}
+    out = play(monkeypatch, capsys, Gateway(a_batch("completed", 2, usage=usage)), "show", "batch_1")[1]
+    assert "input_tokens 14, input_tokens_details cached_tokens 5, total_tokens 20" in out
+
+
 def test_the_order_is_sent_where_one_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
