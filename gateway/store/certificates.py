@@ -3,8 +3,8 @@ database.
 
 The registry asks the database every REFRESH_S, so a revocation holds on every replica within REFRESH_S +
 REFRESH_TIMEOUT_S while the database answers. While it does not, the last known state holds. Of certificates
-that ended long ago it keeps the names alone, which are read once: each machine of a pool has a name of its
-own, and all rows stay.
+that ended long ago it keeps the names alone, and what was revoked long ago it does not read again: each
+machine of a pool has a name of its own, and all rows stay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 REFRESH_S: Final = 2.0
 REFRESH_TIMEOUT_S: Final = 2.0
 ENDED_S: Final = 86400.0
-"""Certificates that ended longer ago are read at the start alone."""
+"""What ended or was revoked longer ago is read at the start alone, and after so long without a refresh."""
+ROWS_AT_ONCE: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class CertificateRegistry:
         self._clock = clock
         self._known: Mapping[str, RegisteredSite] = {}
         self._names: set[str] = set()
+        self._read_at = 0.0  # by the database's clock
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -131,31 +133,40 @@ class CertificateRegistry:
             return [RegisteredSite(**row._mapping) for row in await connection.execute(rows)]
 
     async def refresh(self) -> None:
-        """Read what may still count, the first time also all names. Raises StoreUnavailable, and then keeps
-        the last known state.
+        """Read what is new and may still count, the first time also all names.
+
+        Raises StoreUnavailable, and then keeps the last known state.
         """
-        counts = table.c.revoked_at.is_not(None) | (table.c.expires_at > self._clock() - ENDED_S)
-        try:
-            async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                if not self._names:
-                    async with self._engine.connect() as connection:
-                        self._names.update(await connection.scalars(select(table.c.site)))
-                self._known = {each.site: each for each in await self._read(select(table).where(counts))}
-                self._names.update(self._known)
-        except TimeoutError as exc:
-            raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
-        except (SQLAlchemyError, OSError) as exc:
-            raise StoreUnavailable(reason(exc)) from exc
+        async with _in_time(), self._engine.connect() as connection:
+            now = await database_time(connection)
+            if not self._names:
+                self._names.update(await connection.scalars(select(table.c.site)))
+        goes_on = 0.0 <= now - self._read_at < ENDED_S  # the clock may have been set, too
+        new = table.c.revoked_at > (self._read_at - ENDED_S if goes_on else 0.0)
+        read: dict[str, RegisteredSite] = {}
+        async for page in self._pages(new | (table.c.expires_at > self._clock() - ENDED_S)):
+            read.update((each.site, each) for each in page)
+        revoked = {name: each for name, each in self._known.items() if each.revoked_at is not None}
+        self._known = revoked | read
+        self._names.update(read)
+        self._read_at = now
+
+    async def _pages(self, counts: ColumnElement[bool]) -> AsyncIterator[list[RegisteredSite]]:
+        """Yield the rows that count, so many at a time that each page is read in time."""
+        last = ""
+        while True:
+            rows = select(table).where(counts, table.c.site > last).order_by(table.c.site).limit(ROWS_AT_ONCE)
+            async with _in_time():
+                page = await self._read(rows)
+            yield page
+            if len(page) < ROWS_AT_ONCE:
+                return
+            last = page[-1].site
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
-        try:
-            async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.begin() as connection:
-                yield connection
-        except TimeoutError as exc:
-            raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
-        except (SQLAlchemyError, OSError) as exc:
-            raise StoreUnavailable(reason(exc)) from exc
+        async with _in_time(), self._engine.begin() as connection:
+            yield connection
 
     async def _put(
         self, connection: AsyncConnection, site: str, new: dict[str, object], change: dict[str, object]
@@ -174,6 +185,18 @@ class CertificateRegistry:
                 log.warning("certificates are as of the last refresh: %s", exc)
             except Exception:
                 log.exception("a refresh of the certificates went wrong in an unforeseen way")
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Give the database REFRESH_TIMEOUT_S to answer. Raises StoreUnavailable."""
+    try:
+        async with asyncio.timeout(REFRESH_TIMEOUT_S):
+            yield
+    except TimeoutError as exc:
+        raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
+    except (SQLAlchemyError, OSError) as exc:
+        raise StoreUnavailable(reason(exc)) from exc
 
 
 def _pool_members(site: str) -> ColumnElement[bool] | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegistry
-from gateway.store.database import open_engine
+from gateway.store import certificates
+from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegistry, RegisteredSite
+from gateway.store.database import database_time, open_engine
 from gateway.store.retention import DAY_S
 from gateway.store.store import open_store
 from tests.support.fakes.federation import until
@@ -107,6 +111,59 @@ def test_a_certificate_that_ended_long_ago_is_not_read_again_but_its_name_stays_
             assert each.revoked_until("pool-3") > 0
             assert each.expires_at("pool-18") > float("-inf") == each.expires_at("pool-17")
         assert len(await register.list_sites()) == 20
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+class CountingRegistry(CertificateRegistry):
+    """Counts the rows that were read."""
+
+    rows = 0
+
+    async def _read(self, rows: Select[Any]) -> list[RegisteredSite]:
+        found = await super()._read(rows)
+        self.rows += len(found)
+        return found
+
+
+def test_a_revocation_of_long_ago_is_not_read_again_and_holds(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that was revoked leaves a row for each machine that it ever had."""
+    passed_s = 0.0
+
+    async def shown(connection: AsyncConnection) -> float:
+        return await database_time(connection) + passed_s
+
+    async def main() -> None:
+        nonlocal passed_s
+        monkeypatch.setattr(certificates, "database_time", shown)
+        monkeypatch.setattr(certificates, "ROWS_AT_ONCE", 7)
+        engine = open_engine(url)
+        replicas = CountingRegistry(engine), CountingRegistry(engine)
+        for number in range(20):
+            await issue(replicas[0], f"pool-{number}", 1000.0, renewal=False)
+        at = await replicas[0].revoke("pool-*", "stolen")
+        for now_s, rows in ((0.0, 21), (3 * DAY_S, 21), (3 * DAY_S, 0)):
+            passed_s = now_s
+            for each in replicas:  # after days without a refresh all is read again
+                each.rows = 0
+                await each.refresh()
+                assert each.rows == rows
+                assert all(each.revoked_until(f"pool-{number}") == at for number in range(20))
+        again_at = await replicas[0].revoke("pool-7", "again")
+        replicas[1].rows = 0
+        await replicas[1].refresh()
+        assert (replicas[1].rows, replicas[1].revoked_until("pool-7")) == (1, again_at)
+        passed_s = 0.0  # the clock of the database is set back
+        back_at = await replicas[0].revoke("pool-8", "again")
+        await replicas[1].refresh()
+        assert at <= back_at < again_at
+        assert (replicas[1].revoked_until("pool-8"), replicas[1].revoked_until("pool-7")) == (
+            back_at,
+            again_at,
+        )
         await engine.dispose()
 
     asyncio.run(main())
