@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.anthropic.image_block import BLOCK_IMAGE
 from gateway.domain import Sampling
+from gateway.openai.chat_request import read_messages
 from gateway.openai.content_parts import Content, content_of, read_content
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.image_data import Image
@@ -21,7 +22,6 @@ from gateway.openai.text_parts import read_text
 from gateway.openai.tools import ToolChoice, Tools, distinct_names, offered_tools, read_tool_items
 from gateway.prompt import Chat, Message
 
-MAX_MESSAGES = 4096
 MAX_STOPS = 16
 BETWEEN_BLOCKS = "\n"
 """Blocks of text are texts of their own, such as a reminder and a question; only those of an assistant are
@@ -92,18 +92,8 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     system = fields.raw("system")
     if system is not None and (text := read_text(fields, "system", system, between=BETWEEN_BLOCKS)):
         messages.append(Message("system", text))
-    if fields.required("messages") is None:
-        return ()
-    items = fields.items("messages")
-    if fields.raw("messages") == []:
-        fields.refuse("messages", "must hold at least one message")
-    if len(items) > MAX_MESSAGES:
-        fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
-        return ()
-    for number, item in enumerate(items):
-        message = fields.nested(f"messages.{number}", item)
-        if message is not None:
-            messages += _turn(message)
+    for message in read_messages(fields):
+        messages += _turn(message)
     return tuple(messages)
 
 

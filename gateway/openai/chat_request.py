@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from gateway.openai.chat_tools import read_chat_tools
@@ -43,7 +45,7 @@ _UNREAD_PARTS = {"audio": "leave it out", "function_call": "send the call as 'to
 
 def read_chat(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
-    messages = _messages(fields)
+    messages = tuple(map(_message, read_messages(fields)))
     limit_field, max_tokens = _max_tokens(fields)
     _refuse_unsupported_by_chat(fields)
     tools, custom_tools = read_chat_tools(fields)
@@ -89,17 +91,19 @@ def _refuse_unsupported_by_chat(fields: Fields) -> None:
         fields.refuse("modalities", "can only be ['text']", UNSUPPORTED)
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def read_messages(fields: Fields) -> Iterator[Fields]:
+    """Yield the messages, none of them where there are too many."""
     if fields.required("messages") is None:
-        return ()
+        return
     items = fields.items("messages")
     if fields.raw("messages") == []:
         fields.refuse("messages", "must hold at least one message")
     if len(items) > MAX_MESSAGES:
         fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
-        return ()
-    messages = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
-    return tuple(_message(message) for message in messages if message is not None)
+        return
+    for number, item in enumerate(items):
+        if (message := fields.nested(f"messages.{number}", item)) is not None:
+            yield message
 
 
 def _message(message: Fields) -> Message:
