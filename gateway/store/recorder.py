@@ -61,7 +61,6 @@ class RecorderHealth:
     journal_limit_bytes: int
     has_room: bool
     failing_since: float | None
-    last_error: str
     lost: int
     without_decisions: int
 
@@ -90,7 +89,6 @@ class Recorder:
         self._tasks: list[asyncio.Task[None]] = []
         self._retry_s = RETRY_S[0]
         self._failing_since: float | None = None
-        self._last_error = ""
         self._lost = 0
         self._without_decisions = 0
         self._dropping = False
@@ -187,7 +185,6 @@ class Recorder:
         self._flush_wanted.set()
 
     def _keep_in_memory(self, line: bytes, error: OSError) -> None:
-        self._last_error = f"journal: {error}"
         if len(self._memory) < MEMORY_LINES:
             self._memory.append(line)
         else:
@@ -276,13 +273,11 @@ class Recorder:
         if self._failing_since is None:
             self._failing_since = self._clock()
             logger.error("usage is not stored now, it waits in the journal: %s", error)
-        self._last_error = error
 
     def _succeeded(self) -> None:
         if self._failing_since is not None:
             logger.warning("usage is stored again, after %.0f s", self._clock() - self._failing_since)
         self._failing_since = None
-        self._last_error = ""
         self._retry_s = RETRY_S[0]
 
     async def _flush_for_ever(self) -> None:
@@ -345,7 +340,6 @@ class Recorder:
             journal_limit_bytes=self._limit_bytes,
             has_room=self.has_room,
             failing_since=self._failing_since,
-            last_error=self._last_error,
             lost=self._lost,
             without_decisions=self._without_decisions,
         )

@@ -124,11 +124,10 @@ def test_a_database_that_is_away_delays_and_says_since_when(tmp_path: Path) -> N
             recorder.record(outcome(f"q{number}"))
             assert not await recorder.flush()
         assert recorder.health.failing_since == 77.0
-        assert recorder.health.last_error == "the fake is down"
         assert recorder.pending == 50
         writer.down = False
         assert await recorder.flush()
-        assert (recorder.health.failing_since, recorder.health.last_error) == (None, "")
+        assert recorder.health.failing_since is None
         assert len(writer.rows) == 50
 
     run(tmp_path, scenario, clock=lambda: 77.0)
@@ -207,7 +206,7 @@ def test_a_segment_that_cannot_be_read_holds_up_no_other(
             bad_disk.setattr(Journal, "read", broken_first)
             assert not await recorder.flush()
         assert list(writer.rows) == ["b", "c"]
-        assert (recorder.pending, "Input/output error" in recorder.health.last_error) == (1, True)
+        assert (recorder.pending, recorder.health.failing_since is not None) == (1, True)
         assert await recorder.flush()
         assert set(writer.rows) == {"a", "b", "c"}
 
