@@ -66,14 +66,11 @@ class QueryQuotas:
                 attempt.truncate()
                 return
             attempt.covered_tokens = float("inf")  # until leasing has ended
-            self._stop_leasing()  # for an attempt that has ended
+            self.close()  # the leasing for an attempt that has ended
             self._leasing = asyncio.create_task(self._lease_and_cover(attempt))
 
     def close(self) -> None:
         """Lease no more for the answer."""
-        self._stop_leasing()
-
-    def _stop_leasing(self) -> None:
         if self._leasing is not None:
             self._leasing.cancel()
 
