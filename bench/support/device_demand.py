@@ -119,7 +119,7 @@ class CountedMember:
     def __init__(
         self, device: CountedDevice, cost: StepCost, adapted: Iterable[str], rows: int, kv_tokens: int
     ) -> None:
-        self._device, self._adapted = device, frozenset(adapted)
+        self._adapted = frozenset(adapted)
         self._lengths: dict[str, int] = {}
         self._chains: dict[str, str] = {}
         began_s = device.at_s
