@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -27,12 +26,6 @@ class AttemptFailed(Exception):
     def __init__(self, failure: AttemptFailure) -> None:
         super().__init__(failure.message)
         self.failure = failure
-
-
-class Accepted(NamedTuple):
-    prompt_tokens: int
-    position: int
-    max_tokens: int
 
 
 @dataclass(slots=True)
@@ -102,7 +95,7 @@ class LiveAttempt:
         self.excluded = excluded  # sites that failed the query before, or can't go on with it
         self.started = False
         self._has_reasoned = False
-        self.accepted: Accepted | None = None
+        self.prompt_tokens: int | None = None  # as the site counts them; None until it accepts
         self.expired = False
         self.truncated = False
         self._cancelled = False
@@ -139,7 +132,7 @@ class LiveAttempt:
     @property
     def kv_tokens(self) -> int:
         """Return the tokens that it holds in the KV memory of its site."""
-        return (self.accepted.prompt_tokens if self.accepted is not None else 0) + self.completion_tokens
+        return (self.prompt_tokens or 0) + self.completion_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -159,11 +152,10 @@ class LiveAttempt:
         """
         failed = self.failure is not None and self.failure.cause is not FailureCause.CANCELLED
         gave = self.started or self.completion_tokens > 0
-        if not gave and (failed or self.accepted is None):
+        if not gave and (failed or self.prompt_tokens is None):
             return 0
-        prompt_tokens = self.accepted.prompt_tokens if self.accepted is not None else 0
         return self.prices.nano_usd(
-            prompt_tokens + self.resumed_tokens,
+            (self.prompt_tokens or 0) + self.resumed_tokens,
             self.cached_tokens,
             max(0, self.completion_tokens - self.resumed_tokens) + more_tokens,
             len(self._choices),
@@ -171,8 +163,8 @@ class LiveAttempt:
 
     # -- called by the link --
 
-    def accept(self, accepted: Accepted) -> None:
-        self.accepted = accepted
+    def accept(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
 
     def feed(self, delta: Delta) -> None:
         """Add one delta. Raises IndexError for a choice that was not requested."""

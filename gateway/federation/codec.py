@@ -24,7 +24,6 @@ from gateway.domain import (
 )
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.answer_limits import AnswerLimits
-from gateway.federation.attempt import Accepted
 from gateway.prompt import MAX_VECTOR_BYTES, Chat, Pooled, Pooling
 from gateway.routing.prefixes import HASH_BYTES
 from predictor.forecast import Forecast
@@ -110,11 +109,6 @@ def _check_protocol(hello: pb.Hello) -> None:
 def shows_life(hello: pb.Hello) -> bool:
     """Return whether the site says something every second, whatever its engine does."""
     return max(hello.protocol, hello.highest_protocol) >= SHOWS_LIFE
-
-
-def accepted(message: pb.Accepted, limits: AnswerLimits) -> Accepted:
-    prompt_tokens = min(message.prompt_tokens, limits.prompt_tokens)
-    return Accepted(prompt_tokens, message.position, message.max_tokens)
 
 
 _CAUSES: Mapping[int, FailureCause] = MappingProxyType(

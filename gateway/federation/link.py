@@ -161,7 +161,7 @@ class Link:
 
     def pending(self) -> list[LiveAttempt]:
         """Return the attempts that the site has accepted and, as far as is known here, not started."""
-        return [each for each in self._live.values() if each.accepted and not each.started]
+        return [each for each in self._live.values() if each.prompt_tokens is not None and not each.started]
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         release = pb.Release(release_id=release_id, attempt_ids=attempt_ids)
@@ -319,7 +319,7 @@ class Link:
     def _accepted(self, message: pb.Accepted) -> None:
         if attempt := self._live.get(message.attempt_id):
             self._progress.answered(attempt.id, self._awake.now_s, accepted=True)
-            attempt.accept(codec.accepted(message, attempt.limits))
+            attempt.accept(min(message.prompt_tokens, attempt.limits.prompt_tokens))
 
     def _rejected(self, message: pb.Rejected) -> None:
         if attempt := self._live.get(message.attempt_id):
@@ -376,7 +376,7 @@ class Link:
         """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
         report = load_codec.load(message, self._clock(), self.reports.quiet_s)
         self._progress.reported(load_codec.engine_report(message), self._awake.now_s)
-        self._unreported.keep(lambda attempt_id: self._live[attempt_id].accepted is None)
+        self._unreported.keep(lambda attempt_id: self._live[attempt_id].prompt_tokens is None)
         self._directory.report(self.name, report, self._unreported.credit)
         if message.stalled_s:
             self.check_progress()

@@ -75,8 +75,8 @@ class QueryState:
     def prompt_tokens(self) -> int:
         """Return the count of the last site; 0 before any site has counted."""
         for attempt in reversed(self._attempts):
-            if attempt.accepted is not None:
-                return attempt.accepted.prompt_tokens
+            if attempt.prompt_tokens is not None:
+                return attempt.prompt_tokens
         return 0
 
     @property
@@ -337,7 +337,7 @@ class QueryState:
         return Attempt(
             decision=attempt.decision,
             ended=attempt.failure.cause.value if attempt.failure else "finished",
-            prompt_tokens=attempt.accepted.prompt_tokens if attempt.accepted else 0,
+            prompt_tokens=attempt.prompt_tokens or 0,
             completion_tokens=attempt.completion_tokens,
             first_token_s=self.first_token_s.get(attempt.id),
             model=attempt.demand.model,

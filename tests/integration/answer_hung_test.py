@@ -60,7 +60,8 @@ async def opened(here: Scene) -> None:
 
 async def accepted(here: Scene) -> None:
     def all_accepted() -> bool:
-        return all(state.current and state.current.accepted for state in here.gateway.live_queries.values())
+        live = here.gateway.live_queries.values()
+        return all(state.current and state.current.prompt_tokens is not None for state in live)
 
     await until(lambda: here.gateway.live_queries and all_accepted(), "Accepted")
 

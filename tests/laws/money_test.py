@@ -184,13 +184,13 @@ class Providers:
         return None if current is None or current.ended.is_set() else current
 
     def accept(self, tokens: int) -> None:
-        if (attempt := self.running) is not None and attempt.accepted is None:
+        if (attempt := self.running) is not None and attempt.prompt_tokens is None:
             self._send(attempt, accepted=pb.Accepted(attempt_id=attempt.id, prompt_tokens=10 + tokens % 50))
             self.bills[-1].prompt = 10 + tokens % 50
 
     async def give(self, tokens: int, *, finish: bool = False) -> None:
         attempt, state = self.running, self.state
-        if attempt is None or state is None or attempt.accepted is None:
+        if attempt is None or state is None or attempt.prompt_tokens is None:
             return
         bill = self.bills[-1]
         bill.made += tokens
@@ -217,7 +217,7 @@ class Providers:
     def fail(self) -> None:
         if (attempt := self.running) is not None:
             self._void_unless_given()
-            reject = attempt.accepted is None
+            reject = attempt.prompt_tokens is None
             if reject:
                 self._send(attempt, rejected=pb.Rejected(attempt_id=attempt.id, reason=pb.Rejected.FULL))
             else:
@@ -235,7 +235,7 @@ class Providers:
     def leave(self) -> None:
         """The client goes away: the site reports its last count."""
         if (attempt := self.running) is not None:
-            if attempt.accepted is None:
+            if attempt.prompt_tokens is None:
                 self.bills[-1].void = True
             attempt.cancel()
             cancelled = pb.Delta(attempt_id=attempt.id, finish=pb.Delta.CANCELLED)
