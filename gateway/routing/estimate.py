@@ -46,7 +46,6 @@ class Estimates(NamedTuple):
     """Expected seconds from now as the client sees them. `[sites]` each."""
 
     wait_s: Numbers
-    prefill_s: Numbers  # of what is not cached
     first_token_s: Numbers
     iteration_s: Numbers
     finish_s: Numbers
@@ -65,11 +64,10 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
         wait_s = np.zeros(len(at.slots))
     else:
         wait_s = _iterations_until_free(size, at, remaining) * iteration_s
-    prefill_s = at.per_token_s * new_tokens
-    first_token_s = at.prefill_s + more_s + wait_s + prefill_s
+    first_token_s = at.prefill_s + more_s + wait_s + at.per_token_s * new_tokens
     finish_s = first_token_s + response * iteration_s
     price = price_usd(size, at)
-    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price, new_tokens)
+    return Estimates(wait_s, first_token_s, iteration_s, finish_s, price, new_tokens)
 
 
 def _fits_everywhere(size: Sizes, at: Figures) -> bool:
