@@ -89,7 +89,6 @@ VLLM = Dialect(
         waiting=("vllm:num_requests_waiting",),
         usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         generated=("vllm:generation_tokens_total",),
-        prompted=("vllm:prompt_tokens_total",),
         capacity_of=("vllm:cache_config_info", ("block_size", "num_gpu_blocks")),
     ),
 )
@@ -111,7 +110,6 @@ SGLANG = Dialect(
         waiting=("sglang:num_queue_reqs",),
         usage=("sglang:token_usage",),
         generated=("sglang:generation_tokens_total",),
-        prompted=("sglang:prompt_tokens_total",),
         capacity=("sglang:max_total_num_tokens",),
     ),
 )
@@ -122,7 +120,6 @@ TGI = Dialect(
         running=("tgi_batch_current_size",),
         waiting=("tgi_queue_size",),
         generated=("tgi_request_generated_tokens_sum",),
-        prompted=("tgi_request_input_length_sum",),
     ),
 )
 LLAMA_CPP = Dialect(
@@ -141,7 +138,6 @@ LLAMA_CPP = Dialect(
         waiting=("llamacpp:requests_deferred",),
         usage=("llamacpp:kv_cache_usage_ratio",),
         generated=("llamacpp:tokens_predicted_total",),
-        prompted=("llamacpp:prompt_tokens_total",),
     ),
 )
 TEI = Dialect(name="text-embeddings-inference", metric_prefix="te_", about_path="/info", ranks_texts=True)

@@ -38,7 +38,6 @@ class MetricNames:
     waiting: Sequence[str] = ()
     usage: Sequence[str] = ()
     generated: Sequence[str] = ()
-    prompted: Sequence[str] = ()
     capacity: Sequence[str] = ()
     capacity_of: tuple[str, Sequence[str]] | None = None
 
@@ -52,7 +51,6 @@ class ServerLoad:
     kv_usage: float | None = None
     kv_capacity_tokens: int | None = None
     tokens_total: int | None = None
-    prompt_tokens_total: int | None = None
 
 
 class UnknownMetrics(Exception):
@@ -90,7 +88,6 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
         kv_capacity_tokens=_total(_first(metrics, names.capacity), MAX_KV_TOKENS)
         or label_products(metrics, names.capacity_of),
         tokens_total=_total(_first(metrics, names.generated), MAX_TOTAL),
-        prompt_tokens_total=_total(_first(metrics, names.prompted), MAX_TOTAL),
     )
 
 

@@ -36,10 +36,10 @@ VLLM_PAGE = metric_pages.VLLM.replace("{running}", "3").replace("{waiting}", "2"
 @pytest.mark.parametrize(
     ("page", "dialect", "expected"),
     [
-        (VLLM_PAGE, VLLM, ServerLoad(3, 2, 0.25, 16_000, 250_000, 1_800_000)),
-        (metric_pages.SGLANG, SGLANG, ServerLoad(162, 2826, 0.28, 442_354, 7_557_572, 8_128_902)),
-        (metric_pages.TGI, TGI, ServerLoad(12, 3, None, None, 5120, None)),
-        (metric_pages.LLAMA_CPP, LLAMA_CPP, ServerLoad(1, 4, None, None, 39_080, 512)),
+        (VLLM_PAGE, VLLM, ServerLoad(3, 2, 0.25, 16_000, 250_000)),
+        (metric_pages.SGLANG, SGLANG, ServerLoad(162, 2826, 0.28, 442_354, 7_557_572)),
+        (metric_pages.TGI, TGI, ServerLoad(12, 3, None, None, 5120)),
+        (metric_pages.LLAMA_CPP, LLAMA_CPP, ServerLoad(1, 4, None, None, 39_080)),
     ],
 )
 def test_a_page_says_how_busy_its_server_is(page: str, dialect: Dialect, expected: ServerLoad) -> None:
@@ -52,9 +52,7 @@ def test_a_page_says_how_busy_its_server_is(page: str, dialect: Dialect, expecte
 def test_engines_of_one_server_add_up_and_their_shares_are_averaged() -> None:
     page = VLLM_PAGE + VLLM_PAGE.replace('engine="0"', 'engine="1"').replace("} 0.25", "} 0.75")
     assert VLLM.metric_names is not None
-    assert server_load(parse_metrics(page), VLLM.metric_names) == ServerLoad(
-        6, 4, 0.5, 32_000, 500_000, 3_600_000
-    )
+    assert server_load(parse_metrics(page), VLLM.metric_names) == ServerLoad(6, 4, 0.5, 32_000, 500_000)
 
 
 def test_older_names_count_where_the_newer_are_missing() -> None:
@@ -99,7 +97,7 @@ def test_no_page_breaks_the_reader(data: st.DataObject) -> None:
     dialect = data.draw(st.sampled_from([each for each in DIALECTS if each.metric_names is not None]))
     names = dialect.metric_names
     assert names is not None
-    known = [*names.running, *names.waiting, *names.usage, *names.generated, *names.prompted, *names.capacity]
+    known = [*names.running, *names.waiting, *names.usage, *names.generated, *names.capacity]
     lines = [f"{each} {data.draw(NUMBERS)}" for each in data.draw(st.lists(st.sampled_from(known)))]
     if names.capacity_of is not None:
         labels = ",".join(f'{label}="{data.draw(NUMBERS)}"' for label in names.capacity_of[1])
@@ -110,7 +108,6 @@ def test_no_page_breaks_the_reader(data: st.DataObject) -> None:
     assert 0 <= (found.kv_capacity_tokens or 0) <= MAX_KV_TOKENS
     assert 0 <= (found.kv_usage or 0.0) <= 1.0
     assert 0 <= (found.tokens_total or 0) <= MAX_TOTAL
-    assert 0 <= (found.prompt_tokens_total or 0) <= MAX_TOTAL
 
 
 @given(st.text())
