@@ -59,7 +59,6 @@ class RecorderHealth:
     pending: int
     journal_bytes: int
     journal_limit_bytes: int
-    has_room: bool
     failing_since: float | None
     lost: int
     without_decisions: int
@@ -338,7 +337,6 @@ class Recorder:
             pending=self.pending,
             journal_bytes=self._journal.size_bytes if self._journal else 0,
             journal_limit_bytes=self._limit_bytes,
-            has_room=self.has_room,
             failing_since=self._failing_since,
             lost=self._lost,
             without_decisions=self._without_decisions,
