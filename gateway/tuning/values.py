@@ -197,9 +197,7 @@ class TuningLimits:
     site is there waits `queued_s` at most. A run that trains no step for `starved_s` moves to an idler site.
     """
 
-    file_bytes: int = 200 * MIB
     rows: int = 50_000
-    line_bytes: int = 8 * MIB
     total_steps: int = 100_000
     tenant_jobs: int = 10
     tenant_models: int = 32
