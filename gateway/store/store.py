@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from gateway.store.certificates import CertificateRegistry
 from gateway.store.clock import DatabaseClock
@@ -26,8 +25,6 @@ from gateway.store.site_hours import SiteHours
 from gateway.store.slices import SliceTable
 from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
-
-DEFAULT_RETENTION: Final = RetentionPeriods()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,6 @@ async def open_store(
     *,
     name: str = "gateway",
     pepper: str | None = None,
-    periods: RetentionPeriods = DEFAULT_RETENTION,
     serving: bool = True,
     journal: int = 1,
 ) -> AsyncIterator[Store]:
@@ -70,7 +66,7 @@ async def open_store(
     with _usable(folder):
         keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder), clock=clock)
     recorder = Recorder(_journal(folder, journal), DatabaseWriter(engine))
-    retention = Retention(engine, periods, clock=clock)
+    retention = Retention(engine, RetentionPeriods(), clock=clock)
     try:
         await check_schema(engine)
         if serving:

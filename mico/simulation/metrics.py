@@ -150,14 +150,12 @@ class Latencies:
         self.by_tenant[tenant] = total + per_token_s, count + 1
 
 
-def run_metrics(
-    records: Iterable[Record], preemptions: int = 0, usd_per_mtok: Mapping[str, float] | None = None
-) -> RunMetrics:
+def run_metrics(records: Iterable[Record], usd_per_mtok: Mapping[str, float] | None = None) -> RunMetrics:
     """Return the metrics of all records. Raises CommandFailed if no query was completed."""
     results = Results(usd_per_mtok)
     for record in records:
         results.add(record)
-    return results.metrics(preemptions)
+    return results.metrics()
 
 
 def jain(values: Sequence[float]) -> float:

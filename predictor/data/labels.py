@@ -9,15 +9,17 @@ MAX_LENGTH_TOKENS = 16_384
 STEPS_PER_OCTAVE = 4
 """Neighbouring edges differ by 19 %: finer than a model's own variance, coarse enough to learn."""
 
+ALIGNED_TO = 51.2
 
-def log_spaced_edges(max_length: int = MAX_LENGTH_TOKENS, aligned_to: float = 51.2) -> tuple[int, ...]:
+
+def log_spaced_edges(max_length: int = MAX_LENGTH_TOKENS) -> tuple[int, ...]:
     """Return 0, whole numbers a quarter octave apart, and `max_length`.
 
-    The series passes through `aligned_to`, so that the paper's ten buckets at l_max 512, 1024 and 2048 begin
+    The series passes through ALIGNED_TO, so that the paper's ten buckets at l_max 512, 1024 and 2048 begin
     at edges.
     """
     octaves = np.arange(-6 * STEPS_PER_OCTAVE, 12 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
-    lengths = np.round(aligned_to * 2.0**octaves).astype(int)
+    lengths = np.round(ALIGNED_TO * 2.0**octaves).astype(int)
     inner = sorted({int(length) for length in lengths if 0 < length < 0.9 * max_length})
     return (0, *inner, max_length)
 

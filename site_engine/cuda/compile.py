@@ -120,19 +120,19 @@ def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
     return float(began.elapsed_time(ended))
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
+def compile_layers(model: nn.Module) -> int:
     """Compile each class of decoder layer once, for any number of tokens; return the number of layers."""
     compiled: dict[type, Any] = {}
     layers = decoder_layers(model)
     for layer in layers:
         kind = type(layer)
         if kind not in compiled:
-            compiled[kind] = torch.compile(kind.forward, fullgraph=True, dynamic=True, backend=backend)
+            compiled[kind] = torch.compile(kind.forward, fullgraph=True, dynamic=True)
         layer.forward = types.MethodType(compiled[kind], layer)
     return len(layers)
 
 
-def compile_ends(model: nn.Module, backend: str = "inductor") -> None:
+def compile_ends(model: nn.Module) -> None:
     """Compile what runs once per step beside the layers: rotary embedding and final norm."""
     layers = decoder_layers(model)
     lists = ((one, child) for one in model.modules() for child in one.children())
@@ -143,7 +143,7 @@ def compile_ends(model: nn.Module, backend: str = "inductor") -> None:
         return
     for child in owner.children():
         if type(child).__name__.endswith(("RMSNorm", "RotaryEmbedding", "LayerNorm")):
-            child.forward = torch.compile(child.forward, fullgraph=True, dynamic=True, backend=backend)
+            child.forward = torch.compile(child.forward, fullgraph=True, dynamic=True)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
