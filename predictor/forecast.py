@@ -100,13 +100,6 @@ class Forecast:
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
-    def likeliest_bucket(self, max_length: int, buckets: int) -> int:
-        """Return the bucket of MICO, §3.2, with the largest probability: it is right most often."""
-        inner = (self.share_within(max_length * index / buckets) for index in range(1, buckets))
-        ends = [0.0, *inner, 1.0]
-        masses = [right - left for left, right in pairwise(ends)]
-        return masses.index(max(masses))
-
     def remaining_curve(self) -> tuple[RemainingPoint, ...]:
         """Return at most 24 points, at 0 and at edges, for a gateway to send to a site with a query."""
         return tuple(map(RemainingPoint, *self.remaining_columns()))

@@ -78,11 +78,6 @@ def test_a_cap_moves_what_lies_beyond_onto_the_cap_and_leaves_the_rest(forecast:
     assert capped.quantile(0.99) <= cap
 
 
-@given(forecasts(), st.integers(1, 2000), st.integers(1, 20))
-def test_buckets_stay_in_range(forecast: Forecast, max_length: int, buckets: int) -> None:
-    assert 0 <= forecast.likeliest_bucket(max_length, buckets) < buckets
-
-
 @given(forecasts())
 def test_the_curve_agrees_with_the_forecast(forecast: Forecast) -> None:
     curve = forecast.remaining_curve()
