@@ -45,7 +45,3 @@ class Decision(msgspec.Struct, frozen=True):
     excluded: Mapping[str, str]
     decided_s: float
     began_s: float = 0.0
-
-    @property
-    def estimate(self) -> Estimate:
-        return next(e for e in self.estimates if e.site == self.site)
