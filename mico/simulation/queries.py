@@ -66,15 +66,6 @@ def expected_length(expected: Expected) -> float:
     return expected.demand.response_tokens
 
 
-def possible_length(expected: Expected) -> float:
-    """Return the length that one such answer in a thousand exceeds.
-
-    The answer that ends a batch is rarely forecast to be long.
-    """
-    last = expected.curve.points[-1]
-    return last.generated + last.expected
-
-
 @dataclass(slots=True)
 class Record:
     """The result of a query. Times are seconds since its arrival as its client saw them, nan before."""
