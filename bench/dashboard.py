@@ -190,11 +190,11 @@ def drawn(browser: Browser, sites: int) -> None:
     browser.until(rows, "every site has a row")
 
 
-def first_paint(browser: Browser, root: str, sites: int, times: int = 5) -> dict[str, list[int]]:
+def first_paint(browser: Browser, root: str, sites: int) -> dict[str, list[int]]:
     """Return milliseconds from the start of the navigation, of several loads with an empty cache."""
     found: dict[str, list[int]] = {"first_paint_ms": [], "all_drawn_ms": []}
     browser.call("Network.setCacheDisabled", cacheDisabled=True)
-    for _ in range(times):
+    for _ in range(5):
         browser.open(f"{root}/admin")
         drawn(browser, sites)
         paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"

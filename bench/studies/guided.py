@@ -65,7 +65,7 @@ def steps(
             yield time.perf_counter() - wall, time.process_time() - cpu
 
 
-def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dict[str, float]:
+def masks_ms(grammars: Grammars, vocab_size: int, rows: int) -> dict[str, float]:
     """Time the masks in the middle of strings and between them, as rows are."""
     grammar = grammar_of(grammars)
     requests = []
@@ -84,8 +84,8 @@ def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dic
         masks._coming.result()
 
     return {
-        "masks": _median_ms(fill, repeat),
-        "apply": _median_ms(lambda: masks.allow(requests, every, logits), repeat),
+        "masks": _median_ms(fill),
+        "apply": _median_ms(lambda: masks.allow(requests, every, logits)),
     }
 
 
@@ -95,14 +95,14 @@ def _beginnings() -> Iterator[str]:
         yield from (whole[:cut] for cut in range(1, len(whole), 3))
 
 
-def _median_ms(work: Callable[[], object], repeat: int) -> float:
+def _median_ms(work: Callable[[], object]) -> float:
     def once() -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
 
     once()
-    return round(statistics.median(once() for _ in range(repeat)) * 1e3, 3)
+    return round(statistics.median(once() for _ in range(30)) * 1e3, 3)
 
 
 def large_tokenizer(words: int) -> Any:
@@ -154,8 +154,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "step_ms": {kind: _both(found) for kind, found in taken.items()},
         "alone_ms": {
-            str(model.vocab_size): masks_ms(grammars, model.vocab_size, options.rows, 30),
-            str(len(large)): masks_ms(large_grammars, len(large), options.rows, 30),
+            str(model.vocab_size): masks_ms(grammars, model.vocab_size, options.rows),
+            str(len(large)): masks_ms(large_grammars, len(large), options.rows),
         },
         "load_tokenizer_ms": round(made_ms, 1),
         "compile_ms": round(compiled_ms, 2),

@@ -120,8 +120,8 @@ async def month_part(limit: int = 5_400) -> dict[str, Any]:
         }
 
 
-async def _spend(here: Scene, key: str, count: int = 300) -> list[Answered]:
-    return await here.offer(key, 30.0, count, first=len(here.answers))
+async def _spend(here: Scene, key: str) -> list[Answered]:
+    return await here.offer(key, 30.0, 300, first=len(here.answers))
 
 
 async def _usage(here: Scene, expected: int) -> dict[str, tuple[float, int]]:

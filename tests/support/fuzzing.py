@@ -320,7 +320,6 @@ async def campaign(
     *,
     count: int,
     seed: int,
-    at_once: int = 24,
     cases: Mapping[Case, int] = CASES,
 ) -> Findings:
     found, numbers = Findings(), iter(range(count))
@@ -331,7 +330,7 @@ async def campaign(
             (case,) = draw.random.choices(list(cases), list(cases.values()))
             await run_case(found, port, case, draw, f"{case.__name__} {number}")
 
-    await asyncio.gather(*(client() for _ in range(at_once)))
+    await asyncio.gather(*(client() for _ in range(24)))
     return found
 
 

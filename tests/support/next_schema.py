@@ -18,7 +18,7 @@ from alembic import op
 
 revision = "{AHEAD}"
 down_revision = "{SCHEMA}"
-additive = ADDITIVE
+additive = True
 
 
 def upgrade() -> None:
@@ -32,7 +32,7 @@ def downgrade() -> None:
 '''
 
 
-def write_next_program(folder: Path, *, additive: bool = True) -> Path:
+def write_next_program(folder: Path) -> Path:
     """Write the program into `folder`, for PYTHONPATH, and return the folder.
 
     The bytecode of what stays the same is copied with it, except what another process is writing just now.
@@ -50,8 +50,7 @@ def write_next_program(folder: Path, *, additive: bool = True) -> Path:
         '    cloud: str = ""\n',
         f'    cloud: str = ""\n    note: str = "{NOTE}"\n',
     )
-    revision = _REVISION.replace("ADDITIVE", str(additive))
-    (folder / f"migrations/versions/{AHEAD}_notes.py").write_text(revision)
+    (folder / f"migrations/versions/{AHEAD}_notes.py").write_text(_REVISION)
     return folder
 
 
