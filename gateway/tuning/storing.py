@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Final
@@ -18,8 +17,6 @@ from gateway.tuning.contents import Contents
 from gateway.tuning.ledger import Ledger
 from gateway.tuning.values import Content, Kind, TuningLimits
 from wire import federation_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 MAX_UPLOADS: Final = 32
 """Uploads of which this process keeps the beginning; of those that no call writes the oldest goes."""

@@ -9,7 +9,6 @@ Each line is one number. With the connection ends the lease, whichever side ends
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import socket
 import time
@@ -20,8 +19,6 @@ from pathlib import Path
 
 from site_engine.core.leases import Lease, divide
 from site_engine.model.descriptors import is_own_user
-
-log = logging.getLogger(__name__)
 
 PREFIX = "mico-memory-"
 NAMES = Path("/proc/net/unix")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.engine.process_client import EngineProcess
 from site_engine.errors import VariantRefused
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
