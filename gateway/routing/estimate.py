@@ -120,13 +120,6 @@ def _order(size: Sizes) -> Numbers:
     return ordered
 
 
-def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:
-    """Return the estimate for one site."""
-    fleet = Fleet.of([site])
-    found = estimates(sizes(demand, fleet), fleet.figures, fleet.remaining)
-    return estimates_at(np.zeros(1, np.intp), [site], found, demand, now_s)[0]
-
-
 def sizes(demand: Demand, fleet: Fleet) -> Sizes:
     """Return the sizes of a demand at every site of a fleet."""
     tokens = float(demand.prompt_tokens), demand.response_tokens, float(demand.kv_tokens)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimate, estimates, sizes
+from gateway.routing.estimate import estimates, sizes
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet, figures, kv_tokens, least, most
 from gateway.routing.policies import mico
 from gateway.routing.prefixes import Cached
+from tests.support.single_estimate import estimate
 
 NOW = 100.0
 MODELS = {"m": Model("m", "r", 8192, 0, "o", frozenset())}

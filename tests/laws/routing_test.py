@@ -27,7 +27,6 @@ from gateway.errors import MicoError, UpstreamLost
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.routing.decide import decide
 from gateway.routing.demand import Arriving, Demand
-from gateway.routing.estimate import estimate
 from gateway.routing.failover import MAX_MOVES, FailedTry, tries
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
@@ -38,6 +37,7 @@ from predictor.forecast import Forecast
 from site_engine.core import request_queue
 from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 from site_engine.core.request import Request
+from tests.support.single_estimate import estimate
 
 NOW = 1000.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)

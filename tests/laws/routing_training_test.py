@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from gateway.domain import Site
 from gateway.routing.decide import decide
-from gateway.routing.estimate import estimate
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import mico
 from tests.laws.routing_test import DEMAND, NOW, loads, site
+from tests.support.single_estimate import estimate
 
 
 def trains(s: Site, added_s: float) -> Site:
