@@ -61,10 +61,6 @@ class Certificates:
             return "its certificate has expired and was not renewed"
         return None
 
-    def has_issued(self, site: str) -> bool:
-        """Return whether a certificate of this name was ever issued or revoked."""
-        return self.register.has(site)
-
     def invited(self, secret: str) -> Invitation:
         """Verify a join secret. Raises PkiError when it is wrong, too old or revoked."""
         found = invitation.verify(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
@@ -123,7 +119,7 @@ class SiteAuth:
         if shown is not None and shown.site != site:
             reason = f"the certificate is that of site {shown.site}, not of {site}"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
-        if shown is None and self.certificates is not None and self.certificates.has_issued(site):
+        if shown is None and self.certificates is not None and self.certificates.register.has(site):
             log.warning("somebody with a site token calls itself site %s, which has a certificate", site)
             reason = f"site {site} has a certificate: join with it, or give this process a name of its own"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
