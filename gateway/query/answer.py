@@ -76,7 +76,7 @@ class QueryRun:
         # So a timer expires the wait that is in progress, and every later one.
         timer = asyncio.get_running_loop().call_later(self.deadline.left_s(), state.expire)
         try:
-            self._turn_to(self._targets.begin(self.query, self.context))
+            self._switch_to(self._targets.begin(self.query, self.context))
             self.admit()
             await self.quotas.reserve_prompt()
             await self.forecast()
@@ -133,13 +133,13 @@ class QueryRun:
             raise self.deadline.error() from exc
 
     async def stand_in(self) -> None:
-        """Turn to another target of the route, where the first is overloaded or slow and the other is not."""
+        """Switch to another target of the route if only the current one is overloaded or slow."""
         if not self._targets.are_left:
             return
         demand = demand_of(self.context, self.state, Try(1))
-        turned = self._targets.stand_in(self.query, lambda model: prospect_of(demand, model, self.context))
-        if turned is not None:
-            self._turn_to(turned)
+        switched = self._targets.stand_in(self.query, lambda model: prospect_of(demand, model, self.context))
+        if switched is not None:
+            self._switch_to(switched)
             await self.forecast()
 
     async def batch_assign(self, first: Try) -> Try:
@@ -260,17 +260,17 @@ class QueryRun:
     def _tries(self) -> Generator[Try, FailedTry, None]:
         return tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
 
-    def _turn_to(self, query: Query) -> None:
+    def _switch_to(self, query: Query) -> None:
         """Go on with the query at another model; nothing of it has been delivered."""
         if query is not self.query:
-            self.state.turn_to(query)
+            self.state.switch_to(query)
             self._plan = self._tries()
 
     async def _next_target(self, error: MicoError) -> Try:
-        """Turn to the next target of the route and return its first try. Raises the error for the client if
+        """Switch to the next target of the route and return its first try. Raises the error for the client if
         there is none. Not for an answer that has begun: only the same model can go on with it.
         """
-        self._turn_to(self._targets.after(error, self.query, self.context.directory.models))
+        self._switch_to(self._targets.after(error, self.query, self.context.directory.models))
         await self.forecast()
         return next(self._plan)
 

@@ -46,8 +46,9 @@ async def _no_lease() -> bool:
 
 @dataclass(slots=True)
 class QueryContext:
-    """`record` must not block; `has_room` returns whether it could take another outcome.
+    """What all queries share.
 
+    `record` must not block; `has_room` returns whether it could take another outcome.
     `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
     until more of the quotas that are short here was asked for once, and returns False where that is of no
     use. `routes` returns the names that stand for models. `ended` receives each query with its outcome once

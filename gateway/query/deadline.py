@@ -1,4 +1,4 @@
-"""The deadline of one query: none of its waits lasts beyond it, or beyond the end of this process."""
+"""Bound the waits of one query: none lasts beyond its deadline, or beyond the end of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """`state.expire()` ends the wait that is in progress."""
+    """Bounds the waits of one query. `state.expire()` ends the one that is in progress."""
 
     __slots__ = ("_context", "_state")
 

@@ -103,7 +103,7 @@ class QueryQuotas:
             return  # the reader of the answer raises it
 
     def _cover(self, attempt: LiveAttempt) -> None:
-        """Raises SliceFull."""
+        """Extend the reservation to the answer so far. Raises SliceFull."""
         state = self._state
         self._context.quotas.cover(state.reservation, state.used_tokens, state.nano_usd_ahead)
         attempt.covered_tokens = state.covered_tokens

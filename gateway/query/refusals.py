@@ -1,4 +1,4 @@
-"""The sites that are ruled out for a query: by length, by what began it, by regions or its own limits."""
+"""Find the sites that are ruled out for a query: by length, what began it, regions or its own limits."""
 
 from __future__ import annotations
 

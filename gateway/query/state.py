@@ -210,7 +210,7 @@ class QueryState:
             model=self.query.model,
         )
 
-    def turn_to(self, query: Query) -> None:
+    def switch_to(self, query: Query) -> None:
         """Forget what was worked out for another model."""
         self.query, self.first_demand, self.prefix = query, None, None
 

@@ -1,4 +1,4 @@
-"""The targets of the route that a query came by: the first, and those that stand in for it in order.
+"""Choose the targets of the route that a query came by: the first, and those that stand in for it in order.
 
 A query without a route has its own model as the only one.
 """
@@ -42,7 +42,7 @@ class Targets:
             return query
         models, drawn = context.directory.models, draw(_draw_key(query.id))
         first, *self._left = targets_of(query, route, models, drawn, fleet_complete=context.fleet_complete)
-        return _turned(query, first)
+        return _sent_to(query, first)
 
     def stand_in(self, query: Query, prospect: Callable[[str], Prospect]) -> Query | None:
         """Return the query as it goes to a target that stands in for one that is overloaded or slow, None
@@ -52,7 +52,7 @@ class Targets:
         if target is None:
             return None
         self._left = [Target(query.model), *(each for each in self._left if each is not target)]
-        return _turned(query, target)
+        return _sent_to(query, target)
 
     def after(self, error: MicoError, query: Query, models: Mapping[str, Model]) -> Query:
         """Return the query as it goes to the next target. Raises the first target's error if none is left."""
@@ -63,7 +63,7 @@ class Targets:
                 _context_tokens(target, models) <= _context_tokens(query, models)
             )
             if not is_too_short:
-                return _turned(query, target)
+                return _sent_to(query, target)
         raise copy(self._error)
 
 
@@ -149,7 +149,7 @@ def prospect_of(demand: Demand, model: str, context: QueryContext) -> Prospect:
     return Prospect(min(waits), min(firsts))
 
 
-def _turned(query: Query, target: Target) -> Query:
+def _sent_to(query: Query, target: Target) -> Query:
     asked = query.asked_model or query.model
     site = query.preferred_site if not query.asked_model else None
     return replace(query, model=target.model, asked_model=asked, preferred_site=site)
