@@ -121,15 +121,15 @@ def _with_more_cached(
     if demand.lane is not Lane.BATCH or not demand.cached.by_site:
         return None
     at, least = candidates.at, demand.cached.at(candidates.sites[preferred].name)
-    may = np.zeros(len(candidates.may), dtype=bool)
+    kept = np.zeros(len(candidates.may), dtype=bool)
     for site, tokens in demand.cached.by_site.items():
         place = fleet.place(site)
         if place is not None and tokens > least and at.requests[place] < at.slots[place]:
-            may[place] = candidates.may[place]
-    if not np.count_nonzero(may):
+            kept[place] = candidates.may[place]
+    if not np.count_nonzero(kept):
         return None
-    may[preferred] = True
-    return candidates.narrowed(may)
+    kept[preferred] = True
+    return candidates.narrowed(kept)
 
 
 def _reported_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
