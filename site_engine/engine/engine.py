@@ -96,7 +96,7 @@ class SiteEngine:
             fit=self._meter.fit,
         )
         self.training = TrainingLoop(model, self._scheduler, self._meter.fit, settings.training, clock)
-        self.sleeper = sleeper_of(runner.kv_cache, self._scheduler, self._publish_pending)
+        self.sleeper = sleeper_of(self._kv_cache, self._scheduler, self._publish_pending)
         self.inbox = KVInbox(self._kv_cache, shared_memory)
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)

@@ -76,7 +76,7 @@ class LiveRequests:
         request.variant = None  # which is in memory as long as something refers to it
 
     def forget(self, request: Request) -> None:
-        """Let go of a request that goes on elsewhere."""
+        """Let go of a request without an output, as of one that goes on elsewhere."""
         self.needs_host.discard(request.id)
         self._scheduler.release(request)
         del self.processors[request.id]

@@ -33,11 +33,9 @@ class OutputProcessor:
         self._answer = AnswerText(request, vocabulary, self._ends)
         self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
-        of_prompt = (
-            request.prompt[:1] if request.sampling.prompt_logprobs else ()
-        )  # nothing predicts the first
-        self._prompt_logprobs = [self._logprob(token_id, None) for token_id in of_prompt]
-        self._starts_timed = 0  # with their timings
+        first = request.prompt[:1] if request.sampling.prompt_logprobs else ()  # which nothing predicts
+        self._prompt_logprobs = [self._logprob(token_id, None) for token_id in first]
+        self._starts_timed = 0  # starts of the request whose timings were sent
 
     def replay(self) -> Finish | None:
         """Process the tokens generated at another site; return the finish reason if they end the response."""
