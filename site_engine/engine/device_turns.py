@@ -88,6 +88,7 @@ class SharedEngine:
         self.send_ahead: Callable[..., bool] = engine.send_ahead
         self.export: Callable[..., tuple[Sequence[Output], Moved | None]] = engine.export
         self.cancel: Callable[[str], object] = engine.cancel
+        self.waits: Callable[[str], bool] = engine.waits
         self.release: Callable[[Sequence[str]], Sequence[str]] = engine.release
         self.load_variant: Callable[[Variant], Callable[[], Chain]] = engine.load_variant
         self.remove_variant: Callable[[str], None] = engine.remove_variant

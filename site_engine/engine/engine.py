@@ -275,11 +275,13 @@ class SiteEngine:
         """End a request in any state with the next step; ignore an unknown id."""
         self._live.cancel(request_id)
 
+    def waits(self, request_id: str) -> bool:
+        """Return whether a request is here and has not started."""
+        return request_id in self._scheduler.queue
+
     def release(self, request_ids: Iterable[str]) -> list[str]:
         """Give up the requests that have not started, for another site to take; return their ids."""
-        released = [
-            request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler.queue
-        ]
+        released = [request_id for request_id in dict.fromkeys(request_ids) if self.waits(request_id)]
         for request_id in released:
             self._live.forget(self._live.processors[request_id].request)
         return released

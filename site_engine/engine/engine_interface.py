@@ -42,6 +42,9 @@ class Engine(Protocol):
         what was under way, which may end it.
         """
 
+    def waits(self, request_id: str) -> bool:
+        """Return whether a request is here and has not started."""
+
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -39,12 +38,6 @@ slow one taken for a stall costs little: the gateways move what others can take,
 """
 
 
-@dataclass(slots=True)
-class _Live:
-    request: Request
-    completion_tokens: int = 0
-
-
 class EngineThread:
     """Runs `engine` on a thread from `start` to `stop`.
 
@@ -69,7 +62,7 @@ class EngineThread:
         self.listener = Listener(_ignore, _ignore, _ignore)
         self._ending = False
         self._broken = ""
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, int] = {}  # the tokens that each request has got, by id
         self._calls: list[Callable[[], None]] = []
         self._consecutive_errors = 0
         self._steps_without_token = 0
@@ -253,7 +246,7 @@ class EngineThread:
         known = [output for output in outputs if output.request_id in self._live]
         for output in known:
             if output.finish is None:
-                self._live[output.request_id].completion_tokens = output.completion_tokens
+                self._live[output.request_id] = output.completion_tokens
             else:
                 self._live.pop(output.request_id)
         if known:
@@ -290,29 +283,16 @@ class EngineThread:
             log.exception("the engine failed to take a request")
             self._engine.release(taken)
             return NotServed(Reason.INTERNAL, f"the engine failed to take the request: {describe(exc)}")
-        self._live.update((request.id, _Live(request)) for request in group)
+        self._live.update((request.id, 0) for request in group)
         return answers[0]
 
     def _release_group(self, group: Sequence[str]) -> bool:
-        """Release all requests of a group or none: resubmit the released ones if another has started."""
-        if self._broken or any(request_id not in self._live for request_id in group):
+        """Release all requests of a group or none."""
+        if self._broken or not all(each in self._live and self._engine.waits(each) for each in group):
             return False
-        released = self._engine.release(group)
-        if len(released) == len(group):
-            for request_id in group:
-                del self._live[request_id]
-            return True
-        self._resubmit(released)
-        return False
-
-    def _resubmit(self, request_ids: Iterable[str]) -> None:
-        """Queue requests again: they were admitted, so no queue is too long for them now."""
-        for request_id in request_ids:
-            request = self._live[request_id].request
-            try:
-                self._engine.submit(request, request.to_move())
-            except RequestRejected as refused:
-                self._publish([self._failed(request_id, refused.message)])
+        for request_id in self._engine.release(group):
+            del self._live[request_id]
+        return True
 
     # ---- failures
 
@@ -341,11 +321,9 @@ class EngineThread:
             raise EngineBroken(
                 f"{MAX_CONSECUTIVE_ERRORS} iterations in a row failed, the last with: {describe(exc)}"
             ) from exc
-        waiting = set(self._engine.release(list(self._live)))
-        started = [request_id for request_id in self._live if request_id not in waiting]
+        started = [request_id for request_id in self._live if not self._engine.waits(request_id)]
         for request_id in started:
             self._engine.cancel(request_id)
-        self._resubmit(request_id for request_id in list(self._live) if request_id in waiting)
         return [self._failed(request_id, f"the engine failed: {describe(exc)}") for request_id in started]
 
     def _break(self, exc: Exception) -> None:
@@ -358,7 +336,7 @@ class EngineThread:
         self._post_calls()
 
     def _failed(self, request_id: str, error: str) -> Output:
-        tokens = self._live[request_id].completion_tokens
+        tokens = self._live[request_id]
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
 
 

@@ -86,6 +86,7 @@ def test_a_group_that_is_not_given_up_waits_on_however_full_the_queue_has_become
     assert decisions == [False]
     finishes = [each.last.finish for each in collected.values() if each.last is not None]
     assert finishes == [Finish.LENGTH] * 11
+    assert list(collected)[:2] == ["one", "other"], "it has waited no less for being asked for"
 
 
 def test_cancel_of_an_unknown_request_is_nobodys_concern() -> None:
@@ -301,7 +302,7 @@ def test_deadlines_of_answers_that_ended_in_time_are_forgotten() -> None:
 
 
 def test_the_deadline_of_a_request_that_is_given_up_and_comes_back_is_kept_once() -> None:
-    """As those that wait do: of a group of which another runs, when gateways ask for it again and again."""
+    """When gateways move it to and fro."""
     engine = engine_for(family("llama").served)
     request = greedy("waits", [1], 1)
     request.deadline_s = 1e9

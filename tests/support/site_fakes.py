@@ -114,6 +114,9 @@ class FakeEngine:
         known = self.running.pop(request_id, None) or self.pending.pop(request_id, None)
         return [], None if known is None else Moved(0.0)
 
+    def waits(self, request_id: str) -> bool:
+        return request_id in self.pending
+
     def release(self, request_ids: Sequence[str]) -> list[str]:
         return [each for each in request_ids if self.pending.pop(each, None) is not None]
 
