@@ -168,8 +168,10 @@ class SiteEngine:
                         request.state = State.AWAITED
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
-                before = None
-                self._isolate(self._still_running(plan), error)
+                before, again_s = None, self._clock()
+                if left := self._still_running(plan):
+                    discarded = self._isolate(left, error)
+                    self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
         return self._live.take_outputs()
 

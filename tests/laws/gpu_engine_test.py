@@ -323,6 +323,9 @@ def test_an_iteration_that_the_device_did_not_take_is_computed_again(
     got = drain(engine)
     assert got["one"].token_ids == of.generate([5, 6, 7, 8, 9, 10], 6)
     assert got["two"].token_ids == of.generate([9, 9, 9], 6)
+    figures = engine.load()
+    assert figures.tokens_total == 12
+    assert figures.computed_tokens_total == 6 + 3 + 2 * 5
 
 
 def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
