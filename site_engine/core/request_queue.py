@@ -61,20 +61,27 @@ class Ageing:
         self._passage_s = 0.0  # the longest recent wait of a new request under first come, first served
 
     def arrived(self, now_s: float, waiting: int) -> float:
-        """Return the clock's reading for a request that arrives while `waiting` others wait."""
+        """Return the clock's reading for a request that arrives while `waiting` others wait.
+
+        One that another engine gives up has arrived before: what it has waited counts at today's pace.
+        """
         if not waiting:
-            self._started_s = now_s
+            self._started_s = max(now_s, self._read_s)
         self._advance(now_s, waiting)
-        return self._aged
+        return self._aged - max(0.0, self._read_s - now_s) / self._period_s
 
     def started(self, now_s: float, waiting: int) -> None:
         self._gap_s += GAP_SHARE * (max(0.0, now_s - self._started_s) - self._gap_s)
         self._started_s = now_s
         self._advance(now_s, waiting)
 
+    @property
+    def _period_s(self) -> float:
+        return max(MIN_AGEING_S, AGEING_SHARE * self._passage_s)
+
     def _advance(self, now_s: float, waiting: int) -> None:
         passed_s = max(0.0, now_s - self._read_s)
-        self._aged += passed_s / max(MIN_AGEING_S, AGEING_SHARE * self._passage_s)
+        self._aged += passed_s / self._period_s
         self._passage_s = max(waiting * self._gap_s, self._passage_s * exp(-passed_s / PASSAGE_FADE_S))
         self._read_s = max(now_s, self._read_s)
 
@@ -218,7 +225,10 @@ class AdmissionQueue:
         self._sequence += 1
         self._overtaking = (None, [])
         score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
+        newest = next(reversed(self._waiting.values()), None)
         entry = self._waiting[request.id] = score, self._sequence, request
+        if newest is not None and request.arrived_s < newest[2].arrived_s:  # another engine has given it up
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: each[1][2].arrived_s))
         insort(level.waiting.setdefault(request.tenant, []), entry)
         work = request.expected_remaining() + _prompt_work(request)
         level.work[request.tenant] = level.work.get(request.tenant, 0.0) + work

@@ -164,6 +164,19 @@ def test_who_starves_goes_first_within_its_lane() -> None:
     assert late.id == "starves"
 
 
+def test_what_another_engine_gives_up_has_waited_since_it_came_there() -> None:
+    late = waiting("late", 100, arrived_s=100.0)
+    patient = waiting("patient", 100 * e, arrived_s=100.0 - 2.1 * MIN_AGEING_S)
+    assert order(filled(late, patient), 100.0) == ["patient", "late"]
+    soon = waiting("soon", 100 * e, arrived_s=100.0 - 1.9 * MIN_AGEING_S)
+    assert order(filled(late, soon), 100.0) == ["late", "soon"]
+    queue = AdmissionQueue(starving_after_s=1000.0)
+    queue.push(late)
+    queue.push(waiting("starves", 100, arrived_s=0.0, priority=9))
+    queue.push(waiting("newest", 100, arrived_s=900.0))
+    assert order(queue, 1001.0)[0] == "starves"
+
+
 def test_a_flood_does_not_go_before_the_few_queries_of_another_tenant() -> None:
     """Also once it starves, and while the tenants' shares still count as alike."""
     queue = AdmissionQueue(starving_after_s=10.0)
