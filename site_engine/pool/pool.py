@@ -56,7 +56,10 @@ class EnginePool:
         self._replicas = [
             Replica(place, process, device) for place, (device, process) in enumerate(processes.items())
         ]
-        self._variants = PoolVariants(lambda: [each.process for each in self._serving()])
+        self._variants = PoolVariants(
+            serving=lambda: [each.process for each in self._serving()],
+            holding=lambda: [each.process for each in self._replicas if each.serves or each.rests],
+        )
         self._starter = ReplicaStarter(
             launch, self._variants, clock, is_wanted=lambda: not self.sleeping.asleep, join=self._join
         )

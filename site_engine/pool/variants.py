@@ -16,10 +16,17 @@ T = TypeVar("T")
 class PoolVariants:
     """The variants of a pool. An engine that joins holds `changing` until it has loaded them and serves."""
 
-    def __init__(self, serving: Callable[[], Sequence[EngineProcess]]) -> None:
-        """`serving` returns the processes of the engines that serve."""
+    def __init__(
+        self,
+        serving: Callable[[], Sequence[EngineProcess]],
+        holding: Callable[[], Sequence[EngineProcess]],
+    ) -> None:
+        """`serving` returns the processes of the engines that serve, `holding` also those of engines that
+        sleep, which have their variants in memory.
+        """
         self.on_refused: Callable[[str, VariantRefused], None] = lambda variant_id, refused: None
         self._serving = serving
+        self._holding = holding
         self.changing = asyncio.Lock()
         self._wanted: dict[str, Variant] = {}
 
@@ -61,7 +68,7 @@ class PoolVariants:
 
     async def _remove(self, variant_id: str) -> list[VariantRefused | None]:
         del self._wanted[variant_id]
-        return await asyncio.gather(*(_removed(each, variant_id) for each in self._serving()))
+        return await asyncio.gather(*(_removed(each, variant_id) for each in self._holding()))
 
 
 def _added(process: EngineProcess, variant: Variant) -> asyncio.Future[Chain | VariantRefused]:

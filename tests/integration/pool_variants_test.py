@@ -13,8 +13,9 @@ import pytest
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Request, Sampling
 from site_engine.errors import NotServed, Reason, VariantRefused
-from tests.integration.engine_pool_test import asked, launched
+from tests.integration.engine_pool_test import asked, launched, launched_with
 from tests.integration.pool_sleep_test import sleep, wake
+from tests.support.fake_engine_process import fake_settings
 from tests.support.heard_engine import WITHIN_S, run
 
 
@@ -110,5 +111,34 @@ def test_a_variant_that_an_engine_refuses_as_it_starts_again_costs_the_others_no
                 await asyncio.wait_for(asked(partial(heard.pool.remove_variant, "changing")), WITHIN_S)
                 is None
             )
+
+    run(scenario())
+
+
+def test_a_variant_that_an_engine_refuses_as_it_starts_is_not_kept_by_one_that_sleeps_on(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        says, changing = tmp_path / "says", tmp_path / "changing"
+        changing.mkdir()
+        sleeper = fake_settings(sleep="host", served_model=str(says))
+        async with launched_with([sleeper, fake_settings(sleep="host")]) as heard:
+
+            async def added() -> Chain | VariantRefused:
+                variant = Variant("changing", str(changing))
+                return await asyncio.wait_for(asked(partial(heard.pool.add_variant, variant)), WITHIN_S)
+
+            assert isinstance(await added(), Chain)
+            pid = heard.pool.pids[1]
+            await sleep(heard)
+            os.kill(pid, signal.SIGKILL)
+            (changing / "broken").touch()
+            says.write_text("cuda:0 has 5 bytes free, which is too little")
+            assert await wake(heard) == "cuda:0 has 5 bytes free, which is too little"
+            assert [name for name, _ in heard.refused] == ["changing"]
+            (changing / "broken").unlink()
+            says.unlink()
+            assert await wake(heard) == ""
+            assert isinstance(await added(), Chain)
 
     run(scenario())
