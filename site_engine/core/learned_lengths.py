@@ -44,16 +44,16 @@ class LengthFactors:
             return 1.0
         return exp(self._logs.get(Kind(request.tenant, request.prefill_heavy), 0.0))
 
-    def ended(self, request: Request) -> None:
-        """Learn from a line of a batch that has ended by itself, before its limit."""
-        if request.lane is not Lane.BATCH or not 0 < request.generated < request.max_tokens:
+    def ended(self, request: Request, generated: int) -> None:
+        """Learn from a line of a batch that has ended by itself, before its limit, after so many tokens."""
+        if request.lane is not Lane.BATCH or not 0 < generated < request.max_tokens:
             return
         kind = Kind(request.tenant, request.prefill_heavy)
         lines, total = self._ended.pop(kind, (0.0, 0.0))
         if lines >= REMEMBERED_LINES:
             lines, total = lines / 2, total / 2
         mean, _ = _log_lengths(request.remaining)
-        self._ended[kind] = lines + 1, total + log(request.generated) - mean
+        self._ended[kind] = lines + 1, total + log(generated) - mean
         if len(self._ended) > MAX_KINDS:
             del self._ended[next(iter(self._ended))]
 

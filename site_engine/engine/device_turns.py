@@ -87,6 +87,7 @@ class SharedEngine:
         self.expect: Callable[[], None] = engine.expect
         self.send_ahead: Callable[..., bool] = engine.send_ahead
         self.export: Callable[..., tuple[Sequence[Output], Moved | None]] = engine.export
+        self.end_by_text: Callable[[str, int], None] = engine.end_by_text
         self.cancel: Callable[[str], object] = engine.cancel
         self.waits: Callable[[str], bool] = engine.waits
         self.release: Callable[[Sequence[str]], Sequence[str]] = engine.release

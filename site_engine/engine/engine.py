@@ -277,6 +277,13 @@ class SiteEngine:
         """End a request in any state with the next step; ignore an unknown id."""
         self._live.cancel(request_id)
 
+    def end_by_text(self, request_id: str, generated: int) -> None:
+        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+        if request_id in self._live.processors:
+            request = self._live.processors[request_id].request
+            self._scheduler.reservation.factors.ended(request, generated)
+            self._live.cancel(request_id)
+
     def waits(self, request_id: str) -> bool:
         """Return whether a request is here and has not started."""
         return request_id in self._scheduler.queue
@@ -363,7 +370,7 @@ class SiteEngine:
             outputs.append(output)
             discarded += not output.token_ids
             if output.finish is not None:
-                self._scheduler.reservation.factors.ended(request)
+                self._scheduler.reservation.factors.ended(request, request.generated)
                 self._live.end(request)
         return discarded
 

@@ -29,6 +29,9 @@ class Engine(Protocol):
     def submit(self, request: Request, moved: Moved | None = None) -> Admission: ...
     def cancel(self, request_id: str) -> object: ...
 
+    def end_by_text(self, request_id: str, generated: int) -> None:
+        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+
     def expect(self) -> None:
         """Be ready for a request that another engine is about to give up."""
 

@@ -118,6 +118,15 @@ class EngineThread:
 
         self._enqueue(run)
 
+    def end_by_text(self, request_id: str, generated: int) -> None:
+        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+
+        def run() -> None:
+            if request_id in self._live and not self._broken:
+                self._engine.end_by_text(request_id, generated)
+
+        self._enqueue(run)
+
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
         self.between(lambda: [self._release_group(each) for each in groups], reply)

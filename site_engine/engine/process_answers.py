@@ -13,11 +13,12 @@ class Answers:
     """A request has a number in the process; rows that name one which is gone are dropped.
 
     A token alone waits to be read with those that follow it: to read ten tokens of an answer costs little
-    more than to read one. `cancel` is called with the number of an answer that its text has ended.
+    more than to read one. `end` is called with the number of an answer that its text has ended, and with its
+    number of tokens.
     """
 
-    def __init__(self, cancel: Callable[[int], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, end: Callable[[int, int], None]) -> None:
+        self._end = end
         self._answers: dict[int, Answer] = {}
         self._numbers: dict[str, int] = {}  # by request id
         self._unread: dict[int, list[int]] = {}
@@ -73,7 +74,7 @@ class Answers:
                 output = answer.take_detailed(token_id, detail, now)
                 outputs.append(output)
                 if output.finish is not None and detail.finish is None:
-                    self._cancel(number)
+                    self._end(number, answer.generated)
             if detail.finish is not None:
                 self.pop([number])
         return outputs
@@ -89,5 +90,5 @@ class Answers:
             return []
         output = answer.take(token_ids, now)
         if output.finish is not None:  # the engine goes on: its text has ended it
-            self._cancel(number)
+            self._end(number, answer.generated)
         return [output]

@@ -78,7 +78,7 @@ class EngineProcess(asyncio.Protocol):
         self._eos_token_ids: tuple[int, ...] = ()
         self._next_call = count(1)
         self._next_number = count(1)
-        self.answers = Answers(lambda number: self._send(pm.Cancel([number])))
+        self.answers = Answers(lambda number, generated: self._send(pm.EndByText(number, generated)))
         self._pace = SendPace(stream_interval_s)
         self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}

@@ -67,6 +67,13 @@ class Cancel(Message, frozen=True):
     numbers: list[int]
 
 
+class EndByText(Message, frozen=True):
+    """The site has read the end of an answer in its text, after so many tokens."""
+
+    number: int
+    generated: int
+
+
 class Release(Message, frozen=True):
     call: int
     groups: list[list[int]]
@@ -308,6 +315,7 @@ ToEngine: TypeAlias = (
     Start
     | Submit
     | Cancel
+    | EndByText
     | Release
     | Export
     | Expect

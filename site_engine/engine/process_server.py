@@ -138,8 +138,8 @@ class EngineServer:
         match message:
             case pm.Submit():
                 self._submit(message)
-            case pm.Cancel():
-                self._cancel(message.numbers)
+            case pm.Cancel() | pm.EndByText():
+                self._end(message)
             case pm.Release():
                 self._release(message)
             case pm.Export() | pm.Expect() | pm.Meet():
@@ -194,6 +194,12 @@ class EngineServer:
             self._compiler.submit(compile_first)
         else:
             self._thread.submit(group, reply, message.moved)
+
+    def _end(self, message: pm.Cancel | pm.EndByText) -> None:
+        if isinstance(message, pm.Cancel):
+            self._cancel(message.numbers)
+        elif (request_id := self._ids.get(message.number)) is not None:
+            self._thread.end_by_text(request_id, message.generated)
 
     def _cancel(self, numbers: list[int]) -> None:
         """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""

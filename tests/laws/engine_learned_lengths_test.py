@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from site_engine.core.learned_lengths import MAX_KINDS, LengthFactors
 from site_engine.core.request import Lane, Request
+from site_engine.text.detokenize import TokenNames
 from tests.laws.engine_reserve_test import WRONG_BY, wrong_forecast
 from tests.support.counted_engine import CountedEngine, Counts
+from tests.support.engine_models import drain, engine_for, family, greedy, tokenizer
 
 EXPECTED = 200.0
 CURVE = wrong_forecast(EXPECTED)
@@ -23,6 +26,10 @@ def line(at: int, generated: int, tenant: str = "t", lane: Lane = Lane.BATCH) ->
     return made
 
 
+def end(factors: LengthFactors, ended: Request) -> None:
+    factors.ended(ended, ended.generated)
+
+
 def learned(times: float, part: float, seed: int) -> float:
     """Return the factor after `part` of the median length, when 200 lines have begun together."""
     rnd, factors = random.Random(seed), LengthFactors()
@@ -30,7 +37,7 @@ def learned(times: float, part: float, seed: int) -> float:
     now = part * times * EXPECTED
     for at, length in enumerate(lengths):
         if length <= now:
-            factors.ended(line(at, max(1, round(length))))
+            end(factors, line(at, max(1, round(length))))
     running = [line(at, round(now)) for at, length in enumerate(lengths) if length > now]
     for _ in range(60):
         factors.update(running)
@@ -49,7 +56,7 @@ def test_a_few_lines_say_little_and_none_says_nothing() -> None:
     factors = LengthFactors()
     factors.update([line(1, 900)])
     assert factors.factor(line(2, 0)) == 1.0
-    factors.ended(line(3, 400))
+    end(factors, line(3, 400))
     factors.update([])
     assert 1.0 < factors.factor(line(2, 0)) < 1.1
 
@@ -57,8 +64,8 @@ def test_a_few_lines_say_little_and_none_says_nothing() -> None:
 def test_chats_and_other_tenants_are_forecast_as_before() -> None:
     factors = LengthFactors()
     for at in range(100):
-        factors.ended(line(at, 900))
-        factors.ended(line(at, 900, "u", Lane.CHAT))
+        end(factors, line(at, 900))
+        end(factors, line(at, 900, "u", Lane.CHAT))
     factors.update([])
     assert factors.factor(line(0, 0)) > 3
     for other in (line(0, 0, "u"), line(0, 0, lane=Lane.CHAT)):
@@ -70,10 +77,10 @@ def test_what_a_limit_cut_off_and_other_kinds_of_lines_say_nothing() -> None:
     for at in range(100):
         cut = line(at, 900)
         cut.max_tokens = 900
-        factors.ended(cut)
+        end(factors, cut)
         short = line(at, 900)
         short.prefill_heavy = True
-        factors.ended(short)
+        end(factors, short)
     factors.update([])
     assert factors.factor(line(0, 0)) == 1.0
     assert factors.factor(short) > 3
@@ -83,11 +90,11 @@ def test_a_tenants_next_batch_of_another_kind_is_learned_and_old_tenants_are_for
     factors = LengthFactors()
     for generated in (900, 200):
         for at in range(1200):
-            factors.ended(line(at, generated))
+            end(factors, line(at, generated))
     factors.update([])
     assert factors.factor(line(0, 0)) < 1.2
     for at in range(MAX_KINDS):
-        factors.ended(line(at, 900, f"u{at}"))
+        end(factors, line(at, 900, f"u{at}"))
     factors.update([])
     assert factors.factor(line(0, 0)) == 1.0
 
@@ -112,3 +119,25 @@ def test_a_batch_that_is_forecast_wrong_as_a_whole_leaves_no_memory_empty_and_pr
     right, shorter, longer = run(1.0, 0), run(0.5, 0), run(2.0, 0)
     assert shorter.seconds <= 1.1 * right.seconds
     assert longer.preemptions <= 2 * right.preemptions  # 5 times as many if nothing is learned
+
+
+def test_what_a_stop_string_ends_is_learned_wherever_its_text_is_read() -> None:
+    """An engine that has no text has gone on when it is told of the end."""
+    whole = family("llama").generate([9, 8, 7], 12)
+    stop = tokenizer().decode(whole)[3]
+    learned_by = []
+    for of in (family("llama").served, replace(family("llama").served, vocabulary=TokenNames())):
+        engine = engine_for(of)
+        request = greedy("line", [9, 8, 7], 40, stop=(stop,), ignore_eos=True)
+        request.lane = Lane.BATCH
+        engine.submit(request)
+        if not learned_by:
+            length = len(drain(engine)["line"].token_ids)
+            assert length < 12
+        else:
+            for _ in range(length + 2):
+                engine.step()
+            engine.end_by_text("line", length)
+            drain(engine)
+        learned_by.append(engine._scheduler.reservation.factors._ended)
+    assert learned_by[0] == learned_by[1] != {}

@@ -115,7 +115,7 @@ class CountedEngine:
             counts.asked += request.prompt_len
             counts.preemptions += request.preemptions
             counts.output += request.generated
-            scheduler.reservation.factors.ended(request)
+            scheduler.reservation.factors.ended(request, request.generated)
             scheduler.release(request)
         return ended
 

@@ -68,6 +68,7 @@ class FakeEngine:
     pending: dict[str, Request] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)  # tokens of pending ones, by another engine
     cancelled: list[Output] = field(default_factory=list)
+    lengths: dict[str, int] = field(default_factory=dict)  # of those that their text has ended
     tokens_total: int = 0
     variants: dict[str, Chain] = field(default_factory=dict)
     may_load: threading.Event = field(default_factory=threading.Event)
@@ -103,6 +104,10 @@ class FakeEngine:
         if run or waiting:
             tokens = run.tokens if run else 0
             self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
+
+    def end_by_text(self, request_id: str, generated: int) -> None:
+        self.lengths[request_id] = generated
+        self.cancel(request_id)
 
     def expect(self) -> None:
         """Do nothing: each iteration is computed when it is launched."""

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from site_engine.core.chain import Variant
-from site_engine.core.request import Grammar, Request, Sampling
+from site_engine.core.request import Finish, Grammar, Request, Sampling
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
@@ -48,11 +48,11 @@ def answer(site: socket.socket, kind: type[T]) -> T:
 
 
 @contextmanager
-def served(slots: int = 4) -> Iterator[tuple[EngineServer, socket.socket]]:
+def served(engine: FakeEngine | None = None) -> Iterator[tuple[EngineServer, socket.socket]]:
     """Serve an engine whose compiler of grammars breaks; yield it and the site's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.settimeout(WITHIN_S)
-    engine = FakeEngine(slots=slots)
+    engine = engine or FakeEngine(slots=4)
     server = EngineServer(
         theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
     )
@@ -68,7 +68,7 @@ def served(slots: int = 4) -> Iterator[tuple[EngineServer, socket.socket]]:
 
 
 def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted() -> None:
-    with served(slots=2) as (_, site):
+    with served() as (_, site):
         guided = Request("guided", (97,), Sampling(max_tokens=2), grammar=Schema())
         site.sendall(pm.frame(packing.to_submit(1, [1], [guided])))
         refused = admission(site)
@@ -88,3 +88,14 @@ def test_nothing_is_kept_of_a_variant_that_was_removed() -> None:
             site.sendall(pm.frame(pm.RemoveVariant(call, "one")))
             assert not answer(site, pm.VariantRemoved).message
         assert server._ends == {}
+
+
+def test_an_answer_that_its_text_ends_is_ended_in_the_engine_with_its_length() -> None:
+    engine = FakeEngine(slots=0)
+    with served(engine) as (_, site):
+        site.sendall(pm.frame(packing.to_submit(1, [1], [Request("stops", (97,))])))
+        assert admission(site).reason == ""
+        site.sendall(pm.frame(pm.EndByText(1, 5)) + pm.frame(pm.EndByText(2, 7)))
+        (ended,) = answer(site, pm.Step).details
+        assert ended.finish is Finish.CANCELLED
+        assert engine.lengths == {"stops": 5}

@@ -11,14 +11,14 @@ from tests.support.fake_engine_process import LETTERS
 BEGUN = Timings(0.0, 0.0, 0.0, 0, 0)
 
 
-def answers(*stops: str) -> tuple[Answers, list[int]]:
-    """Return three answers with the numbers 1 to 3, and the list of those that are cancelled."""
-    cancelled: list[int] = []
-    found = Answers(cancelled.append)
+def answers(*stops: str) -> tuple[Answers, list[tuple[int, int]]]:
+    """Return three answers with the numbers 1 to 3, and the list of those that their text ends."""
+    ended: list[tuple[int, int]] = []
+    found = Answers(lambda number, generated: ended.append((number, generated)))
     for number in (1, 2, 3):
         request = Request(f"r{number}", (1,), Sampling(max_tokens=100, stop=stops))
         found.add(number, Answer(request, LETTERS, ()))
-    return found, cancelled
+    return found, ended
 
 
 def step(*rows: tuple[int, str], first: int | None = None, last: int | None = None) -> Step:
@@ -56,10 +56,10 @@ def test_the_end_of_an_answer_waits_for_nothing_and_comes_last() -> None:
 
 
 def test_what_follows_a_stop_string_is_not_read_and_the_engine_is_told_once() -> None:
-    here, cancelled = answers("!")
+    here, ended = answers("!")
     for text in "ab!cd":
         here.take(step((3, text)), 0.0)
-    assert cancelled == []
+    assert ended == []
     (read,) = here.read(0.0)
     assert (read.text, read.finish, read.token_ids, read.completion_tokens) == (
         "ab",
@@ -67,12 +67,12 @@ def test_what_follows_a_stop_string_is_not_read_and_the_engine_is_told_once() ->
         (97, 98, 33),
         3,
     )
-    assert cancelled == [3]
+    assert ended == [(3, 3)]
     here.take(step((3, "e")), 0.0)
     assert here.read(0.0) == []
     assert here.take(step((3, "f"), last=0), 0.0) == []
     assert here.get(3) is None
-    assert cancelled == [3]
+    assert ended == [(3, 3)]
 
 
 def test_of_an_answer_that_is_gone_nothing_is_read() -> None:
