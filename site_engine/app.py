@@ -9,8 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -216,13 +214,14 @@ async def training_runs(
         return
     from site_engine.engine.training_loop import MAX_JOBS
     from site_engine.training.archive import pack, unpack
+    from site_engine.training.temporary_folder import temporary_folder
 
     (base,) = site.hello().models
     runs = TrainingRuns(
         site, engine.trainer, base, MAX_JOBS, pack=pack, serve=group.serve_adapter, clock=time.monotonic
     )
-    with TemporaryDirectory(prefix="mico-tuned-") as folder:
-        group.tuning = Tuning(runs.fetch, unpack, Path(folder))
+    with temporary_folder("mico-adapters-") as folder:
+        group.tuning = Tuning(runs.fetch, unpack, folder)
         reporting = asyncio.create_task(runs.report_forever())
         try:
             yield runs

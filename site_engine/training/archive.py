@@ -12,13 +12,14 @@ from site_engine.core.training import AdapterShape
 from site_engine.errors import VariantRefused
 from site_engine.training.adapter import write_folder
 from site_engine.training.snapshot import decode
+from site_engine.training.temporary_folder import temporary_folder
 from site_engine.variants.peft_folder import CONFIG, WEIGHTS
 
 
 def pack(snapshot: bytes, shape: AdapterShape, base: str) -> bytes:
     """Return the archive of a snapshot's adapter; equal adapters have equal archives."""
-    with tempfile.TemporaryDirectory(prefix="mico-adapter-") as parent:
-        folder = Path(parent) / "adapter"
+    with temporary_folder("mico-packed-") as parent:
+        folder = parent / "adapter"
         write_folder(folder, decode(snapshot).adapter, shape, base)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
