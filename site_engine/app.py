@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -54,13 +55,19 @@ def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
         hide_torch()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            shutdown = Shutdown()
             if others:
-                return runner.run(serve_groups(configs, spawn=spawn))
-            if config.engine == "native":
-                return runner.run(serve(config, spawn=spawn))
-            from site_engine.remote_site import serve as serve_remote  # needs no torch
+                status = runner.run(serve_groups(configs, spawn=spawn, shutdown=shutdown))
+            elif config.engine == "native":
+                status = runner.run(serve(config, spawn=spawn, shutdown=shutdown))
+            else:
+                from site_engine.remote_site import serve as serve_remote  # needs no torch
 
-            return runner.run(serve_remote(config))
+                status = runner.run(serve_remote(config))
+            if shutdown.while_starting:  # threads load an engine for nobody
+                logging.shutdown()
+                os._exit(status)
+            return status
     except ConfigError as exc:
         log.critical("%s", exc)
         return EXIT_FAILED
@@ -82,37 +89,47 @@ async def serve(
     if load is None and config.separates_engine:
         async with attempt_log(config.site, config.otlp_url) as on_finish:
             return await _serve_process(config, dialer, on_finish, shutdown, spawn)
-    loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
-    engine = await asyncio.to_thread(
-        NativeEngine.from_loaded,
-        loaded,
-        loop.call_soon_threadsafe,
-        config.iteration_floor_s,
-        allow_special_tokens=config.allow_special_tokens,
-    )
-    set_up_collector()
-    async with attempt_log(config.site, config.otlp_url) as on_finish:
-        with shutdown.handle_signals(loop):
-            served = Served(engine, facts_of(loaded), shutdown.engine_broken, configured_variants(config))
+    with shutdown.handle_signals(loop):
+        post = loop.call_soon_threadsafe
+        loading = asyncio.create_task(asyncio.to_thread(_load_here, config, load or load_engine, post))
+        if not await _started(loading, shutdown):
+            return shutdown.status
+        engine, facts = loading.result()
+        set_up_collector()
+        async with attempt_log(config.site, config.otlp_url) as on_finish:
+            served = Served(engine, facts, shutdown.engine_broken, configured_variants(config))
             return await _serve(config, served, dialer, on_finish, shutdown)
+
+
+def _load_here(
+    config: SiteConfig,
+    load: Callable[[SiteConfig], Loaded],
+    post: Callable[[Callable[[], None]], object],
+) -> tuple[NativeEngine, Facts]:
+    """Load the engine in this process. `post` carries a call to the event loop."""
+    loaded, special = load(config), config.allow_special_tokens
+    engine = NativeEngine.from_loaded(loaded, post, config.iteration_floor_s, allow_special_tokens=special)
+    return engine, facts_of(loaded)
 
 
 async def serve_groups(
     configs: Sequence[SiteConfig],
-    load: Callable[[SiteConfig], Loaded] = load_engine,
+    load: Callable[[SiteConfig], Loaded] | None = None,
     spawn: Spawn = spawn,
+    shutdown: Shutdown | None = None,
 ) -> int:
     """Serve several groups, each a site of its own, until a signal or until one of them fails.
 
     Engines in this process are loaded one after the other, and take turns on the device. Raises ConfigError
     if one cannot begin.
     """
-    shutdown, device, loading = Shutdown(), SharedDevice(time.monotonic), threading.Lock()
+    shutdown = shutdown or Shutdown()
+    device, loading = SharedDevice(time.monotonic), threading.Lock()
 
     def load_shared(config: SiteConfig) -> Loaded:
         with loading:
-            loaded = load(config)
+            loaded = (load or load_engine)(config)
         return loaded._replace(engine=device.engine(loaded.engine))
 
     async def serve_one(config: SiteConfig) -> None:
@@ -152,7 +169,7 @@ async def _serve_process(
     with shutdown.handle_signals(loop):
         while lost_in_a_row < MAX_LOST_IN_A_ROW:
             launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, spawn))
-            if not await _first(launching, shutdown.requested.wait()):
+            if not await _started(launching, shutdown):
                 return shutdown.status
             engine, facts = launching.result()
             lost: asyncio.Future[str] = loop.create_future()
@@ -236,6 +253,15 @@ def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
         shutdown.engine_broken(reason)
     elif not lost.done():
         lost.set_result(reason)
+
+
+async def _started(starting: asyncio.Task[Any], shutdown: Shutdown) -> bool:
+    """Wait for an engine to start; return False if the process is to end before."""
+    if await _first(starting, shutdown.requested.wait()):
+        return True
+    shutdown.while_starting = True
+    log.info("ending while the engine starts: %s", shutdown.reason)
+    return False
 
 
 async def _first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,44 @@ def test_a_broken_engine_fails_its_attempts_says_bye_and_leaves_with_a_fault() -
             assert not accepted & rejected
 
     asyncio.run(scenario())
+
+
+HANGS = """
+import sys, threading
+from site_engine import app
+from site_engine.config import SiteConfig
+def load(config):
+    print("loading", flush=True)
+    threading.Event().wait()
+app.load_engine = load
+each = [SiteConfig(site=f"a/{name}", model="m", gateways=("h:1",), token="t") for name in sys.argv[1:]]
+sys.exit(app.run(each))
+"""
+
+
+@pytest.mark.parametrize("groups", [("a",), ("a", "b")])
+@pytest.mark.parametrize("signalled", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_whose_engine_still_loads(
+    signalled: signal.Signals, groups: tuple[str, ...]
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS, *groups],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            while process.stdout.readline() != "loading\n":
+                assert process.poll() is None
+            process.send_signal(signalled)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert said.count(f"ending while the engine starts: the site is ending ({signalled.name})") == len(groups)
 
 
 def test_a_model_that_cannot_be_loaded_is_named() -> None:
