@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, launch_engine
 from site_engine.optional_packages import UNUSED, hide, hide_torch
 from site_engine.process_settings import set_up_collector, set_up_process
-from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
+from site_engine.shutdown import EXIT_FAILED, Shutdown, is_first, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
@@ -176,7 +176,7 @@ async def _serve_process(
             served = Served(engine, facts, partial(_lose, lost, shutdown), wanted)
             began_s = time.monotonic()
             serving = asyncio.create_task(_serve(config, served, dialer, on_finish, shutdown))
-            if await _first(serving, lost):
+            if await is_first(serving, lost):
                 return serving.result()
             settled = time.monotonic() - began_s > SETTLED_AFTER_S
             lost_in_a_row = 1 if settled else lost_in_a_row + 1
@@ -257,23 +257,11 @@ def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
 
 async def _started(starting: asyncio.Task[Any], shutdown: Shutdown) -> bool:
     """Wait for an engine to start; return False if the process is to end before."""
-    if await _first(starting, shutdown.requested.wait()):
+    if await is_first(starting, shutdown.requested.wait()):
         return True
     shutdown.while_starting = True
     log.info("ending while the engine starts: %s", shutdown.reason)
     return False
-
-
-async def _first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:
-    """Wait for the task or the other, which then cancels the task; return whether the task was first."""
-    waiting = asyncio.ensure_future(other)
-    try:
-        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
-    finally:
-        waiting.cancel()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def configured_variants(config: SiteConfig) -> dict[str, Wanted]:

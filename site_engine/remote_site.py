@@ -29,7 +29,7 @@ from site_engine.remote.discovery import (
 from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.prometheus import UnknownMetrics
 from site_engine.remote.server import Server, ServerLost
-from site_engine.shutdown import EXIT_OK, Shutdown, run_until_shutdown, tick
+from site_engine.shutdown import EXIT_OK, Shutdown, is_first, run_until_shutdown, tick
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
 
@@ -75,8 +75,11 @@ async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shut
     """Wait for the server to come; return None if a shutdown comes first."""
     backoff_s = BACKOFF_FIRST_S
     while not shutdown.requested.is_set():
+        discovering = asyncio.create_task(discover(server, config))
+        if not await is_first(discovering, shutdown.requested.wait()):
+            return None
         try:
-            return await discover(server, config)
+            return discovering.result()
         except ServerLost as exc:
             log.warning("waiting for the server: %s", exc)
         with suppress(TimeoutError):

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from site_engine.federation.link import Links
 from site_engine.federation.site import Site
@@ -66,6 +67,18 @@ class Shutdown:
             self._handling -= 1
             for number in handled if not self._handling else ():
                 loop.remove_signal_handler(number)
+
+
+async def is_first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:
+    """Wait for the task or the other, which then cancels the task; return whether the task was first."""
+    waiting = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def run_until_shutdown(

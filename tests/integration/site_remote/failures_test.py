@@ -17,6 +17,8 @@ from tests.support.remote_site import Scene, config, run
 from tests.support.site_gateway import Gateway, assign, serving
 from wire import federation_pb2 as pb
 
+WITHIN_S = 60.0
+
 
 async def cut_off(here: Scene) -> None:
     """After its first text."""
@@ -211,6 +213,34 @@ def test_a_site_waits_for_its_server_and_a_signal_ends_the_wait() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             assert await site == 0
             await server.start()
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_ends_a_site_whose_server_takes_questions_and_answers_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("site_engine.remote.server.PROBE_S", 3600.0)
+
+    async def scenario() -> None:
+        asked, ended = asyncio.Event(), asyncio.Event()
+
+        async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await ended.wait()
+            writer.close()
+
+        async with openai_server() as server, serving(Gateway()) as gateway:
+            hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+            url = "http://{}:{}".format(*hung.sockets[0].getsockname())
+            site = asyncio.create_task(serve(config(server, gateway, url=url)))
+            await asyncio.wait_for(asked.wait(), WITHIN_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                assert await asyncio.wait_for(site, WITHIN_S) == 0
+            finally:
+                ended.set()
+                hung.close()
 
     asyncio.run(scenario())
 
