@@ -178,6 +178,7 @@ def end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    leave_signals()
     hide(*UNUSED)
     began = StartUp(time.monotonic)
     with began.part("torch"), first_import("torch"):

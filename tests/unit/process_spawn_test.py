@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
+
+import pytest
 
 from site_engine.engine.process_spawn import Spawned, prestarted, spawn
 
@@ -36,3 +39,13 @@ def test_a_process_that_nobody_asks_for_ends_with_its_socket() -> None:
     process, connection = prestarted(partial(spawn, (sys.executable, "-c", waiting)))()
     connection.close()
     assert process.wait(60) == 0
+
+
+def test_a_signal_to_all_processes_is_left_to_the_site_while_the_engines_own_still_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process, connection = spawn()
+    connection.close()
+    assert process.wait(60) == 1
