@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import random
 import re
 import sys
@@ -173,7 +172,6 @@ def main() -> None:
             from bench.support.model_folders import write_model
 
             write_model(options.shape, model, (each.prompt for each in asked))
-            os.sync()  # no server has 16 GB written beside it: who appends to a file then waits for the disk
         for name in servers:
             extra = {"mico": options.mico_config, "vllm": options.vllm_arguments}
             try:

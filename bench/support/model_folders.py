@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,12 +28,16 @@ SPREAD, BIAS_SPREAD = 0.02, 0.1
 
 
 def write_model(shape: Path, folder: Path, texts: Iterable[str]) -> None:
-    """Write a model in the shape of `shape`/config.json to `folder`, with a tokenizer trained on `texts`."""
+    """Write a model in the shape of `shape`/config.json to `folder`, with a tokenizer trained on `texts`.
+
+    Wait until the disk has it: a server appends to its files more slowly beside 16 GB that are being written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(shape / "config.json", folder / "config.json")
     config = json.loads((shape / "config.json").read_text())
     _write_tokenizer(folder, texts, config["vocab_size"], config["eos_token_id"])
     _write_weights(folder, config)
+    os.sync()
 
 
 def _write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int, end_id: int) -> None:
