@@ -319,11 +319,13 @@ class Scene:
 
 @asynccontextmanager
 async def scene(**settings: Any) -> AsyncIterator[Scene]:
-    """Its sites report when their test says so, however slow the machine is, and are not stale before; nor
-    do heartbeats pass.
+    """Its sites report when their test says so, however slow the machine is, and are not stale before, nor
+    less liked for the age of their report; nor do heartbeats pass.
     """
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)
+        patient.setattr("gateway.routing.policies.REPORTS_EVERY_S", DEADLINE_S)
+        patient.setattr("gateway.routing.decide.REPORTS_EVERY_S", DEADLINE_S)
         outcomes: list[Outcome] = []
         directory = Directory()
         linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=DEADLINE_S)
