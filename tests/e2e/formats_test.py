@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from tests.support.agent_server import AgentServer, agent_server
 from tests.support.event_streams import message_events, named_events, response_events, text_of
 from tests.support.local_federation import LocalFederation
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 
@@ -116,7 +117,10 @@ def agent(federation: LocalFederation, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def claude(federation: LocalFederation) -> Iterator[anthropic.Anthropic]:
     url = federation.base_url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=url, api_key=federation.api_key, max_retries=0) as sdk:
+    http = patient(anthropic.DefaultHttpxClient())
+    with anthropic.Anthropic(
+        base_url=url, api_key=federation.api_key, max_retries=0, http_client=http
+    ) as sdk:
         yield sdk
 
 

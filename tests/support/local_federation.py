@@ -28,6 +28,7 @@ from mico.local.folder import Folder, Running
 from mico.local.plan import to_toml
 from mico.local.processes import last_lines
 from mico.store_access import with_store
+from tests.support.patience import patient
 from tests.support.plain_http import CERTIFICATES
 
 SETTLED_WITHIN_S = 120.0
@@ -95,14 +96,14 @@ class LocalFederation:
 
     def sdk(self, **options: Any) -> OpenAI:
         """The unmodified SDK; it does not try again, so that a test sees what the gateway answers."""
-        http = DefaultHttpxClient(verify=CERTIFICATES)
+        http = patient(DefaultHttpxClient(verify=CERTIFICATES))
         chosen = {"max_retries": 0, "http_client": http, **options}
         return OpenAI(base_url=self.base_url, api_key=self.api_key, **chosen)
 
     def http(self) -> httpx.Client:
         root = self.base_url.removesuffix("/v1")
         headers = {"authorization": f"Bearer {self.api_key}"}
-        return httpx.Client(base_url=root, headers=headers, timeout=60, verify=CERTIFICATES)
+        return patient(httpx.Client(base_url=root, headers=headers, timeout=60, verify=CERTIFICATES))
 
     def sites(self) -> dict[str, dict[str, Any]]:
         with self.http() as http:
