@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
@@ -27,6 +27,8 @@ WITHIN_S = 600.0
 SHORT = RemainingCurve((RemainingPoint(0, 3.0, 4),))
 """A forecast that most answers outgrow: the pages that they need are then others'."""
 KEPT_OUT = 12  # requests at once
+LOOK_EVERY_S = 0.05
+"""The time between two looks at whether more requests may begin."""
 GRAMMARS = (
     "start: /[a-z]{2,9}/",
     'start: %json {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, '
@@ -142,25 +144,37 @@ async def engine(name: str, *, separate: bool, **settings: Any) -> AsyncIterator
         await asyncio.to_thread(client.stop)
 
 
-async def answer_all(client: NativeEngine, cases: Sequence[Case], grammars: Any) -> list[list[Result]]:
-    """Return the results of each case, by choice."""
-    run = _Run(client, cases, grammars)
+def always() -> bool:
+    return True
+
+
+async def answer_all(
+    client: NativeEngine, cases: Sequence[Case], grammars: Any, may_begin: Callable[[], bool] = always
+) -> list[list[Result]]:
+    """Return the results of each case, by choice. A case begins while `may_begin`."""
+    run = _Run(client, cases, grammars, may_begin)
     client.start(Listener(run.outputs, lambda seen: None, run.broken))
     async with asyncio.timeout(WITHIN_S):
-        await run.done.wait()
+        while not run.done.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(run.done.wait(), LOOK_EVERY_S)
+            run.submit_more()
     assert not run.reason, run.reason
     return run.results
 
 
 class _Run:
-    def __init__(self, client: NativeEngine, cases: Sequence[Case], grammars: Any) -> None:
+    def __init__(
+        self, client: NativeEngine, cases: Sequence[Case], grammars: Any, may_begin: Callable[[], bool]
+    ) -> None:
+        self.may_begin = may_begin
         self.client, self.cases, self.grammars = client, cases, grammars
         self.results = [[Result() for _ in range(case.choices)] for case in cases]
         self.waiting = list(reversed(range(len(cases))))
         self.open = 0
         self.reason = ""
         self.done = asyncio.Event()
-        asyncio.get_running_loop().call_soon(self._submit_more)
+        asyncio.get_running_loop().call_soon(self.submit_more)
 
     def outputs(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
@@ -170,14 +184,14 @@ class _Run:
             if result.outputs == case.cancel_after and result.finish is None:
                 self.client.cancel([output.request_id])
             self.open -= result.finish is not None
-        self._submit_more()
+        self.submit_more()
 
     def broken(self, reason: str) -> None:
         self.reason = reason
         self.done.set()
 
-    def _submit_more(self) -> None:
-        while self.waiting and self.open < KEPT_OUT:
+    def submit_more(self) -> None:
+        while self.waiting and self.open < KEPT_OUT and self.may_begin():
             at = self.waiting.pop()
             case = self.cases[at]
             grammar = self.grammars.compile(case.grammar, "") if case.grammar else None
@@ -205,7 +219,7 @@ class _Run:
             for result in self.results[at]:
                 result.finish, result.error = Finish.FAILED, f"refused: {answer}"
             self.open -= len(self.results[at])
-            self._submit_more()
+            self.submit_more()
 
 
 def differences(cases: Sequence[Case], here: list[list[Result]], there: list[list[Result]]) -> list[str]:

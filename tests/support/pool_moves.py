@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import pytest
+
 from site_engine.config import SiteConfig
 from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
 from site_engine.pool.ownership import MAX_LOSSES
@@ -107,13 +109,25 @@ class Mover:
 async def moved_answers(
     name: str, cases: Sequence[Case], grammars: Any, *, moves: int, kill_every: int, seed: int
 ) -> tuple[list[list[Result]], Counts]:
-    """Return the results of cases in a pool of three engines, and what was done to them."""
+    """Return the results of cases in a pool of three engines, and what was done to them.
+
+    Lost engines start again at once. No case begins while fewer than two are there to move it between.
+    """
+    with pytest.MonkeyPatch.context() as hurried:
+        hurried.setattr("site_engine.pool.replica_starter.SETTLED_AFTER_S", 0.0)
+        return await _moved_answers(name, cases, grammars, moves=moves, kill_every=kill_every, seed=seed)
+
+
+async def _moved_answers(
+    name: str, cases: Sequence[Case], grammars: Any, *, moves: int, kill_every: int, seed: int
+) -> tuple[list[list[Result]], Counts]:
     async with pool_of(name, 3) as (client, pool):
         mover = Mover(pool, cases, moves, kill_every, seed)
         moving = asyncio.create_task(mover.run())
         try:
             async with asyncio.timeout(WITHIN_S):
-                return await answer_all(client, cases, grammars), mover.counts
+                answers = await answer_all(client, cases, grammars, lambda: len(pool.pids) > 1)
+                return answers, mover.counts
         finally:
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)
