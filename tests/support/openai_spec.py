@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,16 @@ def of_refusals() -> dict[str, Any]:
 
 
 def _schemas_of(name: str) -> dict[str, Any]:
-    schema = TypeAdapter(TYPES[name]).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
+    schema = json.loads(_schema_of(name))
     defined = schema.pop("$defs", {})
     return {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
+
+
+@cache
+def _schema_of(name: str) -> str:
+    """Return the schema of a type, which takes long to make, as JSON: whoever reads it changes it."""
+    reference = f"#/components/schemas/{name}.{{model}}"
+    return json.dumps(TypeAdapter(TYPES[name]).json_schema(ref_template=reference))
 
 
 def _specification(paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
