@@ -11,11 +11,12 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
+from tests.support.local_federation import LocalFederation, eventually, run_here
 
 pytestmark = pytest.mark.e2e
 
@@ -25,24 +26,10 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(federation: LocalFederation) -> Iterator[Run]:
     """One command: its exit status, stdout and stderr. All orders are lifted afterwards."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MICO_", "OPENAI_"))}
     told = {"MICO_BASE_URL": federation.base_url, "MICO_API_KEY": federation.api_key}
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        ran = subprocess.run(
-            [sys.executable, "-m", "mico", *arguments],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            env=outside | told,
-            check=False,
-            timeout=COMMAND_WITHIN_S,
-        )
-        return ran.returncode, ran.stdout, ran.stderr
-
     federation.wait_until_ready()
     try:
-        yield command
+        yield partial(run_here, **told)
     finally:
         with federation.http() as http:
             for site in federation.running.sites:

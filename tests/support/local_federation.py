@@ -62,13 +62,21 @@ def mico(folder: Path, *arguments: str) -> str:
 
 def mico_here(folder: Path, *arguments: str) -> str:
     """As `mico`, but in this process: a process takes a second to import what it needs."""
+    status, out, err = run_here("--folder", str(folder), *arguments)
+    assert status == 0, f"mico {' '.join(arguments)}\n{out}{err}"
+    return out
+
+
+def run_here(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Return the exit status, stdout and stderr of a command that runs in this process."""
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         for name in [name for name in os.environ if name.startswith(("MICO_", "OPENAI_"))]:
             patch.delenv(name)
-        status = main(("--folder", str(folder), *arguments))
-    assert status == 0, f"mico {' '.join(arguments)}\n{out.getvalue()}{err.getvalue()}"
-    return out.getvalue()
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        status = main(arguments)
+    return status, out.getvalue(), err.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
