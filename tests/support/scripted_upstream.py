@@ -321,7 +321,8 @@ async def serve(options: argparse.Namespace) -> None:
     server.close()
     for task in going:
         task.cancel()
-    await asyncio.gather(*going, return_exceptions=True)
+    # Where a stream is lost just then gRPC may raise another error: the end of the loop cancels again.
+    await asyncio.wait(going, timeout=1.0)
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ class StandInSite:
         self._prompt_tokens = prompt_tokens
         self._answer_tokens = answer_tokens
         self._task: asyncio.Task[None] | None = None
+        self._left = False
 
     async def __aenter__(self) -> StandInSite:
         self._task = asyncio.create_task(self._join_for_ever())
@@ -53,7 +54,8 @@ class StandInSite:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
-        self._task.cancel()
+        self._left = True
+        self._task.cancel()  # gRPC may raise another error instead where the stream is lost just then
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _join_for_ever(self) -> None:
@@ -61,6 +63,8 @@ class StandInSite:
             with suppress(grpc.RpcError, asyncio.InvalidStateError):
                 async with grpc.aio.insecure_channel(self._address) as channel:
                     await self._serve(channel)
+            if self._left:
+                return
             await asyncio.sleep(REDIAL_S)
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:

@@ -1,21 +1,36 @@
-"""The sites that benches and tests put in place of real ones."""
+"""A stand-in site leaves for good, whatever its stream ends with just then."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from site_engine.federation.codec import MAX_STEP_BYTES
-from tests.support.stand_in_site import due
-from wire import federation_pb2 as pb
+import grpc
+import pytest
+
+from tests.support.stand_in_site import StandInSite
+
+WITHIN_S = 30.0
 
 
-def test_more_output_than_fits_one_message_is_sent_as_several() -> None:
-    async def main() -> None:
-        out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
-        for number in range(3):
-            delta = pb.Delta(attempt_id=str(number), text="x" * (MAX_STEP_BYTES // 2))
-            out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[delta])))
-        sent = [each for message in await due(out) for each in message.bunch.messages]
-        assert [each.step.deltas[0].attempt_id for each in sent] == ["0", "1", "2"]
+@pytest.mark.parametrize("error", [asyncio.InvalidStateError, grpc.RpcError])
+def test_a_site_that_leaves_as_its_stream_is_lost_does_not_join_again(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        serving = asyncio.Event()
 
-    asyncio.run(main())
+        async def serve(site: StandInSite, channel: Any) -> None:
+            if serving.is_set():
+                await asyncio.Event().wait()
+            serving.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise error from None
+
+        monkeypatch.setattr(StandInSite, "_serve", serve)
+        async with asyncio.timeout(WITHIN_S), StandInSite("127.0.0.1:1", 1, 1):
+            await serving.wait()
+
+    asyncio.run(scenario())
