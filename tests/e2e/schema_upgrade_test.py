@@ -25,6 +25,7 @@ from migrations import upgrade
 from tests.support.gateway_process import PEPPER
 from tests.support.next_schema import AHEAD, NOTE, ROOT, write_next_program
 from tests.support.postgres_server import PostgresServer, find_binaries
+from tests.support.site_process import start_mico
 from tests.support.stand_in_site import TOKEN, StandInSite
 
 pytestmark = pytest.mark.e2e
@@ -46,16 +47,17 @@ class Replica:
     folder: Path
     http_port: int = field(default_factory=free_port)
     link_port: int = field(default_factory=free_port)
-    process: asyncio.subprocess.Process | None = None
+    process: subprocess.Popen[bytes] | None = None
 
     async def start(self, program: Path) -> str:
         """Upgrade the schema as the unit does, start the gateway, and return what the upgrade said."""
         self.folder.mkdir(exist_ok=True)
-        upgraded = await self._run(program, "db", "upgrade", "--database", self.database)
-        _, said = await upgraded.communicate()  # stderr
-        assert upgraded.returncode == 0, said.decode()
+        log = self.folder / "upgrade.log"
+        log.unlink(missing_ok=True)
+        upgrading = await asyncio.to_thread(run, program, log, "db", "upgrade", "--database", self.database)
+        assert await asyncio.to_thread(upgrading.wait, WITHIN_S) == 0, log.read_text()
         await self.serve(program)
-        return said.decode()
+        return log.read_text()
 
     async def serve(self, program: Path) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -68,32 +70,34 @@ class Replica:
             "site_tokens": [TOKEN],
             "key_pepper": PEPPER,
         }
-        (self.folder / "gateway.toml").write_text(to_toml(settings))
-        self.process = await self._run(program, "gateway", "--config", str(self.folder / "gateway.toml"))
+        config, log = self.folder / "gateway.toml", self.folder / "log"
+        config.write_text(to_toml(settings))
+        self.process = await asyncio.to_thread(run, program, log, "gateway", "--config", str(config))
         await self._answering(self.process)
 
-    async def _run(self, program: Path, *arguments: str) -> asyncio.subprocess.Process:
-        environment = {**os.environ, "PYTHONPATH": str(program), "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, "-m", "mico", *arguments)
-        with (self.folder / "log").open("ab") as log:
-            out = subprocess.PIPE if arguments[0] == "db" else log
-            return await asyncio.create_subprocess_exec(
-                *command, cwd=program, env=environment, stdout=out, stderr=out
-            )
-
-    async def _answering(self, process: asyncio.subprocess.Process) -> None:
+    async def _answering(self, process: subprocess.Popen[bytes]) -> None:
         async with asyncio.timeout(WITHIN_S), httpx.AsyncClient() as client:
             while True:
-                assert process.returncode is None, (self.folder / "log").read_text()
+                assert process.poll() is None, (self.folder / "log").read_text()
                 with suppress(httpx.TransportError):
                     if (await client.get(f"http://127.0.0.1:{self.http_port}/ready")).status_code == 200:
                         return
                 await asyncio.sleep(0.05)
 
     async def end(self, how: signal.Signals) -> None:
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.send_signal(how)
-            await asyncio.wait_for(self.process.wait(), WITHIN_S)
+            await asyncio.to_thread(self.process.wait, WITHIN_S)
+
+
+def run(program: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a command of a program; what it says is added to the log."""
+    environment = {**os.environ, "PYTHONPATH": str(program), "OMP_NUM_THREADS": "1"}
+    if program == ROOT:
+        return start_mico(log, arguments, environment)
+    command = (sys.executable, "-m", "mico", *arguments)
+    with log.open("ab") as output:
+        return subprocess.Popen(command, cwd=program, env=environment, stdout=output, stderr=output)
 
 
 @dataclass

@@ -28,7 +28,7 @@ import pytest
 from mico.local.plan import free_port, to_toml
 from tests.support.local_federation import eventually
 from tests.support.plain_http import HTTP
-from tests.support.site_process import start_site
+from tests.support.site_process import start_mico
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -61,9 +61,6 @@ class Build:
     name: str
     root: Path
     module: str = "mico"
-
-    def run(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", self.module, *arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -117,10 +114,14 @@ class Federation:
     started: int = 0
 
     def start(self, build: Build, name: str, *arguments: str) -> None:
-        self.builds[name] = build
-        with (self.folder / f"{name}.log").open("ab") as log:
+        self.builds[name], path = build, self.folder / f"{name}.log"
+        if build.root == ROOT:
+            self.running[name] = start_mico(path, arguments, build.environment, build.module)
+            return
+        command = [sys.executable, "-m", build.module, *arguments]
+        with path.open("ab") as log:
             self.running[name] = subprocess.Popen(
-                build.run(*arguments), cwd=build.root, env=build.environment, stdout=log, stderr=log
+                command, cwd=build.root, env=build.environment, stdout=log, stderr=log
             )
 
     def stop(self, name: str) -> None:
@@ -176,12 +177,7 @@ class Federation:
         }
         path = self.folder / f"site-{number}.toml"
         path.write_text(to_toml(settings))
-        name = f"site-{number}"
-        if build == TODAY:
-            self.builds[name] = build
-            self.running[name] = start_site(path, self.folder / f"{name}.log", build.environment)
-        else:
-            self.start(build, name, "site", "--config", str(path))
+        self.start(build, f"site-{number}", "site", "--config", str(path))
 
     def wait_until_complete(self) -> None:
         """Every running gateway has every running site, ready for work."""
