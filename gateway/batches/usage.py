@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import msgspec
 
+from gateway.bounded_json import DECODE_ERRORS
 from gateway.domain import Usage
+
+log = logging.getLogger(__name__)
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -50,8 +54,14 @@ _LINES: Final = msgspec.json.Decoder(_Line)
 
 
 def usage_of(line: bytes) -> Usage:
-    """Return the usage of the answer in a line of an output file."""
-    usage = _LINES.decode(line).response.body.usage
+    """Return the usage of the answer in a line of an output file: none if it can't be read, since a batch
+    must end whatever its lines hold, such as arguments nested as deep as a decoder goes.
+    """
+    try:
+        usage = _LINES.decode(line).response.body.usage
+    except DECODE_ERRORS as exc:
+        log.warning("the usage of a batch leaves out a line that can't be read: %s", exc)
+        return Usage(0, 0)
     read = (usage.prompt_tokens_details, usage.input_tokens_details)
     written = (usage.completion_tokens_details, usage.output_tokens_details)
     return Usage(
