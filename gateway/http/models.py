@@ -81,11 +81,12 @@ def _anthropic_card(model: Model) -> dict[str, object]:
 
 
 def _page_of(models: list[Model], page: Page) -> list[Model]:
-    """Return the models of one page, in the order of reading, and one more if there are more.
+    """Return the models of one page, by id in the order of reading, and one more if there are more.
 
-    Raises LookupError if no model has the id `page.after`.
+    Each process lists them in the order of its own sites, and the next page may come from another one. Raises
+    LookupError if no model has the id `page.after`.
     """
-    models = models if page.newest_first else models[::-1]
+    models = sorted(models, key=lambda model: model.id, reverse=not page.newest_first)
     places = {model.id: place for place, model in enumerate(models, 1)}
     begin = 0 if page.after is None else places[page.after]
     return models[begin : begin + page.limit + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -358,7 +359,7 @@ def test_clients_of_anthropics_api_get_its_models() -> None:
 
 
 def test_clients_of_anthropics_api_page_through_models_in_both_directions() -> None:
-    served = [replace(MODELS[0], id=f"m-{number}") for number in range(45)]
+    served = [replace(MODELS[0], id=f"m-{number:02}") for number in range(45)]
     ids = [model.id for model in served]
 
     async def scenario(edge: Edge) -> None:
@@ -384,6 +385,19 @@ def test_clients_of_anthropics_api_page_through_models_in_both_directions() -> N
         assert len((await edge.http.get("/v1/models?limit=1")).json()["data"]) == 45, "OpenAI's has no pages"
 
     run(scenario, models=lambda: served)
+
+
+def test_pages_of_models_fit_together_where_each_gateway_has_them_in_another_order() -> None:
+    served = [replace(MODELS[0], id=f"m-{number:02}") for number in range(45)]
+    orders = random.Random(1)
+
+    async def scenario(edge: Edge) -> None:
+        models = anthropic.AsyncAnthropic(
+            api_key=KEY, base_url="http://edge", http_client=edge.http, max_retries=0
+        ).models
+        assert [each.id async for each in models.list()] == [model.id for model in served]
+
+    run(scenario, models=lambda: orders.sample(served, len(served)))
 
 
 def test_a_key_lists_only_the_models_it_may_use() -> None:
