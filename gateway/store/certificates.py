@@ -133,15 +133,15 @@ class CertificateRegistry:
             return [RegisteredSite(**row._mapping) for row in await connection.execute(rows)]
 
     async def refresh(self) -> None:
-        """Read what is new and may still count, the first time also all names.
+        """Read what is new and may still count; at the start, and after ENDED_S without a refresh, all names.
 
         Raises StoreUnavailable, and then keeps the last known state.
         """
         async with _in_time(), self._engine.connect() as connection:
             now = await database_time(connection)
-            if not self._names:
+            goes_on = 0.0 <= now - self._read_at < ENDED_S  # the clock may have been set, too
+            if not goes_on:
                 self._names.update(await connection.scalars(select(table.c.site)))
-        goes_on = 0.0 <= now - self._read_at < ENDED_S  # the clock may have been set, too
         new = table.c.revoked_at > (self._read_at - ENDED_S if goes_on else 0.0)
         read: dict[str, RegisteredSite] = {}
         async for page in self._pages(new | (table.c.expires_at > self._clock() - ENDED_S)):

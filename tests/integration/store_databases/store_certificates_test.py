@@ -167,3 +167,28 @@ def test_a_revocation_of_long_ago_is_not_read_again_and_holds(
         await engine.dispose()
 
     asyncio.run(main())
+
+
+def test_a_name_that_came_and_went_while_the_database_was_away_is_taken(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_000_000_000.0
+
+    async def shown(_: AsyncConnection) -> float:
+        return now
+
+    async def main() -> None:
+        nonlocal now
+        monkeypatch.setattr(certificates, "database_time", shown)
+        engine = open_engine(url)
+        here, away = (CertificateRegistry(engine, clock=lambda: now) for _ in range(2))
+        await issue(here, "early", now, renewal=False)
+        await away.refresh()
+        await issue(here, "late", now, renewal=False)
+        now += 3 * DAY_S
+        await away.refresh()
+        assert away.has("early")
+        assert away.has("late")
+        await engine.dispose()
+
+    asyncio.run(main())
