@@ -60,6 +60,7 @@ class CertificateRegistry:
         self._known: Mapping[str, RegisteredSite] = {}
         self._names: set[str] = set()
         self._read_at = 0.0  # by the database's clock
+        self._refreshes = self._newest = 0  # begun, and the number of the one that `_known` is from
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -137,6 +138,8 @@ class CertificateRegistry:
 
         Raises StoreUnavailable, and then keeps the last known state.
         """
+        self._refreshes += 1
+        number = self._refreshes
         async with _in_time(), self._engine.connect() as connection:
             now = await database_time(connection)
             goes_on = 0.0 <= now - self._read_at < ENDED_S  # the clock may have been set, too
@@ -146,10 +149,12 @@ class CertificateRegistry:
         read: dict[str, RegisteredSite] = {}
         async for page in self._pages(new | (table.c.expires_at > self._clock() - ENDED_S)):
             read.update((each.site, each) for each in page)
+        self._names.update(read)
+        if number < self._newest:
+            return  # one that began later has newer rows
         revoked = {name: each for name, each in self._known.items() if each.revoked_at is not None}
         self._known = revoked | read
-        self._names.update(read)
-        self._read_at = now
+        self._read_at, self._newest = now, number
 
     async def _pages(self, counts: ColumnElement[bool]) -> AsyncIterator[list[RegisteredSite]]:
         """Yield the rows that count, so many at a time that each page is read in time."""

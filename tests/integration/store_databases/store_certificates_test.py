@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.store import certificates
 from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegistry, RegisteredSite
@@ -189,6 +189,41 @@ def test_a_name_that_came_and_went_while_the_database_was_away_is_taken(
         await away.refresh()
         assert away.has("early")
         assert away.has("late")
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+class SlowRegistry(CertificateRegistry):
+    """Keeps the first page that it reads until `goes_on`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine)
+        self.has_read, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def _read(self, rows: Select[Any]) -> list[RegisteredSite]:
+        found = await super()._read(rows)
+        if not self.has_read.is_set():
+            self.has_read.set()
+            await self.goes_on.wait()
+        return found
+
+
+def test_a_refresh_that_read_before_a_revocation_does_not_undo_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "REFRESH_TIMEOUT_S", 60.0)
+
+    async def main() -> None:
+        engine = open_engine(url)
+        await issue(CertificateRegistry(engine), "a", FUTURE, renewal=False)
+        register = SlowRegistry(engine)
+        slow = asyncio.create_task(register.refresh())
+        await register.has_read.wait()
+        at = await register.revoke("a", "stolen")
+        register.goes_on.set()
+        await slow
+        assert register.revoked_until("a") == at
         await engine.dispose()
 
     asyncio.run(main())
