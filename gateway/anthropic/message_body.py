@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,8 @@ from gateway.openai.tool_calls import merge_calls
 from gateway.openai.unary_response import UnaryResponse
 
 OVERLOADED_STATUS: Final = 529
+MAX_DEPTH: Final = 500
+"""Objects and lists within each other in the arguments of a call: decoders go to about 990 in all."""
 STOP_REASONS: Final = {
     Finish.STOP: "end_turn",
     Finish.LENGTH: "max_tokens",
@@ -101,12 +103,25 @@ def stop_fields(finish: Finish, stop_sequence: str) -> dict[str, object]:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return the arguments as an object. What was cut off at the token limit is no JSON: it stays a text."""
+    """Return the arguments as an object. What was cut off at the token limit is no JSON: it stays a text, as
+    does what nests too deeply for whoever reads it within a message.
+    """
     try:
         read = msgspec.json.decode(arguments or "{}")
     except DECODE_ERRORS:
         read = None
-    return read if isinstance(read, dict) else {"arguments": arguments}
+    return read if isinstance(read, dict) and not _is_deeper(read, MAX_DEPTH) else {"arguments": arguments}
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    """Return whether more than `most` objects and lists of a JSON value are within each other."""
+    level: list[Any] = [value]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def error_fields(error: ErrorResponse, request_id: str) -> dict[str, object]:
