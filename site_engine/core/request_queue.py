@@ -198,7 +198,8 @@ class AdmissionQueue:
         self._ageing = Ageing()
         self._now_s = 0.0  # when `first` was last called
         self._starving_after_s = starving_after_s
-        self._waiting: dict[str, Entry] = {}  # in order of arrival
+        self._waiting: dict[str, Entry] = {}  # in order of arrival where `_in_order`
+        self._in_order = True  # until a request comes that another engine has given up
         self._levels: dict[tuple[int, int], _Tenants] = {}
         self._clocks: dict[str, float] = {}
         self._floor = 0.0  # virtual time of the tenant furthest behind at the last start
@@ -215,6 +216,10 @@ class AdmissionQueue:
         return request_id in self._waiting
 
     def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests in order of arrival."""
+        if not self._in_order:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: each[1][2].arrived_s))
+            self._in_order = True
         return (request for _, _, request in self._waiting.values())
 
     def has_lane(self, lane: Lane) -> bool:
@@ -227,8 +232,8 @@ class AdmissionQueue:
         score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
         newest = next(reversed(self._waiting.values()), None)
         entry = self._waiting[request.id] = score, self._sequence, request
-        if newest is not None and request.arrived_s < newest[2].arrived_s:  # another engine has given it up
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: each[1][2].arrived_s))
+        if newest is not None and request.arrived_s < newest[2].arrived_s:
+            self._in_order = False
         insort(level.waiting.setdefault(request.tenant, []), entry)
         work = request.expected_remaining() + _prompt_work(request)
         level.work[request.tenant] = level.work.get(request.tenant, 0.0) + work

@@ -177,6 +177,33 @@ def test_what_another_engine_gives_up_has_waited_since_it_came_there() -> None:
     assert order(queue, 1001.0)[0] == "starves"
 
 
+class Compared(float):
+    """A time that counts how often it was compared."""
+
+    times = 0
+
+    def __lt__(self, other: float) -> bool:
+        Compared.times += 1
+        return super().__lt__(other)
+
+
+def test_many_requests_that_an_engine_gives_up_are_put_in_order_once() -> None:
+    """When an engine is lost, all that waited there come at once, into a queue that is long itself."""
+    Compared.times = 0
+    queue = AdmissionQueue(starving_after_s=10.0)
+    for n in range(1000):
+        queue.push(waiting(f"own {n}", 100, arrived_s=Compared(2 * n)))
+    came = [2 * n + 1 for n in range(500)]
+    for arrived_s in reversed(came):
+        queue.push(waiting(f"moved {arrived_s}", 100, arrived_s=Compared(arrived_s)))
+    first = queue.first(3000.0)
+    assert first is not None
+    assert first.id == "own 0"
+    arrivals = [each.arrived_s for each in queue]
+    assert arrivals == sorted(arrivals)
+    assert Compared.times < 50 * 1500
+
+
 def test_a_flood_does_not_go_before_the_few_queries_of_another_tenant() -> None:
     """Also once it starves, and while the tenants' shares still count as alike."""
     queue = AdmissionQueue(starving_after_s=10.0)
