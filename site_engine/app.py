@@ -53,9 +53,9 @@ def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
     hide(*UNUSED)
     if all(each.separates_engine and not each.training for each in configs):
         hide_torch()
-    try:
-        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            shutdown = Shutdown()
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        shutdown = Shutdown()
+        try:
             if others:
                 status = runner.run(serve_groups(configs, spawn=spawn, shutdown=shutdown))
             elif config.engine == "native":
@@ -64,13 +64,13 @@ def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
                 from site_engine.remote_site import serve as serve_remote  # needs no torch
 
                 status = runner.run(serve_remote(config))
-            if shutdown.while_starting:  # threads load an engine for nobody
-                logging.shutdown()
-                os._exit(status)
-            return status
-    except ConfigError as exc:
-        log.critical("%s", exc)
-        return EXIT_FAILED
+        except ConfigError as exc:
+            log.critical("%s", exc)
+            status = EXIT_FAILED
+        if shutdown.starting:  # threads load an engine for nobody
+            logging.shutdown()
+            os._exit(status)
+        return status
 
 
 async def serve(
@@ -257,9 +257,10 @@ def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
 
 async def _started(starting: asyncio.Task[Any], shutdown: Shutdown) -> bool:
     """Wait for an engine to start; return False if the process is to end before."""
+    shutdown.starting += 1
     if await is_first(starting, shutdown.requested.wait()):
+        shutdown.starting -= 1
         return True
-    shutdown.while_starting = True
     log.info("ending while the engine starts: %s", shutdown.reason)
     return False
 

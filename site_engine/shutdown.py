@@ -33,7 +33,7 @@ class Shutdown:
         self.immediate = asyncio.Event()
         self.reason = ""
         self.status = EXIT_OK
-        self.while_starting = False  # while an engine did, on threads that go on
+        self.starting = 0  # engines that start, also those given up, whose threads go on
         self._handling = 0
 
     def engine_broken(self, reason: str) -> None:

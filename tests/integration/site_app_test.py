@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.errors import ConfigError
+from site_engine.shutdown import EXIT_FAILED
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from tests.support.site_gateway import TOKEN, Gateway, assign, serving
 from wire import federation_pb2 as pb
@@ -113,7 +116,10 @@ HANGS = """
 import sys, threading
 from site_engine import app
 from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
 def load(config):
+    if config.site == "a/wrong":
+        raise ConfigError("it is wrong")
     print("loading", flush=True)
     threading.Event().wait()
 app.load_engine = load
@@ -122,29 +128,42 @@ sys.exit(app.run(each))
 """
 
 
-@pytest.mark.parametrize("groups", [("a",), ("a", "b")])
-@pytest.mark.parametrize("signalled", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_process_whose_engine_still_loads(
-    signalled: signal.Signals, groups: tuple[str, ...]
-) -> None:
-    process = subprocess.Popen(
+@contextmanager
+def hanging(*groups: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a site whose engines load for ever."""
+    with subprocess.Popen(
         [sys.executable, "-c", HANGS, *groups],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=Path(__file__).parents[2],
-    )
-    with process:
-        assert process.stdout is not None
+    ) as process:
         try:
-            while process.stdout.readline() != "loading\n":
-                assert process.poll() is None
-            process.send_signal(signalled)
-            said, _ = process.communicate(timeout=60)
+            yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("groups", [("a",), ("a", "b")])
+@pytest.mark.parametrize("signalled", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_whose_engine_still_loads(
+    signalled: signal.Signals, groups: tuple[str, ...]
+) -> None:
+    with hanging(*groups) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "loading\n":
+            assert process.poll() is None
+        process.send_signal(signalled)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert said.count(f"ending while the engine starts: the site is ending ({signalled.name})") == len(groups)
+
+
+def test_a_group_that_cannot_begin_ends_the_process_also_while_another_loads() -> None:
+    with hanging("wrong", "b") as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == EXIT_FAILED, said
+    assert "it is wrong" in said
 
 
 def test_a_model_that_cannot_be_loaded_is_named() -> None:
