@@ -15,6 +15,7 @@ from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import (
     Admission,
+    Finish,
     Moved,
     Output,
     RejectionReason,
@@ -279,10 +280,10 @@ class SiteEngine:
 
     def end_by_text(self, request_id: str, generated: int) -> None:
         """End a request whose text, which is read elsewhere, has ended after so many tokens."""
-        if request_id in self._live.processors:
-            request = self._live.processors[request_id].request
-            self._scheduler.reservation.factors.ended(request, generated)
-            self._live.cancel(request_id)
+        processor = self._live.processors.get(request_id)
+        if processor is not None:
+            self._scheduler.reservation.factors.ended(processor.request, generated)
+            self._live.finish(processor, Finish.CANCELLED)  # before a token that is under way ends it, too
 
     def waits(self, request_id: str) -> bool:
         """Return whether a request is here and has not started."""

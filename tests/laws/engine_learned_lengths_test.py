@@ -10,10 +10,12 @@ import pytest
 
 from site_engine.core.learned_lengths import MAX_KINDS, LengthFactors
 from site_engine.core.request import Lane, Request
+from site_engine.engine.build import overlapped_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.text.detokenize import TokenNames
 from tests.laws.engine_reserve_test import WRONG_BY, wrong_forecast
 from tests.support.counted_engine import CountedEngine, Counts
-from tests.support.engine_models import drain, engine_for, family, greedy, tokenizer
+from tests.support.engine_models import Ticks, drain, engine_for, family, greedy, tokenizer
 
 EXPECTED = 200.0
 CURVE = wrong_forecast(EXPECTED)
@@ -141,3 +143,19 @@ def test_what_a_stop_string_ends_is_learned_wherever_its_text_is_read() -> None:
             drain(engine)
         learned_by.append(engine._scheduler.reservation.factors._ended)
     assert learned_by[0] == learned_by[1] != {}
+
+
+def test_a_line_whose_text_has_ended_is_learned_once_though_a_token_under_way_ends_it_too() -> None:
+    chosen = EngineSettings(slots=8, token_budget=64, page_size=4, kv_tokens=512)
+    engine = overlapped_engine(family("llama").served, chosen, Ticks())
+    whole = family("llama").generate([9, 8, 7], 12)
+    request = greedy("line", [9, 8, 7], 40, ignore_eos=True, stop_token_ids=(whole[5],))
+    request.lane = Lane.BATCH
+    engine.submit(request)
+    while request.generated < whole.index(whole[5]):
+        engine.step()
+    engine.end_by_text("line", request.generated - 1)
+    engine.expect()  # whose next step publishes what is under way
+    drain(engine)
+    ((lines, _),) = engine._scheduler.reservation.factors._ended.values()
+    assert lines == 1
