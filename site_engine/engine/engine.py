@@ -172,7 +172,8 @@ class SiteEngine:
                 before, again_s = None, self._clock()
                 if left := self._still_running(plan):
                     discarded = self._isolate(left, error)
-                    self._measure(left, self._clock() - again_s, discarded)
+                    if len(left.chunks) > 1:  # one alone has failed, and is not computed again
+                        self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
         return self._live.take_outputs()
 

@@ -328,6 +328,23 @@ def test_an_iteration_that_the_device_did_not_take_is_computed_again(
     assert figures.computed_tokens_total == 6 + 3 + 2 * 5
 
 
+def test_an_iteration_that_fails_with_its_one_request_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not computed again: long prompts would look as if they took no time."""
+    engine = overlapped(family("llama"))
+
+    def step(*_: Any, **__: Any) -> Step:
+        raise RuntimeError("there is no room for another graph")
+
+    monkeypatch.setattr(DeviceRunner, "_step", step)
+    engine.submit(greedy("one", list(range(1, 41)), 6))
+    (output,) = engine.step()
+    assert output.finish is Finish.FAILED
+    figures = engine.load()
+    assert (figures.computed_tokens_total, figures.seconds_per_iteration) == (0, 0.0)
+
+
 def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rows get their tokens in the iterations in which they would get them alone."""
     of = family("llama")
