@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +16,10 @@ from pathlib import Path
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Yield a new folder with a lock on it; remove it in the end, and before it those of killed processes.
 
-    `prefix` is of this function's folders alone: one that no process has locked is taken for left behind.
+    `prefix` is of this function's folders alone: one of this host that no process has locked is taken for
+    left behind. Locks of other hosts, which may share the place of all such folders, are not seen here.
     """
+    prefix = f"{prefix}{socket.gethostname()}-"
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
             _remove_unlocked(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -92,3 +94,14 @@ def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_anew(
     with temporary_folder(PREFIX) as folder:
         assert folder == Path(made[-1])
         assert folder.is_dir()
+
+
+def test_a_folder_of_another_host_stays_whose_locks_are_not_seen_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where hosts share the folder of all by NFS, each locks folders for itself."""
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
+    with temporary_folder(PREFIX) as folder:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+        with temporary_folder(PREFIX):
+            assert folder.is_dir()
