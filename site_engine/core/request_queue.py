@@ -60,15 +60,15 @@ class Ageing:
         self._started_s = 0.0
         self._passage_s = 0.0  # the longest recent wait of a new request under first come, first served
 
-    def arrived(self, now_s: float, waiting: int) -> float:
-        """Return the clock's reading for a request that arrives while `waiting` others wait.
+    def arrived(self, now_s: float, waiting: int, waited_s: float = 0.0) -> float:
+        """Return the clock's reading for a request that comes while `waiting` others wait.
 
-        One that another engine gives up has arrived before: what it has waited counts at today's pace.
+        One that another engine gives up has waited there: that counts at today's pace.
         """
         if not waiting:
-            self._started_s = max(now_s, self._read_s)
+            self._started_s = now_s
         self._advance(now_s, waiting)
-        return self._aged - max(0.0, self._read_s - now_s) / self._period_s
+        return self._aged - waited_s / self._period_s
 
     def started(self, now_s: float, waiting: int) -> None:
         self._gap_s += GAP_SHARE * (max(0.0, now_s - self._started_s) - self._gap_s)
@@ -225,13 +225,15 @@ class AdmissionQueue:
     def has_lane(self, lane: Lane) -> bool:
         return any(each == lane for each, _ in self._levels)
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, now_s: float | None = None) -> None:
+        """Add a request, which comes as it arrives, or at `now_s` if another engine has given it up."""
+        now_s = request.arrived_s if now_s is None else now_s
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1
         self._overtaking = (None, [])
-        score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
+        aged = self._ageing.arrived(now_s, len(self._waiting), now_s - request.arrived_s)
         newest = next(reversed(self._waiting.values()), None)
-        entry = self._waiting[request.id] = score, self._sequence, request
+        entry = self._waiting[request.id] = self._score(request, aged), self._sequence, request
         if newest is not None and request.arrived_s < newest[2].arrived_s:
             self._in_order = False
         insort(level.waiting.setdefault(request.tenant, []), entry)

@@ -220,6 +220,7 @@ class SiteEngine:
 
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
+        now_s = request.arrived_s
         if moved is not None:
             self._expected_within = 0
             request.take_up(moved)
@@ -227,7 +228,7 @@ class SiteEngine:
                 self._swap.put(request.id, kept)
                 request.swapped = moved.computed
                 return self._scheduler.adopt(request)
-        return self._scheduler.queue.push(request)
+        return self._scheduler.queue.push(request, now_s)
 
     def expect(self) -> None:
         """Launch no step ahead and start no others until a request comes that another engine gives up."""

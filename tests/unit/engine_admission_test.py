@@ -164,17 +164,34 @@ def test_who_starves_goes_first_within_its_lane() -> None:
     assert late.id == "starves"
 
 
+def moved_in(*requests: Request, now_s: float) -> AdmissionQueue:
+    queue = AdmissionQueue(starving_after_s=1000.0)
+    for request in requests:
+        queue.push(request, now_s)
+    return queue
+
+
 def test_what_another_engine_gives_up_has_waited_since_it_came_there() -> None:
     late = waiting("late", 100, arrived_s=100.0)
     patient = waiting("patient", 100 * e, arrived_s=100.0 - 2.1 * MIN_AGEING_S)
-    assert order(filled(late, patient), 100.0) == ["patient", "late"]
+    assert order(moved_in(late, patient, now_s=100.0), 100.0) == ["patient", "late"]
     soon = waiting("soon", 100 * e, arrived_s=100.0 - 1.9 * MIN_AGEING_S)
-    assert order(filled(late, soon), 100.0) == ["late", "soon"]
-    queue = AdmissionQueue(starving_after_s=1000.0)
-    queue.push(late)
-    queue.push(waiting("starves", 100, arrived_s=0.0, priority=9))
-    queue.push(waiting("newest", 100, arrived_s=900.0))
+    assert order(moved_in(late, soon, now_s=100.0), 100.0) == ["late", "soon"]
+    starves = waiting("starves", 100, arrived_s=0.0, priority=9)
+    queue = moved_in(late, starves, waiting("newest", 100, arrived_s=900.0), now_s=900.0)
     assert order(queue, 1001.0)[0] == "starves"
+
+
+def test_the_time_that_an_engine_was_idle_slows_no_queue_that_moves_to_it() -> None:
+    """It is no time between two starts while others wait."""
+    moved = [waiting(f"moved {n}", 100, arrived_s=n / 10) for n in range(50)]
+    queue = moved_in(*moved, now_s=100.0)
+    for request in moved[:8]:
+        queue.first(100.0)
+        queue.take(request)
+    queue.push(waiting("patient", 100 * e, arrived_s=100.0, priority=-1))
+    queue.push(waiting("late", 100, arrived_s=100.0 + 2.1 * MIN_AGEING_S, priority=-1))
+    assert order(queue, 110.0)[:2] == ["patient", "late"]
 
 
 class Compared(float):
