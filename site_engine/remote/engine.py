@@ -25,7 +25,7 @@ from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
 from site_engine.remote.request import HttpRequest, build_request, guess_tokens, without_limit
-from site_engine.remote.server import Server, ServerLost, ServerRefused, server_refused
+from site_engine.remote.server import Server, ServerLost, ServerRefused, refused_in_stream
 from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStream
 
 log = logging.getLogger(__name__)
@@ -340,9 +340,9 @@ class RemoteEngine:
             request.reply(refused.refusal)
 
     def _fail_or_turn_away(self, request: RemoteRequest, failed: FailedStream) -> None:
-        """Pass on that a prompt is too long as a refusal: some servers, as SGLang, say it in the stream."""
-        refused = server_refused(400, failed.error, {})
-        if refused.refusal.reason is Reason.CONTEXT_LENGTH and not request.stream.started:
+        """Pass on as a refusal what some servers, as SGLang, refuse in the stream."""
+        refused = refused_in_stream(failed.error)
+        if refused is not None and not request.stream.started:
             self._turn_away(request, refused)
         else:
             self._fail_by_server(request, str(failed))

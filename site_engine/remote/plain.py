@@ -7,8 +7,8 @@ from typing import Any
 
 from site_engine.errors import Reason
 from site_engine.remote.request import HttpRequest
-from site_engine.remote.server import Server, ServerLost, ServerRefused
-from site_engine.remote.stream import MalformedStream, ResponseStream
+from site_engine.remote.server import Server, ServerLost, ServerRefused, refused_in_stream
+from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStream
 
 _KEPT = ("model", "stream", "encoding_format")
 _PLAIN: dict[str, Any] = {
@@ -21,12 +21,14 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-async def serves(server: Server, failed: HttpRequest) -> bool:
+async def serves(server: Server, like: HttpRequest) -> bool:
     """Return whether a server answers a plain request, or refuses it as one that works does."""
     try:
-        await _ask(server, plain_request(failed))
+        await _ask(server, plain_request(like))
     except ServerRefused as refused:
         return refused.refusal.reason is not Reason.INTERNAL
+    except FailedStream as failed:
+        return refused_in_stream(failed.error) is not None
     except (ServerLost, MalformedStream):
         return False
     return True

@@ -149,6 +149,17 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     return ServerRefused(NotServed(Reason.INTERNAL, text))
 
 
+def refused_in_stream(error: bytes) -> ServerRefused | None:
+    """Translate an error in place of an answer: too long a prompt, or a full server. None: the server failed.
+
+    Other codes tell nothing there: vLLM gives 400 to faults of its own, and TGI 422 to everything.
+    """
+    message, code, _ = parse_error(error)
+    is_full = code.startswith(("408 ", "429 ", "503 ")) or "overloaded" in f"{code} {message}"
+    refused = server_refused(503 if is_full else 400, error, {})
+    return None if refused.refusal.reason is Reason.INVALID else refused
+
+
 def parse_error(body: bytes) -> tuple[str, str, str]:
     """Return message, code and field from the shapes of error that servers use; else the body's beginning."""
     try:

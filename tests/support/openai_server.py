@@ -51,7 +51,7 @@ class OpenAIServer:
     context: int | None = 64
     refuses_excess: bool = False  # a prompt and `max_tokens` that the context has no room for, as vLLM does
     fails_at: str = ""  # a text in requests that it answers with 500
-    refuses_in_stream: bool = False  # what is too long, as SGLang did
+    refuses_in_stream: bool = False  # what is too long or too much, as SGLang did
     pace_s: float = 0.0  # from letter to letter
     thinks: str = ""  # where it says the first two letters of a chat's answer, instead of in its content
     counts_thoughts: bool = False
@@ -174,7 +174,7 @@ class OpenAIServer:
             case _ if self.mood is Mood.FAILING or (self.fails_at and self.fails_at in json.dumps(asked)):
                 _whole(writer, 500, {"error": {"message": "the device is lost"}})
             case Mood.FULL:
-                _whole(writer, 429, {"error": {"message": "slow down"}}, "retry-after: 20\r\n")
+                self._refuse(writer, {"message": "slow down", "code": 429}, 429, "retry-after: 20\r\n")
             case Mood.TOO_LONG:
                 message = "This model's maximum context length is 64 tokens."
                 self._refuse(writer, {"message": message, "code": 400, "param": "messages"})
@@ -197,9 +197,9 @@ class OpenAIServer:
             case _:
                 await self._stream(asked, path, reader, writer)
 
-    def _refuse(self, writer: Any, error: dict[str, Any]) -> None:
+    def _refuse(self, writer: Any, error: dict[str, Any], status: int = 400, more: str = "") -> None:
         if not self.refuses_in_stream:
-            _whole(writer, 400, {"error": error})
+            _whole(writer, status, {"error": error}, more)
             return
         _begin(writer)
         _event(writer, {"error": error})

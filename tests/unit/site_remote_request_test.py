@@ -27,7 +27,7 @@ from site_engine.remote.dialects import (
     Dialect,
 )
 from site_engine.remote.request import build_request, guess_tokens
-from site_engine.remote.server import MAX_RETRY_AFTER_S, server_refused
+from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, server_refused
 
 HI = (m.ChatMessage("user", "hi"),)
 
@@ -375,6 +375,30 @@ def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: 
     assert found.refusal.reason is reason
     assert found.refusal.message
     assert (found.retry_after_s is not None) is (reason is Reason.FULL)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ({"message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}, Reason.FULL),
+        ({"message": "Rate limit exceeded", "code": 429}, Reason.FULL),
+        ({"message": "Model is overloaded", "http_status_code": 422}, Reason.FULL),
+        ("Model is overloaded", Reason.FULL),
+        (
+            {"message": "The input is longer than the model's context length", "code": 400},
+            Reason.CONTEXT_LENGTH,
+        ),
+        ({"message": "EngineCore encountered an issue", "code": 400}, None),
+        ({"message": "503 pages are lost", "code": None}, None),
+        ("the device is lost", None),
+    ],
+)
+def test_an_error_in_a_stream_is_a_refusal_where_it_is_known_for_one(
+    error: Any, reason: Reason | None
+) -> None:
+    found = refused_in_stream(json.dumps(error).encode())
+    assert (found and found.refusal.reason) is reason
+    assert found is None or (found.retry_after_s is not None) is (reason is Reason.FULL)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,18 @@ def test_before_the_first_word_a_failure_is_a_refusal_with_its_reason(mood: Mood
     run(scenario)
 
 
+def test_a_server_that_says_in_the_stream_that_it_is_full_is_full_not_broken() -> None:
+    """As SGLang does where its queue has a limit, and TGI."""
+
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.FULL
+        for name in "abcd":
+            await here.session.send(**assign(name))
+        assert {(await here.refused(name)).reason for name in "abcd"} == {pb.Rejected.FULL}
+
+    run(scenario, refuses_in_stream=True)
+
+
 def test_half_a_stream_is_a_failed_answer() -> None:
     async def scenario(here: Scene) -> None:
         here.server.mood = Mood.HALF
