@@ -267,9 +267,9 @@ class ResponseStream:
             progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
             found = choice.stop_reason or choice.matched_stop
             progress.stop_sequence = found if isinstance(found, str) else ""
-        if not (text or calls or reasoning or refusal) and choice.logprobs is None:
-            return
         logprobs = () if choice.logprobs is None else parse_logprobs(choice.logprobs)
+        if not (text or calls or reasoning or refusal or logprobs):
+            return
         progress.tokens += max(1, len(logprobs))
         progress.answers = progress.answers or bool(text or calls or refusal)
         if reasoning and not text:

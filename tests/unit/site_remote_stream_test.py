@@ -227,7 +227,12 @@ def test_nulls_in_the_place_of_lists_are_empty_lists() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "finish"),
-    [("stop", Finish.STOP), ("length", Finish.LENGTH), ("eos_token", Finish.STOP), ("abort", Finish.FAILED)],
+    [
+        ("stop", Finish.STOP),
+        ("length", Finish.LENGTH),
+        ("eos_token", Finish.STOP),
+        ("abort", Finish.FAILED),
+    ],
 )
 def test_reasons_to_end_are_ours_or_a_stop(reason: str, finish: Finish) -> None:
     stream = ResponseStream(["a"])
@@ -304,6 +309,19 @@ def test_log_probabilities_of_chats_and_of_completions() -> None:
     (output,) = stream.feed(event(choices=[{"index": 0, "text": "ab", "logprobs": of_text}]))
     assert [each.logprob for each in output.logprobs] == [-1.0, -2.0]
     assert output.completion_tokens == 3
+
+
+def test_an_empty_list_of_log_probabilities_is_no_token() -> None:
+    """It comes with the role before the first token, as OpenAI writes it, or with the finish."""
+    empty = {"content": [], "refusal": None}
+    told = {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": []}]}
+    stream = ResponseStream(["a"])
+    assert read(stream, piece("", logprobs=empty)) == []
+    assert not stream.started
+    read(stream, piece("x", logprobs=told), piece("", logprobs=told))  # the second: a part of a character
+    read(stream, piece("", finish="stop", logprobs=empty))
+    read(stream, event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2}), DONE)
+    assert stream.end()[0].completion_tokens == 2
 
 
 @pytest.mark.parametrize("figure", [-1, 2**40])
