@@ -116,10 +116,12 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 _FINISHES: Mapping[str, Finish] = {
     "length": Finish.LENGTH,
+    "model_length": Finish.LENGTH,  # of Mistral: the context is full
     "tool_calls": Finish.TOOL_CALLS,
     "content_filter": Finish.CONTENT_FILTER,
     "abort": Finish.FAILED,
     "error": Finish.FAILED,
+    "insufficient_system_resource": Finish.FAILED,  # of DeepSeek
 }
 """Any other reason is a stop: eos_token, stop_sequence … are the same to our clients."""
 

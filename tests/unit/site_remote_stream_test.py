@@ -230,8 +230,10 @@ def test_nulls_in_the_place_of_lists_are_empty_lists() -> None:
     [
         ("stop", Finish.STOP),
         ("length", Finish.LENGTH),
+        ("model_length", Finish.LENGTH),  # Mistral: the context is full
         ("eos_token", Finish.STOP),
         ("abort", Finish.FAILED),
+        ("insufficient_system_resource", Finish.FAILED),  # DeepSeek
     ],
 )
 def test_reasons_to_end_are_ours_or_a_stop(reason: str, finish: Finish) -> None:
@@ -313,8 +315,8 @@ def test_log_probabilities_of_chats_and_of_completions() -> None:
 
 def test_an_empty_list_of_log_probabilities_is_no_token() -> None:
     """It comes with the role before the first token, as OpenAI writes it, or with the finish."""
-    empty = {"content": [], "refusal": None}
-    told = {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": []}]}
+    empty: dict[str, Any] = {"content": [], "refusal": None}
+    told: dict[str, Any] = {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": []}]}
     stream = ResponseStream(["a"])
     assert read(stream, piece("", logprobs=empty)) == []
     assert not stream.started
