@@ -255,7 +255,7 @@ class RemoteEngine:
         except FailedStream as failed:
             self._fail_or_turn_away(request, failed)
         except (ServerLost, MalformedStream) as exc:
-            self._fail_by_server(request, str(exc))
+            self._fail_unless_ended(request, str(exc))
         except TimeoutError:
             self._fail(request, "the answer's deadline passed")
         except Exception:
@@ -346,6 +346,13 @@ class RemoteEngine:
             self._turn_away(request, refused)
         else:
             self._fail_by_server(request, str(failed))
+
+    def _fail_unless_ended(self, request: RemoteRequest, reason: str) -> None:
+        """Fail an answer, unless it only lacks the server's count: elsewhere it would go on after its end."""
+        if request.stream.is_ended:
+            self._finish(request)
+        else:
+            self._fail_by_server(request, reason)
 
     def _sent_again(self, request: RemoteRequest, reason: Reason) -> bool:
         """Ask for as many tokens as fit where the server refuses a limit above that; the answer is shorter

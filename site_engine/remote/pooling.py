@@ -54,6 +54,7 @@ class PoolingResponse:
     tokens = 0
     done = False
     started = False
+    is_ended = False
 
     def __init__(self, request_id: str, prompt: PoolingPrompt) -> None:
         self.prompt_tokens = 0

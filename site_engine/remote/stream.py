@@ -172,6 +172,11 @@ class ResponseStream:
     def tokens(self) -> int:
         return sum(each.tokens for each in self._choices)
 
+    @property
+    def is_ended(self) -> bool:
+        """Return whether every choice has its finish, which only counts follow."""
+        return self._fault is None and all(each.finish is not None for each in self._choices)
+
     def tokens_of(self, index: int) -> int:
         return self._choices[index].tokens
 
@@ -197,7 +202,7 @@ class ResponseStream:
         """Return the finishes, once the stream is over. Raises MalformedStream if a choice has none."""
         if self._fault is not None:
             raise self._fault
-        if any(each.finish is None for each in self._choices):
+        if not self.is_ended:
             raise MalformedStream("the stream broke off in the middle of an answer")
         if (
             self._total is not None

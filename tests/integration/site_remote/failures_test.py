@@ -99,6 +99,19 @@ def test_half_a_stream_is_a_failed_answer() -> None:
     run(scenario)
 
 
+def test_an_answer_that_the_server_had_ended_is_whole_though_its_count_never_came() -> None:
+    """To go on elsewhere would tell more than the model meant to."""
+
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.HALF
+        await here.session.send(**assign("a", max_tokens=1))
+        assert await here.session.finished("a") == pb.Delta.STOP
+        last = here.session.deltas("a")[-1]
+        assert (here.session.text("a"), last.completion_tokens, last.error) == ("a", 1, "")
+
+    run(scenario, ends="stop")
+
+
 def test_a_server_that_hangs_is_given_up() -> None:
     async def scenario(here: Scene) -> None:
         here.server.mood = Mood.SILENT
