@@ -334,7 +334,7 @@ class RemoteEngine:
             return
         if refused.retry_after_s is not None:
             self.concurrency.observe_overload()
-            self._blocked_until_s = self._clock() + refused.retry_after_s
+            self._blocked_until_s = max(self._blocked_until_s, self._clock() + refused.retry_after_s)
         if request in self.queue and not self._sent_again(request, refused.refusal.reason):
             self.queue.remove(request)
             request.reply(refused.refusal)
