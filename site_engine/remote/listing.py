@@ -54,8 +54,8 @@ def read_cards(status: int, body: bytes) -> list[Card]:
 
 def identity(cards: Iterable[Card]) -> tuple[tuple[str, ...], ...]:
     """Return what tells one list from another. vLLM writes into each card when it was read."""
-    names = ("id", "root", "parent", "max_model_len")
-    return tuple(tuple(str(card.get(name)) for name in names) for card in cards)
+    names = ("id", "root", "parent", "features")
+    return tuple((*(str(card.get(name)) for name in names), str(context_tokens_of(card))) for card in cards)
 
 
 def select_models(listed: Sequence[Card], config: SiteConfig) -> Selection:

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from site_engine.config import SiteConfig
 from site_engine.federation.codec import encode_hello
-from site_engine.remote.discovery import HEALTH_PATH, METRICS_PATH, MODELS_PATH, Discovery, discover
+from site_engine.remote.discovery import HEALTH_PATH, METRICS_PATH, MODELS_PATH, Discovery, discover, refresh
 from site_engine.remote.server import Server, ServerLost
 from site_engine.remote_site import make_hello
 from tests.support import metric_pages
 
 CONFIG = SiteConfig(site="front", engine="openai", url="http://server", gateways=("gateway:1",))
+T = TypeVar("T")
 
 
-def discovered(pages: dict[str, httpx.Response], **settings: Any) -> Discovery:
+def with_server(pages: dict[str, httpx.Response], look: Callable[[Server], Awaitable[T]]) -> T:
     def answer(request: httpx.Request) -> httpx.Response:
         return pages.get(request.url.path, httpx.Response(404))
 
-    async def look() -> Discovery:
+    async def whole() -> T:
         server = Server(CONFIG.url, "", silence_s=9, connections=1, transport=httpx.MockTransport(answer))
         try:
-            return await discover(server, replace(CONFIG, **settings))
+            return await look(server)
         finally:
             await server.close()
 
-    return asyncio.run(look())
+    return asyncio.run(whole())
+
+
+def discovered(pages: dict[str, httpx.Response], **settings: Any) -> Discovery:
+    return with_server(pages, lambda server: discover(server, replace(CONFIG, **settings)))
 
 
 def llama_cpp(meta: dict[str, Any] | None) -> httpx.Response:
@@ -65,6 +71,46 @@ def test_what_no_gateway_takes_of_a_context_or_a_room_is_told_as_the_most_that_i
     told = encode_hello(make_hello(CONFIG, found))
     assert told.kv_capacity_tokens == 2**32 - 1
     assert [each.context_tokens for each in told.models] == [10_485_760, 100_000_000]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"max_model_len": 4096}, {"max_model_len": 1024}),
+        ({"context_length": 4096}, {"context_length": 1024}),
+        ({"meta": {"n_ctx": 4096}}, {"meta": {"n_ctx": 1024}}),
+        ({"context_tokens": 4096}, {"context_tokens": 1024}),
+    ],
+)
+def test_a_context_that_shrinks_is_told_wherever_a_server_writes_it(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    listed = {"id": "m", **before, "created": 1}
+    pages = {MODELS_PATH: httpx.Response(200, json={"data": [listed]})}
+
+    async def look(server: Server) -> list[Discovery]:
+        first = await discover(server, CONFIG)
+        stamped = {**listed, "created": 2}
+        pages[MODELS_PATH] = httpx.Response(200, json={"data": [stamped]})
+        same = await refresh(server, CONFIG, first)
+        pages[MODELS_PATH] = httpx.Response(200, json={"data": [{**stamped, **after}]})
+        return [first, same, await refresh(server, CONFIG, same)]
+
+    first, same, last = with_server(pages, look)
+    assert same is first
+    assert [first.profile.context_tokens, last.profile.context_tokens] == [4096, 1024]
+
+
+def test_a_gateway_that_gets_a_feature_is_told_anew() -> None:
+    card = {"id": "m", "owned_by": "mico", "max_model_len": 64, "features": ["chat"]}
+    pages = {MODELS_PATH: httpx.Response(200, json={"data": [card]})}
+
+    async def look(server: Server) -> list[Discovery]:
+        first = await discover(server, CONFIG)
+        pages[MODELS_PATH] = httpx.Response(200, json={"data": [{**card, "features": ["chat", "vision"]}]})
+        return [first, await refresh(server, CONFIG, first)]
+
+    assert ["vision" in each.models[0].features for each in with_server(pages, look)] == [False, True]
 
 
 @pytest.mark.parametrize("odd", [7, ["m"], {"id": ["n"]}, {"id": {"n": 1}}, {"id": 7}, {"id": ""}])
