@@ -23,7 +23,8 @@ _CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
 _CONTEXT = re.compile(
     r"context_length|context length|context size|context window|maximum context|max_model_len|"
-    r"exceed_context|too many tokens|`inputs` tokens|longer than the model",
+    r"exceed_context|too many tokens|`inputs` tokens|`inputs` must have less|longer than the model|"
+    r"(prompt|input) is too long|maximum number of tokens allowed",
     re.IGNORECASE,
 )
 

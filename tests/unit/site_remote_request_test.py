@@ -358,6 +358,18 @@ def test_prompts_are_guessed_by_their_length() -> None:
         (400, {"message": "This model's maximum context length is 4096 tokens."}, Reason.CONTEXT_LENGTH),
         (400, {"error": {"type": "exceed_context_size_error", "message": "no"}}, Reason.CONTEXT_LENGTH),
         (422, {"error": "`inputs` tokens + `max_new_tokens` must be <= 4096"}, Reason.CONTEXT_LENGTH),
+        (422, {"error": "`inputs` must have less than 4096 tokens. Given: 5000"}, Reason.CONTEXT_LENGTH),
+        (400, {"error": {"message": "prompt is too long: 9 tokens > 8 maximum"}}, Reason.CONTEXT_LENGTH),
+        (400, {"error": {"message": "Input is too long for requested model."}}, Reason.CONTEXT_LENGTH),
+        (
+            400,
+            {
+                "error": {
+                    "message": "The input token count (9) exceeds the maximum number of tokens allowed (8)."
+                }
+            },
+            Reason.CONTEXT_LENGTH,
+        ),
         (422, {"detail": [{"loc": ["body", "top_p"]}]}, Reason.INVALID),
         (400, "plain words", Reason.INVALID),
         (401, {"error": {"message": "bad key"}}, Reason.INTERNAL),
