@@ -231,16 +231,20 @@ class ResponseStream:
             raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
             raise FailedStream(bytes(chunk.error))
+        before = self._choices[0].tokens
         for choice in chunk.choices or ():
             self._choice(choice, outputs)
         if chunk.usage is not None:
-            self.count(chunk.usage)
+            self._count(chunk.usage, before)
             if len(self._choices) == 1 and outputs:
                 tokens, of_them = self._choices[0].tokens, self._choices[0].reasoning_tokens
                 outputs[-1] = outputs[-1]._replace(completion_tokens=tokens, reasoning_tokens=of_them)
 
-    def count(self, usage: Usage) -> None:
-        """Take the server's own counts, the last ones of which hold."""
+    def _count(self, usage: Usage, before: int) -> None:
+        """Take the server's own counts, the last ones of which hold. `before`: tokens up to this chunk.
+
+        Counts never fall. SGLang sends several chunks of one token, each with the same count.
+        """
         if prompt_tokens := possible_count(usage.prompt_tokens):
             self.prompt_tokens = max(1, prompt_tokens - self.delivered)
         if (completion_tokens := possible_count(usage.completion_tokens)) is not None:
@@ -250,8 +254,8 @@ class ResponseStream:
         if len(self._choices) > 1:
             return
         (choice,) = self._choices
-        if self._total is not None:
-            choice.tokens = max(choice.tokens, self._total)
+        if completion_tokens:
+            choice.tokens = max(before, completion_tokens + self.delivered)
         details = usage.completion_tokens_details or _Details()
         if (reasoning_tokens := possible_count(details.reasoning_tokens)) is not None:
             choice.reasoning_tokens = reasoning_tokens

@@ -260,6 +260,28 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
     assert (stream.tokens, stream.prompt_tokens, output.completion_tokens) == (3, 2, 3)
 
 
+def test_several_chunks_of_one_step_count_once_where_each_has_the_count() -> None:
+    """As SGLang sends the name of a call, its arguments and what is left of them."""
+
+    def chunk(tokens: int, **delta: Any) -> bytes:
+        return event(choices=[{"index": 0, "delta": delta}], usage={"completion_tokens": tokens})
+
+    calls = [{"id": "c", "function": function("add", "")}, {"function": function(arguments="{}")}]
+    stream = ResponseStream(["a"], delivered=2)
+    counted = [
+        output.completion_tokens
+        for part in (
+            chunk(0, role="assistant", content=""),
+            chunk(4, reasoning_content="so"),
+            chunk(4, content="I add"),
+            *(chunk(9, tool_calls=[each]) for each in calls),
+            chunk(10, content="."),
+        )
+        for output in stream.feed(part)
+    ]
+    assert counted == [6, 6, 11, 11, 12]
+
+
 @pytest.mark.parametrize(
     "parts",
     [
