@@ -77,13 +77,13 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
 
     Engines of one server (data parallel) add up; their shares of KV are averaged.
     """
-    running = _first(metrics, names.running)
+    running = _without_parts(_first(metrics, names.running))
     if running is None:
         raise UnknownMetrics(f"it has no {' or '.join(names.running)}")
     usage = _first(metrics, names.usage)
     return ServerLoad(
         running=round(min(MAX_REQUESTS, _sum(running))),
-        waiting=_total(_first(metrics, names.waiting), MAX_REQUESTS),
+        waiting=_total(_without_parts(_first(metrics, names.waiting)), MAX_REQUESTS),
         kv_usage=None if usage is None else min(1.0, max(0.0, _sum(usage) / len(usage))),
         kv_capacity_tokens=_total(_first(metrics, names.capacity), MAX_KV_TOKENS)
         or label_products(metrics, names.capacity_of),
@@ -93,6 +93,12 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
 
 def _first(metrics: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> Sequence[Sample] | None:
     return next((metrics[name] for name in names if name in metrics), None)
+
+
+def _without_parts(found: Sequence[Sample] | None) -> Sequence[Sample] | None:
+    """Drop what SGLang tells by priority beside the sum, whose priority is empty."""
+    sums = [each for each in found or () if each.labels.get("priority") == ""]
+    return sums or found
 
 
 def _sum(found: Sequence[Sample]) -> float:

@@ -55,6 +55,19 @@ def test_engines_of_one_server_add_up_and_their_shares_are_averaged() -> None:
     assert server_load(parse_metrics(page), VLLM.metric_names) == ServerLoad(6, 4, 0.5, 32_000, 500_000)
 
 
+def test_requests_that_sglang_also_tells_by_priority_count_once() -> None:
+    """With --enable-priority-scheduling the sum stands beside its parts, of each engine."""
+    page = "".join(
+        f'sglang:{name}{{dp_rank="{rank}",priority="{priority}"}} {value}\n'
+        for name in ("num_running_reqs", "num_queue_reqs")
+        for rank in (0, 1)
+        for priority, value in (("", 5), ("0", 2), ("9", 3))
+    )
+    assert SGLANG.metric_names is not None
+    load = server_load(parse_metrics(page), SGLANG.metric_names)
+    assert (load.running, load.waiting) == (10, 10)
+
+
 def test_older_names_count_where_the_newer_are_missing() -> None:
     assert VLLM.metric_names is not None
     older = VLLM_PAGE.replace("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
