@@ -18,6 +18,7 @@ from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, OnFinish
+from site_engine.remote.count import MAX_COUNTS
 from site_engine.remote.discovery import (
     MODELS_PATH,
     Discovery,
@@ -43,7 +44,8 @@ REFRESH_EVERY_S = 5.0
 """For adapters that a server loads while it runs; a page of a thousand is some 200 KB."""
 MAX_MISSES = 3
 BACKOFF_FIRST_S, MAX_BACKOFF_S = 0.5, 15.0
-SPARE_CONNECTIONS = 4
+SPARE_CONNECTIONS = 4 + MAX_COUNTS
+"""Beyond those of the answers: for probes, for what ends, and for prompts that are being counted."""
 
 
 async def serve(config: SiteConfig) -> int:

@@ -132,6 +132,7 @@ class OpenAIServer:
             _whole(writer, 200, "")
         elif path == "/v1/models":
             self._list(writer)
+            await self._notify()
         elif path == "/metrics" and self.metrics is not None:
             page = self.metrics.replace("{running}", str(self.running)).replace(
                 "{waiting}", str(self.waiting)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from site_engine.remote import server
+from site_engine.remote.count import MAX_COUNTS
 from tests.support import metric_pages
 from tests.support.openai_server import Mood
 from tests.support.remote_site import Scene, chat, run
@@ -249,6 +250,21 @@ def test_vllm_counts_a_chat_by_its_own_tokenizer() -> None:
         assert not here.server.asked
 
     run(scenario, owner="vllm")
+
+
+def test_counts_that_take_long_leave_room_for_answers_and_probes() -> None:
+    """Else three probes that get no connection take the site out of the federation."""
+
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.SILENT
+        await here.session.send(**assign("a"))
+        for number in range(MAX_COUNTS):
+            await here.session.send(**count(str(number), "hello"))
+        await here.server.until(lambda: here.server.running == 1 + MAX_COUNTS)
+        seen = here.server.listings
+        await here.server.until(lambda: here.server.listings > seen + 2)
+
+    run(scenario, owner="vllm", settings={"slots": 1})
 
 
 def test_llama_cpp_counts_what_its_template_makes_of_a_chat() -> None:
