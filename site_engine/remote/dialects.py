@@ -51,6 +51,7 @@ class Dialect:
     drops: frozenset[str] = frozenset()  # OpenAI's fields that it takes and does not honour
     raw_text: bool = True  # reads the prompt of /v1/completions as it is, without a template
     refuses_excess: bool = False  # of `max_tokens` over what fits; a chat without them may be as long as fits
+    refuses_full_top_p: bool = False  # refuses a `top_p` of 1, which turns it off
     truncates: bool = False  # cuts a prompt to its context rather than refuse it
     alive_path: str = ""  # shows it alive, where it has no /health
 
@@ -115,6 +116,7 @@ SGLANG = Dialect(
 )
 TGI = Dialect(
     name="tgi",
+    refuses_full_top_p=True,
     metric_prefix="tgi_",
     metric_names=MetricNames(
         running=("tgi_batch_current_size",),

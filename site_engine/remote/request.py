@@ -147,6 +147,8 @@ def sampling_fields(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
         for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         if name not in sampling.left_out
     }
+    if dialect.refuses_full_top_p and sampling.top_p >= 1:
+        fields.pop("top_p", None)
     for name in ("max_tokens", "seed"):
         if (value := getattr(sampling, name)) is not None:
             fields[name] = value

@@ -59,7 +59,7 @@ RECORDED = {
     VLLM.name: (VLLM, ',"continuous_usage_stats":true},', _OPENAI_OFF + _VLLM_OFF),
     SGLANG.name: (SGLANG, ',"continuous_usage_stats":true},', _OPENAI_OFF + _VLLM_OFF),
     LLAMA_CPP.name: (LLAMA_CPP, "},", _OPENAI_OFF + '"top_k":-1,"min_p":0.0,'),
-    TGI.name: (TGI, "},", _OPENAI_OFF),
+    TGI.name: (TGI, "},", _OPENAI_OFF.replace('"top_p":1.0,', "")),
     TEI.name: (TEI, "},", _OPENAI_OFF),
     OLLAMA.name: (OLLAMA, "},", _OPENAI_OFF),
     MICO.name: (MICO, "},", _OPENAI_OFF + _VLLM_OFF),
@@ -232,6 +232,13 @@ def test_a_chat_is_not_continued_where_nobody_knows_how() -> None:
 def test_a_greedy_answer_with_a_seed_goes_on() -> None:
     attempt = begun(m.TextPrompt("a"), "b", Sampling(seed=1, temperature=0.0))
     assert build_request(attempt, "theirs", UNKNOWN).body["prompt"] == "ab"
+
+
+def test_a_top_p_that_is_off_is_not_told_to_tgi_which_refuses_it() -> None:
+    for top_p, told in ((1.0, None), (0.9, 0.9)):
+        attempt = assign(m.TextPrompt("abc"), sampling=Sampling(top_p=top_p))
+        assert build_request(attempt, "m", TGI).body.get("top_p") == told
+    assert build_request(assign(m.TextPrompt("abc")), "m", VLLM).body["top_p"] == 1.0
 
 
 def test_servers_honour_different_fields() -> None:
