@@ -21,6 +21,8 @@ KEEP_S = 2.0
 _CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """Errors of a connection that the server closed meanwhile; the request is worth a second try."""
 RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
+OVERLOADED = 529
+"""Anthropic's own status."""
 _CONTEXT = re.compile(
     r"context_length|context length|context size|context window|maximum context|max_model_len|"
     r"exceed_context|too many tokens|`inputs` tokens|`inputs` must have less|longer than the model|"
@@ -141,7 +143,7 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
         too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
         reason = Reason.CONTEXT_LENGTH if too_long else Reason.INVALID
         return ServerRefused(NotServed(reason, message, param))
-    if status in {408, 429, 503}:
+    if status in {408, 429, 503, OVERLOADED}:
         return ServerRefused(NotServed(Reason.FULL, text), retry_after_s_of(headers))
     if status in {404, 405, 501}:
         return ServerRefused(NotServed(Reason.UNSUPPORTED, text, param))

@@ -383,6 +383,7 @@ def test_prompts_are_guessed_by_their_length() -> None:
         (404, {"detail": "Not Found"}, Reason.UNSUPPORTED),
         (429, {}, Reason.FULL),
         (503, "<html>", Reason.FULL),
+        (529, {"error": {"type": "overloaded_error", "message": "Overloaded"}}, Reason.FULL),
         (500, None, Reason.INTERNAL),
         (302, "", Reason.INTERNAL),
     ],
