@@ -110,7 +110,8 @@ SGLANG = Dialect(
         running=("sglang:num_running_reqs",),
         waiting=("sglang:num_queue_reqs",),
         usage=("sglang:token_usage",),
-        generated=("sglang:generation_tokens_total",),
+        # the second counts a request when it ends
+        generated=('sglang:realtime_tokens_total{mode="decode"}', "sglang:generation_tokens_total"),
         capacity=("sglang:max_total_num_tokens",),
     ),
 )

@@ -29,7 +29,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MetricNames:
-    """The metrics of one kind of server; of several names the first that is exported counts.
+    """The metrics of one kind of server; of several names the first that is exported counts. A name may end
+    in labels, `{name="value"}`, that samples must have.
 
     `usage` is a share from 0 to 1. `capacity_of` multiplies labels of an info metric into KV tokens.
     """
@@ -92,7 +93,13 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
 
 
 def _first(metrics: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> Sequence[Sample] | None:
-    return next((metrics[name] for name in names if name in metrics), None)
+    return next((found for name in names if (found := _select(metrics, name))), None)
+
+
+def _select(metrics: Mapping[str, Sequence[Sample]], name: str) -> Sequence[Sample]:
+    name, _, labels = name.partition("{")
+    wanted = dict(_LABEL.findall(labels)).items()
+    return [each for each in metrics.get(name, ()) if wanted <= each.labels.items()]
 
 
 def _without_parts(found: Sequence[Sample] | None) -> Sequence[Sample] | None:

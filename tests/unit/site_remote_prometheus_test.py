@@ -68,6 +68,15 @@ def test_requests_that_sglang_also_tells_by_priority_count_once() -> None:
     assert (load.running, load.waiting) == (10, 10)
 
 
+def test_tokens_that_sglang_tells_while_it_generates_go_before_those_of_ended_requests() -> None:
+    page = metric_pages.SGLANG + "".join(
+        f'sglang:realtime_tokens_total{{mode="{mode}",tp_rank="0"}} {tokens}\n'
+        for mode, tokens in (("prefill_compute", 900), ("prefill_cache", 90), ("decode", 12))
+    )
+    assert SGLANG.metric_names is not None
+    assert server_load(parse_metrics(page), SGLANG.metric_names).tokens_total == 12
+
+
 def test_older_names_count_where_the_newer_are_missing() -> None:
     assert VLLM.metric_names is not None
     older = VLLM_PAGE.replace("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
