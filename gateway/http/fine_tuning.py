@@ -162,11 +162,12 @@ def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
 
 async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningService) -> None:
     """Write a new job. Raises BadRequest, NotFound or TooMany; a job that no site could train is refused."""
-    model = next((each for each in backend.models() if each.id == job.model), None)
-    if model is None or model.tenant not in ("", caller.tenant) or not caller.may_use(job.model):
+    model = tuning.served().get(job.model)  # a base may have the name of a route
+    exists = job.model in backend.routes() if model is None else model.tenant in ("", caller.tenant)
+    if not exists or not caller.may_use(job.model):
         raise NotFound(f"The model {echo(job.model)} does not exist, or this key may not use it.")
-    if model.parent or job.model in backend.routes():
-        what = "a variant itself" if model.parent else "a route"
+    if model is None or model.parent:
+        what = "a route" if model is None else "a variant itself"
         raise BadRequest(f"{echo(job.model)} is {what}: name the base that is trained.", param="model")
     if (reason := tuning.refusal(job.model, job.plan)) is not None:
         raise BadRequest(f"The job was not accepted: {reason}.", param="model", code="model_not_trainable")

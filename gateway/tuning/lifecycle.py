@@ -56,6 +56,7 @@ async def open_tuning(
         ledger=ledger,
         events=context.events,
         contents=context.contents,
+        served=lambda: query_context.directory.served,
         refusal=lambda model, plan: refusal(context.sites(), model, plan),
         remove=context.store.remove,
         wake=runner.wake,

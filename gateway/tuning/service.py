@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from gateway.domain import Model
 from gateway.tuning.contents import Contents
 from gateway.tuning.events import Events
 from gateway.tuning.ledger import Ledger
@@ -13,13 +14,15 @@ from gateway.tuning.values import Content, Plan, TuningLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningService:
-    """`refusal` returns why no site could train a model by a plan now, None if one could. `remove` removes an
-    adapter, unless somebody else did. `wake` has this replica look at what a client has changed.
+    """`served` returns what sites serve now, without the routes. `refusal` returns why no site could train a
+    model by a plan now, None if one could. `remove` removes an adapter, unless somebody else did. `wake` has
+    this replica look at what a client has changed.
     """
 
     ledger: Ledger
     events: Events
     contents: Contents
+    served: Callable[[], Mapping[str, Model]]
     refusal: Callable[[str, Plan], str | None]
     remove: Callable[[Content], Awaitable[bool]]
     wake: Callable[[], None]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from base64 import b64decode
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ from gateway.http.files import file_routes
 from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
 from gateway.query.answer import answer
+from gateway.query.targets import NamedModels
+from gateway.routing.model_routes import ModelRoute
 from gateway.tuning.lifecycle import Tuning, open_tuning
 from gateway.tuning.values import TuningLimits
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
@@ -178,17 +180,19 @@ async def replica(
     caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
     refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
     trains: pb.Trains | None = None,
+    routes: Callable[[], Mapping[str, ModelRoute]] = dict,
     tuning_limits: TuningLimits | None = None,
     **limits: Any,
 ) -> AsyncIterator[Replica]:
     trained = trains is not None or tuning_limits is not None
     batch_poll_s, tuning_poll_s = (IDLE_POLL_S, POLL_S) if trained else (POLL_S, IDLE_POLL_S)
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(scene())
+        here = await stack.enter_async_context(scene(routes=routes))
         passed_s = [0.0]
         backend = Backend(
             answer=partial(answer, here.gateway),
-            models=lambda: list(here.gateway.directory.served.values()),
+            models=NamedModels(here.gateway),
+            routes=routes,
             authenticate=CALLERS.get,
             ready=lambda: Readiness(True, "yes"),
             version="test",
@@ -222,7 +226,7 @@ async def replica(
             )
         )
         access = Access(backend, CALLERS_BY_ID.get, b"session key")
-        routes = [
+        handlers = [
             *file_routes(backend, batches.files, batches.limits),
             *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
             *message_batch_routes(
@@ -232,7 +236,7 @@ async def replica(
             *tuning_routes(backend, tuning.service),
             *tuning_reads(access, backend, tuning.service),
         ]
-        transport = httpx2.ASGITransport(create_http(backend, routes))
+        transport = httpx2.ASGITransport(create_http(backend, handlers))
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
         this = Replica(here, batches, tuning, http, passed_s)
         this.open.set()

@@ -12,6 +12,7 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from gateway.http import fine_tuning
+from gateway.routing.model_routes import ModelRoute, Target
 from gateway.tuning import ledger
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
@@ -195,6 +196,23 @@ def test_where_no_site_trains_a_job_is_refused_and_says_why(url: str) -> None:
         assert (await here.raw("GET", JOBS)).json()["data"] == []
 
     play(url, scenario, trains=None)
+
+
+def test_a_base_is_trained_although_a_route_has_its_name(url: str) -> None:
+    routes = {
+        "m": ModelRoute("m", (Target("other"), Target("m"))),
+        "alias": ModelRoute("alias", (Target("m"),)),
+    }
+
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        assert (await next_run(here)).order.model == job.model == "m"
+        error = error_of(
+            await here.raw("POST", JOBS, json={"model": "alias", "training_file": job.training_file}), 400
+        )
+        assert "'alias' is a route: name the base" in error["message"]
+
+    play(url, scenario, routes=lambda: routes)
 
 
 FAULTS = [
