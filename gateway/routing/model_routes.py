@@ -172,6 +172,14 @@ def check_route(route: ModelRoute, others: Collection[ModelRoute]) -> None:
     _check_one_level(route.name, models, others)
 
 
+def check_target_left(route: ModelRoute) -> None:
+    """Raise BadRequest for a route that has no target left: every query of it would fail."""
+    if not any(target.weight > 0 for target in route.targets):
+        raise BadRequest(
+            f"the route {route.name!r} would have no target left; remove the route to end it", param="model"
+        )
+
+
 def _check_one_level(name: str, models: Sequence[str], others: Collection[ModelRoute]) -> None:
     names = {other.name for other in others if other.name != name}
     for model in models:

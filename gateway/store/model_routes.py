@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.errors import BadRequest
-from gateway.routing.model_routes import ModelRoute, Target, When, check_route
+from gateway.routing.model_routes import ModelRoute, Target, When, check_route, check_target_left
 from gateway.store.audit import Act, add_entry, key_label
 from gateway.store.database import lock_table, reason
 from gateway.store.tables import model_routes as table
@@ -76,14 +76,15 @@ class RouteTable:
     async def put(self, route: ModelRoute, act: Act) -> None:
         """Set a route, here at once. Raises BadRequest for one that can't be beside the others."""
         async with self._change() as connection:
-            await self._check(connection, [route])
+            await self._check(connection, route)
             await self._write(connection, route, act, f"set route {route.name}")
         await self._refresh_or_log()
 
     async def take_out(self, model: str, of_route: str | None, act: Act) -> list[ModelRoute]:
         """Take a model out of one route, or of all; return them as they are now.
 
-        Raises BadRequest where a route would be left without a target: then nothing was changed.
+        What is left may be a fallback alone. Raises BadRequest where a route would be left without a target:
+        then nothing was changed.
         """
         async with self._change() as connection:
             routes = {**self._of_file, **{each.route.name: each.route for each in await _read(connection)}}
@@ -92,8 +93,8 @@ class RouteTable:
                 for name, route in sorted(routes.items())
                 if of_route in (None, name) and route.without(model) != route
             ]
-            await self._check(connection, changed)
             for route in changed:
+                check_target_left(route)
                 await self._write(connection, route, act, f"take {model} out of route {route.name}")
         await self._refresh_or_log()
         return changed
@@ -137,12 +138,11 @@ class RouteTable:
             await lock_table(connection, table)
             yield connection
 
-    async def _check(self, connection: AsyncConnection, routes: Collection[ModelRoute]) -> None:
+    async def _check(self, connection: AsyncConnection, route: ModelRoute) -> None:
         known = {each.route.name: each.route for each in await _read(connection)}
-        for route in routes:
-            check_route(route, {**self._of_file, **known}.values())
-            if len(known) >= MAX_ROUTES and route.name not in known:
-                raise BadRequest(f"there are {MAX_ROUTES} routes already, the most that there may be")
+        check_route(route, {**self._of_file, **known}.values())
+        if len(known) >= MAX_ROUTES and route.name not in known:
+            raise BadRequest(f"there are {MAX_ROUTES} routes already, the most that there may be")
 
     async def _write(self, connection: AsyncConnection, route: ModelRoute, act: Act, action: str) -> None:
         now = self._clock()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sqlalchemy import insert
 
 from gateway.errors import BadRequest
-from gateway.routing.model_routes import ModelRoute, Shadow, Target, When
+from gateway.routing.model_routes import ModelRoute, Shadow, Target, When, in_order
 from gateway.store import model_routes
 from gateway.store.audit import Act
 from gateway.store.database import open_engine
@@ -107,12 +107,46 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(url: str, monkeypatch:
         await routes.put(ModelRoute("lone", (A,)), WHY)
         with pytest.raises(BadRequest, match="2 routes already"):
             await routes.put(ModelRoute("third", (A,)), WHY)
-        await routes.put(replace(CANARY, targets=(A, B)), WHY)
+        await routes.put(replace(CANARY, targets=(A, Target("b", weight=0.0))), WHY)
         before = routes.current
-        with pytest.raises(BadRequest, match="remove the route"):
-            await routes.take_out("a", None, WHY)
+        with pytest.raises(BadRequest, match=r"'chat' .*remove the route"):
+            await routes.take_out("a", "chat", WHY)
         assert await routes.take_out("nobody", None, WHY) == []
         assert routes.current == before
+        await routes.close()
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_model_is_taken_out_of_a_route_whose_fallback_is_left(url: str) -> None:
+    async def main() -> None:
+        engine = open_engine(url)
+        routes = RouteTable(engine)
+        await routes.start()
+        await routes.put(ModelRoute("chat", (A, B)), WHY)
+        (off,) = await routes.take_out("a", None, WHY)
+        assert routes.current == {"chat": off}
+        assert [each.model for each in in_order(off.targets, 0.5)] == ["b"]
+        await routes.close()
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_model_is_taken_out_although_the_file_and_the_table_do_not_agree(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may name as a target what an operator has made a route, and there may be too many in all."""
+    monkeypatch.setattr(model_routes, "MAX_ROUTES", 1)
+
+    async def main() -> None:
+        engine = open_engine(url)
+        routes = RouteTable(engine)
+        await routes.put(ModelRoute("a", (A, Target("c"))), WHY)
+        await routes.start([ModelRoute("chat", (A, Target("c")))])
+        assert len(await routes.take_out("c", None, WHY)) == 2
+        assert {each.without("c") for each in routes.current.values()} == {*routes.current.values()}
         await routes.close()
         await engine.dispose()
 
