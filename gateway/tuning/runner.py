@@ -18,7 +18,7 @@ from gateway.tuning.ledger import new_run
 from gateway.tuning.placing import Act, End, Seen, choose, idler, next_act, of_same_base
 from gateway.tuning.results import write_results
 from gateway.tuning.serving import Serving
-from gateway.tuning.training_run import end_of, order_of, progress_of
+from gateway.tuning.training_run import advanced, end_of, order_of, progress_of
 from gateway.tuning.validating import check
 from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
 
@@ -334,7 +334,7 @@ class Runner:
         if not await context.ledger.advance(job, progress):
             await self._refresh(care)
             return False
-        care.recorded, care.recorded_s = report, now_s
+        care.job, care.recorded, care.recorded_s = advanced(job, progress), report, now_s
         refusal = self._charge(job, progress.trained_tokens, progress.nano_usd)
         is_over = end_of(report) in (End.SUCCEEDED, End.FAILED)
         if refusal is not None and not is_over and await context.ledger.pause(job.tenant, job.id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Final
 
@@ -76,4 +77,16 @@ def progress_of(job: Job, report: RunReport, site: Site | None, limits: TuningLi
         report.tokens_per_s,
         job.revision or (report.revision if report.step else ""),
         sorted(fresh, key=lambda each: each.step),
+    )
+
+
+def advanced(job: Job, progress: Progress) -> Job:
+    """Return the job as it is once the progress is written, so that it is counted once if no read follows."""
+    return replace(
+        job,
+        step=progress.step,
+        total_steps=progress.total_steps,
+        trained_tokens=progress.trained_tokens,
+        nano_usd=progress.nano_usd,
+        revision=progress.revision,
     )

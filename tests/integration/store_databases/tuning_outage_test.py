@@ -13,9 +13,13 @@ import pytest
 from sqlalchemy import event, select
 from sqlalchemy.exc import OperationalError
 
+from gateway.quotas.limits import Kind as QuotaKind
+from gateway.quotas.limits import LimitId, Scope
 from gateway.store.tables import usage
+from gateway.tuning import runner
 from gateway.tuning.values import Kind
 from tests.support.batch_replica import Replica, replica
+from tests.support.fakes.federation import DEADLINE_S, until
 from tests.support.training_site import TRAINS, next_run
 from tests.support.tuning_jobs import create, reached
 from wire import federation_pb2 as pb
@@ -79,6 +83,42 @@ def test_a_job_ends_once_beside_a_database_that_comes_and_goes(url: str, share: 
         async with service.ledger._engine.connect() as connection:
             rows = (await connection.execute(select(usage).where(usage.c.query_id == job.id))).all()
         assert [row.prompt_tokens for row in rows] == [600]
+
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+def test_steps_are_recorded_and_charged_once_though_a_read_after_them_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RECORD_S", 0.0)
+    month = LimitId(Scope.TENANT, "tenant-1", QuotaKind.MONTH)
+
+    async def scenario(here: Replica) -> None:
+        quotas, ledger = here.scene.gateway.quotas, here.tuning.service.ledger
+        quotas.set_limits({month: 10_000})
+        job = await create(here)
+        run = await next_run(here)
+        here.tuning.runner._poll_s = float("inf")  # no poll reads the job meanwhile
+        failed = asyncio.Event()
+
+        async def fail(*_: Any) -> None:
+            failed.set()
+            raise OperationalError("", {}, OSError("the database is away"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "get", fail)
+            await run.report(2)
+            await asyncio.wait_for(failed.wait(), DEADLINE_S)
+        await run.report(4)
+        await until(lambda: quotas.in_use(month) > 200, "the steps after the failure are charged")
+        assert quotas.in_use(month) == 400
+        listed = (await here.sdk().fine_tuning.jobs.list_events(job.id, limit=100)).data
+        steps = [each.data["step"] for each in listed if each.type == "metrics"]  # type: ignore[index]
+        assert steps == [4, 3, 2, 1]
 
     async def main() -> None:
         async with replica(url, sites=("a",), trains=TRAINS) as here:
