@@ -78,7 +78,8 @@ class Progress(NamedTuple):
 
 
 class Ledger:
-    """The jobs of all tenants. `owner` names one run of one replica, `clock` dates what happens.
+    """The jobs of all tenants. `owner` names one run of one replica, `clock` dates what happens, `cloud_of`
+    returns the cloud of a site.
 
     Every method may raise SQLAlchemy's errors. Those that change a job return whether they did: not if its
     status did not allow it, or another replica or another run had it.
@@ -91,8 +92,11 @@ class Ledger:
         clock: Callable[[], float],
         limits: TuningLimits,
         lease_s: float = LEASE_S,
+        *,
+        cloud_of: Callable[[str], str] = lambda site: "",
     ) -> None:
         self._engine = engine
+        self._cloud_of = cloud_of
         self.clock = clock
         self._limits = limits
         self._events = Events(engine, clock, limits.events)
@@ -279,12 +283,15 @@ class Ledger:
             return True
 
     async def leave_run(self, job: Job, message: str = "", level: str = INFO) -> bool:
-        """Drop the current run: a running job is queued anew, one that was paused meanwhile stays so."""
+        """Drop the current run: a running job is queued anew, one that was paused meanwhile stays so.
+
+        It keeps its site, to which its usage belongs if it ends before it runs again.
+        """
         status = case(
             (tuning_jobs.c.status == JobStatus.RUNNING.value, JobStatus.QUEUED.value),
             else_=tuning_jobs.c.status,
         )
-        values = {"status": status, "run": None, "site": "", "tokens_per_s": 0.0}
+        values = {"status": status, "run": None, "tokens_per_s": 0.0}
         async with self._engine.begin() as connection:
             if not await self._change(connection, job.id, UNFINISHED, values, tuning_jobs.c.run == job.run):
                 return False
@@ -389,7 +396,7 @@ class Ledger:
         row = (await connection.execute(select(tuning_jobs).where(tuning_jobs.c.id == job_id))).one()
         job = job_of(row)
         if job.trained_tokens:
-            columns = usage_columns(job, status, self.clock())
+            columns = usage_columns(job, status, self.clock(), self._cloud_of(job.site))
             await connection.execute(insert_new(connection.dialect.name, usage), columns)
 
 

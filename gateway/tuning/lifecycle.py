@@ -49,7 +49,8 @@ async def open_tuning(
 ) -> AsyncIterator[Tuning]:
     """Open the ledger, the content store and the runner, on database connections of their own."""
     engine = open_engine(url)
-    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s)
+    cloud_of = query_context.directory.cloud_of
+    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s, cloud_of=cloud_of)
     context = _context(engine, ledger, query_context, limits, caller=caller, refresh_keys=refresh_keys)
     runner = Runner(context, poll_s, tick_s)
     service = TuningService(

@@ -37,8 +37,10 @@ def content_of(row: Row[Any], prefix: str = "") -> Content:
     return Content(**(fields | {"kind": Kind(fields["kind"])}))
 
 
-def usage_columns(job: Job, status: JobStatus, now: float) -> dict[str, Any]:
-    """Return the row of usage of a job that ends `now`: its trained tokens, charged in that month."""
+def usage_columns(job: Job, status: JobStatus, now: float, cloud: str) -> dict[str, Any]:
+    """Return the row of usage of a job that ends `now`: its trained tokens, charged in that month. It counts
+    whole at its last site, which is in `cloud`.
+    """
     return {
         "query_id": job.id,
         "request_id": job.id,
@@ -49,6 +51,7 @@ def usage_columns(job: Job, status: JobStatus, now: float) -> dict[str, Any]:
         "status": "answered" if status is JobStatus.SUCCEEDED else status.value,
         "error": "" if job.error is None else job.error.message[:500],
         "site": job.site,
+        "cloud": cloud,
         "attempts": max(1, job.runs),
         "prompt_tokens": job.trained_tokens,
         "completion_tokens": 0,

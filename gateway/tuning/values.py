@@ -94,8 +94,8 @@ class JobError(NamedTuple):
 class Job:
     """`run` is the name of the current run at a site, which fences: what comes of another is dropped.
 
-    `runs` counts those since the last step of progress. `trained_tokens` and their cost, `nano_usd`, never
-    decrease. Times are unix seconds.
+    `site` has the current run, or had the last. `runs` counts those since the last step of progress.
+    `trained_tokens` and their cost, `nano_usd`, never decrease. Times are unix seconds.
     """
 
     id: str

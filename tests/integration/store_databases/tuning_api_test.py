@@ -13,6 +13,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 from gateway.http import fine_tuning
 from gateway.routing.model_routes import ModelRoute, Target
+from gateway.store.queries import OperatorReads, TotalBy
 from gateway.tuning import ledger
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import Replica, replica
@@ -326,5 +327,29 @@ def test_trained_tokens_cost_money_and_are_recorded_once(url: str) -> None:
         found = await here.tuning.service.ledger.get("tenant-1", job.id)
         assert found is not None
         assert (found.trained_tokens, found.nano_usd) == (600, 600 * 2_000)
+        assert await spent(here) == [(("a", "cloud-a"), 600 * 2_000)]
 
     play(url, scenario)
+
+
+def test_what_a_job_cost_is_of_its_last_site_although_it_ended_while_it_rested(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        run = await next_run(here)
+        await run.report(2)
+        await recorded(here, job.id, 2)
+        await here.sdk().fine_tuning.jobs.pause(job.id)
+        await stopped(here, run, snapshot=True)
+        await run.report(2, end=pb.Training.STOPPED)
+        await stopped(here, run, snapshot=False)
+        assert (await here.raw("GET", f"{JOBS}/{job.id}")).json()["mico"]["site"] is None
+        await here.sdk().fine_tuning.jobs.cancel(job.id)
+        assert await spent(here) == [(("a", "cloud-a"), 200 * 2_000)]
+
+    play(url, scenario)
+
+
+async def spent(here: Replica) -> list[tuple[tuple[str, ...], int]]:
+    """Return what usage says was spent, by site and cloud."""
+    totals = await OperatorReads(here.tuning.service.ledger._engine).totals(TotalBy.SITE, TotalBy.CLOUD)
+    return [(each.names, each.nano_usd) for each in totals]

@@ -150,7 +150,7 @@ def test_only_the_holder_of_the_lease_and_the_current_run_count(url: str) -> Non
         assert await here.two.leave_run(taken, "the site was lost")
         assert not await here.two.advance(taken, progress(3))
         left = await here.get(job)
-        assert (left.status, left.run, left.site) == (JobStatus.QUEUED, None, "")
+        assert (left.status, left.run, left.site) == (JobStatus.QUEUED, None, "a")
         assert await here.two.start(left, "second", "b")
         assert not await here.two.start(left, "third", "c")
         assert await here.two.current_run(job.id) == "second"
