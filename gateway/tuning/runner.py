@@ -224,7 +224,12 @@ class Runner:
         await self._refresh(care)
 
     async def _place(self, care: Care) -> None:
+        """Begin a run at a site with room. A job whose tenant has spent its month is paused instead."""
         context, job, now_s = self._context, care.job, self._context.clock()
+        if (refusal := self._charge(job, job.trained_tokens, job.nano_usd)) is not None:
+            await self._pause(job, refusal)
+            await self._refresh(care)
+            return
         care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
         sites = of_same_base(context.sites(), job.model, job.revision)
         site = choose(
@@ -337,8 +342,8 @@ class Runner:
         care.job, care.recorded, care.recorded_s = advanced(job, progress), report, now_s
         refusal = self._charge(job, progress.trained_tokens, progress.nano_usd)
         is_over = end_of(report) in (End.SUCCEEDED, End.FAILED)
-        if refusal is not None and not is_over and await context.ledger.pause(job.tenant, job.id):
-            await context.ledger.add_event(job, WARN, f"Paused: {refusal.message}")
+        if refusal is not None and not is_over:
+            await self._pause(job, refusal)
         await self._refresh(care)
         return care.job.id in self._held and care.job.run == report.run
 
@@ -346,7 +351,12 @@ class Runner:
         """Charge what is new; return the refusal once the tenant has spent its month."""
         caller = self._context.caller(job.key_id)
         tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
-        return self._context.charge(caller, tokens, cost) if caller and (tokens or cost) else None
+        return None if caller is None else self._context.charge(caller, tokens, cost)
+
+    async def _pause(self, job: Job, refusal: TooMany) -> None:
+        ledger = self._context.ledger
+        if await ledger.pause(job.tenant, job.id):
+            await ledger.add_event(job, WARN, f"Paused: {refusal.message}")
 
     async def _succeed(self, care: Care) -> None:
         context, job = self._context, care.job

@@ -15,9 +15,10 @@ from gateway.tuning.values import Job, TuningLimits
 from tests.support.batch_replica import POLL_S, Replica, replica
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, next_run, stopped
-from tests.support.tuning_jobs import create, reached, recorded
+from tests.support.tuning_jobs import JOBS, create, reached, recorded
 from wire import federation_pb2 as pb
 
+MONTH = LimitId(Scope.TENANT, "tenant-1", Kind.MONTH)
 LIMITS = TuningLimits(lost_s=60.0, unlinked_s=60.0, replica_jobs=2)
 
 
@@ -81,13 +82,37 @@ async def create_for(url: str, model: str, name: str, like: str) -> None:
 
 def test_a_job_that_is_over_when_the_month_is_spent_is_not_paused(url: str) -> None:
     async def scenario(here: Replica) -> None:
-        here.scene.gateway.quotas.set_limits({LimitId(Scope.TENANT, "tenant-1", Kind.MONTH): 250})
+        quotas = here.scene.gateway.quotas
         for end, status in ((pb.Training.SUCCEEDED, "succeeded"), (pb.Training.FAILED, "failed")):
+            quotas.set_limits({})
+            quotas.set_limits({MONTH: 250})
             job = await create(here)
             run = await next_run(here)
             await run.store(pb.StoreBegin.ADAPTER, 6, b"adapter")
             await run.report(6, end=end)
             await reached(here, job.id, status)
+
+    play(url, scenario)
+
+
+def test_a_job_that_is_resumed_while_the_month_is_spent_begins_no_run(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        quotas, jobs = here.scene.gateway.quotas, here.sdk().fine_tuning.jobs
+        quotas.set_limits({MONTH: 250})
+        job = await create(here)
+        run = await next_run(here)
+        await run.report(3)  # 300 tokens
+        await stopped(here, run, snapshot=True)
+        await run.report(3, end=pb.Training.STOPPED)
+        await stopped(here, run, snapshot=False)
+        for _ in range(2):
+            await jobs.resume(job.id)
+            await newest_event_says(here, job.id, "Paused: the quota of 250 tokens per month")
+            state = (await here.raw("GET", f"{JOBS}/{job.id}")).json()["mico"]
+            assert (state["paused"], state["site"]) == (True, None)
+        quotas.set_limits({MONTH: 1_000})
+        await jobs.resume(job.id)
+        assert (await next_run(here)).order.job_id == job.id
 
     play(url, scenario)
 
