@@ -259,10 +259,11 @@ def _counted(kind: Kind, amount: float | None) -> int | None:
     """Return what is counted of an amount. Raises BadRequest."""
     if amount is None:
         return None
-    whole = isinstance(amount, int) or kind is Kind.BUDGET
-    if not (whole and 0 <= amount <= kind.shown(MAX_AMOUNT)):
+    fits = 0 <= amount <= kind.shown(MAX_AMOUNT)
+    if not (fits and (kind is Kind.BUDGET or amount == int(amount))):  # JSON writes 1000 as 1000.0, too
+        what = "" if kind is Kind.BUDGET else "a whole number "
         most = f"{kind.shown(MAX_AMOUNT):.0f}"
-        raise BadRequest(f"{kind.value} is from 0 to {most}", param=f"limits.{kind.value}")
+        raise BadRequest(f"{kind.value} is {what}from 0 to {most}", param=f"limits.{kind.value}")
     return kind.counted(amount)
 
 

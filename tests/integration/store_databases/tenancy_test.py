@@ -94,7 +94,7 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
                 tenant = {"scope": "tenant", "subject": "shop"}
                 await post(client, "quotas", 404, **tenant, limits={"tokens_per_min": 5}, reason="x")
                 await post(client, "tenants", name="shop", best_priority=-3, reason="pays more")
-                limits = {"tokens_per_min": 1000, "concurrent_queries": 4}
+                limits = {"tokens_per_min": 1e3, "concurrent_queries": 4}
                 await post(client, "quotas", **tenant, limits=limits, reason="contract")
                 left = await post(
                     client, "quotas", **tenant, limits={"tokens_per_min": None}, reason="renewed"
@@ -134,6 +134,16 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
         (
             "quotas",
             {"scope": "tenant", "subject": "a", "limits": {"tokens_per_min": -1}, "reason": "x"},
+            None,
+        ),
+        (
+            "quotas",
+            {"scope": "tenant", "subject": "a", "limits": {"tokens_per_min": 0.5}, "reason": "x"},
+            "limits.tokens_per_min",
+        ),
+        (
+            "quotas",
+            {"scope": "tenant", "subject": "a", "limits": {"tokens_per_min": 10**400}, "reason": "x"},
             None,
         ),
         ("quotas", {"scope": "team", "subject": "a", "limits": {}, "reason": "x"}, None),
