@@ -284,7 +284,7 @@ def job_json(job: Job, now_s: float) -> dict[str, Any]:
             "alpha": plan.alpha,
             "target": plan.target,
             "paused": paused,
-            "site": None if job.run is None else job.site,
+            "site": (job.site or None) if job.run is not None or job.ended else None,
             "step": job.step,
             "total_steps": job.total_steps,
             "trained_tokens": job.trained_tokens,

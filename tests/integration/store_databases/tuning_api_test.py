@@ -344,6 +344,7 @@ def test_what_a_job_cost_is_of_its_last_site_although_it_ended_while_it_rested(u
         await stopped(here, run, snapshot=False)
         assert (await here.raw("GET", f"{JOBS}/{job.id}")).json()["mico"]["site"] is None
         await here.sdk().fine_tuning.jobs.cancel(job.id)
+        assert (await here.raw("GET", f"{JOBS}/{job.id}")).json()["mico"]["site"] == "a"
         assert await spent(here) == [(("a", "cloud-a"), 200 * 2_000)]
 
     play(url, scenario)
