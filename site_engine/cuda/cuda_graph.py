@@ -8,22 +8,18 @@ import torch
 
 from site_engine.cuda.adapters import TILE_NUMBERS, AdapterArenas, StepAdapters
 from site_engine.cuda.attention import DeviceContext
-from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens
 from site_engine.cuda.batch_layout import Shape, views
 from site_engine.cuda.borrowed import BorrowedMemory
-from site_engine.cuda.kernels import layer_kernels, sampling_kernels
-from site_engine.cuda.sampling import RULES
+from site_engine.cuda.kernels import layer_kernels
+from site_engine.cuda.rule_graphs import StepAddresses
+from site_engine.cuda.sampling_launch import sample
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.runner import Forward
 from site_engine.model.tensor_group import TensorGroup
 
 PREPARE_BLOCK = 256
-ARGMAX_SPAN = 8192
-SAMPLE_SPAN = 8192
-PENALTY_SPAN = 2048
-IN_PROMPT = 1 << 14
-"""The bit of a token's count that says that the prompt has it."""
 
 
 class Device:
@@ -78,27 +74,13 @@ class Step:
         else:
             self.logits = self._forward_pass()
 
-    def penalised(self, rules: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the logits of some sampled rows, penalised, in float32; `penalise_rows` describes both."""
+    @property
+    def addresses(self) -> StepAddresses:
+        """Where the logits lie and what was sampled from them, until another step runs."""
         assert self.logits is not None
-        rows, vocabulary = rules.shape[1], self.logits.shape[1]
-        changed = torch.empty(rows, vocabulary, dtype=torch.float32, device=rules.device)
-        sampling_kernels.penalise_rows[(rows, -(-vocabulary // PENALTY_SPAN))](
-            self.logits, changed, rules, self._in.owner, self._ids, self._wanted, counts,
-            vocabulary, self.logits.stride(0), rows, IN_PROMPT=IN_PROMPT, SPAN=PENALTY_SPAN,
-        )  # fmt: skip
-        return changed
-
-    def sample_again(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
-        """Take new tokens for some sampled rows from changed logits [rows, vocabulary].
-
-        Rows whose own logits were not finite keep their mark.
-        """
-        rules = self._in.rules.view(RULES, -1)[:, rows].contiguous()
-        chosen = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
-        self._sample(logits, rules, self._in.owner[rows], chosen, pdl=False)
-        first = self.chosen[rows]
-        self.chosen[rows] = torch.where(first < 0, first, chosen)
+        return StepAddresses(
+            self.logits.data_ptr(), self.chosen.data_ptr(), self._ids.data_ptr(), self._wanted.data_ptr()
+        )
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, compiled: bool) -> None:
         """Capture the pass, after an eager one unless its kernels are compiled; the loaded numbers must be
@@ -150,7 +132,14 @@ class Step:
             raise RuntimeError(
                 f"{attention.layer} attention calls in a model of {len(self._device.kv_cache.keys)}"
             )
-        self._sample(logits, given.rules, given.owner, self.chosen, pdl=attention.pdl)
+        sample(
+            logits,
+            given.rules,
+            given.owner,
+            self._device.newest,
+            self.chosen,
+            pdl=attention.pdl,
+        )
         return logits
 
     def _prepare(self) -> None:
@@ -162,34 +151,6 @@ class Step:
             given.source, given.position, given.wanted, given.patch_at, given.patch_page,
             self._device.newest, self._device.table, self._ids, self._positions, self._wanted,
             shape.tokens, shape.samples, shape.patches, BLOCK=PREPARE_BLOCK,
-        )  # fmt: skip
-
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        rules: torch.Tensor,
-        owner: torch.Tensor,
-        chosen: torch.Tensor,
-        *,
-        pdl: bool,
-    ) -> None:
-        rows, vocabulary = logits.shape
-        spans = -(-vocabulary // ARGMAX_SPAN)
-        tops = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
-        places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
-        layer_kernels.best_of_span[(rows, spans)](
-            logits, tops, places, vocabulary, logits.stride(0), SPAN=ARGMAX_SPAN, num_warps=8,
-            PDL=pdl, **pdl_kwargs(pdl),
-        )  # fmt: skip
-        layer_kernels.best_of_row[(rows,)](
-            tops, places, owner, self._device.newest, chosen, spans,
-            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, PDL=pdl, **pdl_kwargs(pdl),
-        )  # fmt: skip
-        sampling_kernels.sample_rows[(rows,)](
-            logits, rules, owner, self._device.newest, chosen,
-            vocabulary, logits.stride(0), rows,
-            SPAN=SAMPLE_SPAN, SPANS_PAD=1 << (-(-vocabulary // SAMPLE_SPAN) - 1).bit_length(),
-            BITS=8 * logits.element_size(), num_warps=16, PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
 
 

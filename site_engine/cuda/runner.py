@@ -19,6 +19,7 @@ from site_engine.cuda.batch_layout import (
     Numbers,
     Packer,
     PageTables,
+    Sections,
     Shape,
     decode_shapes,
     row_buckets,
@@ -26,7 +27,8 @@ from site_engine.cuda.batch_layout import (
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
-from site_engine.cuda.ruled_rows import Ranked, RuledRows
+from site_engine.cuda.ruled_rows import Ranked, Ruled, RuledRows
+from site_engine.cuda.sampling import RULES
 from site_engine.model.logit_rules import LogitRules, to_device
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 from site_engine.model.tensor_group import TensorGroup
@@ -144,7 +146,7 @@ class DeviceRunner:
             block_tokens=block_tokens(heads_per_kv_head, 1),
             chunk_tokens=self._device.chunk_tokens,
         )
-        self._ruled = RuledRows(slots, self._device.where)
+        self._ruled = RuledRows(self._device.newest)
         self._cuda = self._device.where.type == "cuda"
         self._blocks = HostBuffers(USUAL_NUMBERS, pinned=self._cuda)
         self._ids = HostBuffers(MIXED_TOKENS[-1], pinned=self._cuda)
@@ -159,15 +161,15 @@ class DeviceRunner:
 
         Without `rules` no request of the plan may have any.
         """
-        step, requests, slots = self._start(plan)
-        rows = self._packer.rules.ruled(slots) if rules is not None else []
+        step, requests, to = self._start(plan)
+        rows = self._packer.rules.ruled(to.owner[: len(requests)]) if rules is not None else []
         ids = self._ids.take(len(step.chosen))
         if not rows or rules is None:
             return DeviceStep(plan, requests, step.chosen, ids)
         ends = sampled_ends(plan)
-        ruled = [(requests[row], ends[row]) for row in rows]
-        ranked = self._ruled.sample(step, rows, [one for one, _ in ruled], [end for _, end in ruled], rules)
-        return DeviceStep(plan, requests, step.chosen, ids, ranked)
+        draws = to.rules.reshape(RULES, -1)[:, rows]
+        ruled = Ruled(rows, [requests[row] for row in rows], [ends[row] for row in rows], draws)
+        return DeviceStep(plan, requests, step.chosen, ids, self._ruled.sample(step, ruled, rules))
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits."""
@@ -216,19 +218,19 @@ class DeviceRunner:
         """Compile what samples rows with rules, on a step of padding."""
         shape = decode_shapes(2, 1)[0]
         step = self.play(shape, self._padding(shape))
+        assert step.logits is not None
+        self._ruled.prepare(step.logits)
         rules = LogitRules((0,), self._device.where)
-        for sampling in (
-            Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=1),
-            Sampling(min_tokens=2, logit_bias={0: 1.0}, temperature=0.0, logprobs=1),
-        ):
-            requests = [Request(f"warm-up-{row}", (0, 0), sampling, resumed=(0,)) for row in range(2)]
-            for request in requests:
-                request.row = self._slots
-            for rows in (1, 2):
-                self._ruled.sample(step, list(range(rows)), requests[:rows], [3] * rows, rules)
+        sampling = Sampling(presence_penalty=0.1, min_tokens=2, logit_bias={0: 1.0}, logprobs=1)
+        requests = [Request(f"warm-up-{row}", (0, 0), sampling, resumed=(0,)) for row in range(2)]
+        for request in requests:
+            request.row = self._slots
+        for rows in (1, 2):
+            draws = np.zeros((RULES, rows), dtype=np.int32)
+            self._ruled.sample(step, Ruled(range(rows), requests[:rows], [3] * rows, draws), rules)
 
-    def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Numbers]:
-        """Queue a plan; return its step, the requests of the sampled rows and their slots."""
+    def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Sections]:
+        """Queue a plan; return its step, the requests of the sampled rows and its numbers."""
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas
@@ -251,7 +253,7 @@ class DeviceRunner:
         to.patch_page[: len(at)] = pages
         step = self.play(shape, block)
         self._tables.applied(plan)
-        return step, requests, to.owner[: len(requests)]
+        return step, requests, to
 
     def play(self, shape: Shape, block: torch.Tensor) -> Step:
         """Queue a step of which only the numbers are known."""

@@ -33,18 +33,28 @@ class GrammarBitmask:
         wanted = [(request.guide.matcher, request.row) for request in requests if request.guide is not None]
         self._coming = self._thread.submit(self._fill, wanted) if wanted else None
 
+    def allowed(
+        self, requests: Sequence[Request], rows: Sequence[int]
+    ) -> dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]]:
+        """Return the lines of bits of the rows that follow a grammar, until `begin` is called again."""
+        self._wait()
+        return {row: self._bits[requests[row].row] for row in rows}
+
     def allow(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> None:
         """Set the logits [rows, vocabulary] of tokens that the rows' grammars forbid to -inf, in place."""
-        if self._coming is not None:
-            self._coming.result()
+        self._wait()
         lines = [requests[row].row for row in rows]
         if logits.device.type == "cpu":
             self._mask_on_host(lines, rows, logits)
         else:
             self._mask_on_device(lines, rows, logits)
 
+    def _wait(self) -> None:
+        if self._coming is not None:
+            self._coming.result()
+
     def must_end(self, request: Request, ends: Sequence[int]) -> bool:
-        """Return whether the grammar allows only end tokens. Call `allow` first."""
+        """Return whether the grammar allows only end tokens. Call `allow` or `allowed` first."""
         line = self._bits[request.row].copy()
         for token_id in ends:
             line[token_id // WORD_BITS] &= np.int32(~np.uint32(1 << token_id % WORD_BITS).view(np.int32))

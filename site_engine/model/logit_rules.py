@@ -54,35 +54,48 @@ class LogitRules:
         if self.masks is not None:
             self.masks.begin(chunk.request for chunk in plan.chunks if chunk.samples)
 
-    def apply(
-        self,
-        requests: Sequence[Request],
-        logits: torch.Tensor,
-        ends: Sequence[int] | None = None,
-        *,
-        penalised: bool = False,
-    ) -> bool:
+    def apply(self, requests: Sequence[Request], logits: torch.Tensor) -> bool:
         """Change logits [rows, vocabulary] in place, one row per request; return whether any rule applied.
 
-        `ends` has the tokens of each request, prompt and response, before the one to sample; without it they
-        are those that the request has. Penalties and grammars need all of them on the host; `penalised`
-        logits have their penalties.
+        Needs all tokens of the requests on the host.
         """
-        if requests != self._known:  # requests are equal when they are the same object
-            self._rows, self._known = _rows(requests), list(requests)
-        rows = self._rows
-        if rows.penalised and not penalised:
+        rows = self._kinds(requests)
+        if rows.penalised:
             self._penalise(rows.penalised, requests, logits)
-        if rows.biased:
-            at, tokens, numbers = zip(*rows.biased, strict=True)
-            where = self._sent(at, np.int64), self._sent(tokens, np.int64)
-            logits.index_put_(where, self._sent(numbers, np.float32), accumulate=True)
         if rows.guided and self.masks is not None:
             self.masks.allow(requests, rows.guided, logits)
+        edits = self.edits(requests)
+        if edits:
+            at, tokens, numbers = zip(*edits, strict=True)
+            where = self._sent(at, np.int64), self._sent(tokens, np.int64)
+            logits.index_put_(where, self._sent(numbers, np.float32), accumulate=True)
+        return bool(rows.penalised or rows.guided or edits)
+
+    def allowed(self, requests: Sequence[Request]) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
+        """Return the bits of the tokens that grammars allow, by row of those that follow one."""
+        guided = self._kinds(requests).guided
+        return self.masks.allowed(requests, guided) if guided and self.masks is not None else {}
+
+    def edits(
+        self, requests: Sequence[Request], ends: Sequence[int] | None = None
+    ) -> list[tuple[int, int, float]]:
+        """Return what is added to single logits, as rows, tokens and numbers: no row and token twice.
+
+        `ends` has the tokens of each request, prompt and response, before the one to sample; without it they
+        are those that the request has. Masks of grammars must have been waited for.
+        """
+        rows = self._kinds(requests)
         short = [row for row in rows.least if self._too_short(requests[row], ends[row] if ends else None)]
-        if short:
-            self._forbid_ends(short, requests, logits)
-        return bool(rows.penalised or rows.biased or rows.guided or short)
+        if not short:
+            return rows.biased
+        added = {(row, token_id): number for row, token_id, number in rows.biased}
+        added |= {(row, token_id): NEG_INF for row in short for token_id in self._ends(requests[row])}
+        return [(row, token_id, number) for (row, token_id), number in added.items()]
+
+    def _kinds(self, requests: Sequence[Request]) -> _Rows:
+        if requests != self._known:  # requests are equal when they are the same object
+            self._rows, self._known = _rows(requests), list(requests)
+        return self._rows
 
     def _penalise(self, rows: Sequence[int], requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Apply penalties: repetition by prompt and response, frequency and presence by the response.
@@ -110,12 +123,6 @@ class LogitRules:
         ends = self._ends(request)
         return request.guide is None or self.masks is None or not self.masks.must_end(request, ends)
 
-    def _forbid_ends(self, rows: Sequence[int], requests: Sequence[Request], logits: torch.Tensor) -> None:
-        pairs = [(row, token_id) for row in rows for token_id in self._ends(requests[row])]
-        if pairs:
-            at, tokens = zip(*pairs, strict=True)
-            logits[self._sent(at, np.int64), self._sent(tokens, np.int64)] = NEG_INF
-
     def _ends(self, request: Request) -> list[int]:
         eos = self._eos if request.variant is None else request.variant.eos_token_ids
         return [*eos, *request.sampling.stop_token_ids]
@@ -141,11 +148,20 @@ def to_device(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> 
 
     The copy to pinned memory is numpy's: torch would wake a thread on every core for it.
     """
+    return _pinned(numbers, device).to(device, non_blocking=True)
+
+
+def copy_to(to: torch.Tensor, numbers: np.ndarray[Any, np.dtype[Any]]) -> None:
+    """Queue a copy of an array to memory of a device, as `to_device` does."""
+    to.copy_(_pinned(numbers, to.device), non_blocking=True)
+
+
+def _pinned(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
-        return torch.from_numpy(numbers).to(device)
+        return torch.from_numpy(numbers)
     pinned = torch.from_numpy(numbers[:0]).new_empty(numbers.shape, pin_memory=True)
     np.copyto(pinned.numpy(), numbers)
-    return pinned.to(device, non_blocking=True)
+    return pinned
 
 
 def is_penalised(request: Request) -> bool:

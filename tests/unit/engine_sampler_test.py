@@ -108,10 +108,8 @@ def test_repetition_counts_the_prompt_too() -> None:
 def test_the_least_length_counts_a_token_on_its_way() -> None:
     rules = LogitRules((3,), torch.device("cpu"))
     request = Request("a", [1], Sampling(min_tokens=2), resumed=[5])
-    early, late = LOGITS.clone(), LOGITS.clone()
-    rules.apply([request], early, [2])
-    rules.apply([request], late, [3])
-    assert early[0, 3] == float("-inf") and late[0, 3] == LOGITS[0, 3]
+    assert rules.edits([request], [2]) == [(0, 3, float("-inf"))]
+    assert not rules.edits([request], [3])
 
 
 @settings(max_examples=40, deadline=None)

@@ -62,7 +62,7 @@ def test_an_engine_finds_the_kernels_that_were_compiled_without_memory(tmp_path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     run("-c", COMPILER, str(folder), cache=cache)
     compiled = entries(cache)
-    needed = {"decode_rows", "skinny_gemm_rows", "sample_rows", "penalise_rows", "adapted_gemm_rows"}
+    needed = {"decode_rows", "skinny_gemm_rows", "sample_rows", "rule_rows", "adapted_gemm_rows"}
     assert needed <= set(compiled.values())
     run("-c", ENGINE, str(folder), cache=cache)
     assert entries(cache) == compiled

@@ -1,4 +1,4 @@
-"""Triton kernels that penalise logits and sample, as `logit_rules.py` and `sampler.py` do."""
+"""Triton kernels that sample, as `sampler.py` does."""
 
 from __future__ import annotations
 
@@ -115,42 +115,3 @@ def _rank(values, BITS: tl.constexpr):
     bits = values.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ordered >> (32 - BITS)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def penalise_rows(
-    logits,  # [samples, vocabulary]
-    changed,  # [rows, vocabulary], float32: the result
-    rules,  # [5, rows], 32 bits each: sampled row, whether its last token counts, three penalties
-    owner,  # [samples]: the slot of a sampled row
-    ids,  # [tokens]: those of the step
-    wanted,  # [samples]: the place of a sampled row's last token among them
-    counts,  # [slots, vocabulary], int16: times that a response has a token; IN_PROMPT: the prompt has it
-    vocabulary,
-    row_stride,
-    rows,
-    IN_PROMPT: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """Count the last token of each row, then apply its penalties to one span of its logits."""
-    row = tl.program_id(0)
-    sampled = tl.load(rules + row)
-    counting = tl.load(rules + rows + row) != 0
-    presence = tl.load(rules + 2 * rows + row).to(tl.float32, bitcast=True)
-    frequency = tl.load(rules + 3 * rows + row).to(tl.float32, bitcast=True)
-    repetition = tl.load(rules + 4 * rows + row).to(tl.float32, bitcast=True)
-    newest = tl.load(ids + tl.load(wanted + sampled))
-    place = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    here = place < vocabulary
-    its = counts + tl.load(owner + sampled).to(tl.int64) * vocabulary + place
-    count = tl.load(its, mask=here, other=0).to(tl.int32)
-    new = here & (place == newest) & counting & ((count & (IN_PROMPT - 1)) < IN_PROMPT - 1)
-    count += new.to(tl.int32)
-    tl.store(its, count.to(tl.int16), mask=new)
-    times = (count & (IN_PROMPT - 1)).to(tl.float32)
-    values = tl.load(logits + sampled.to(tl.int64) * row_stride + place, mask=here, other=0.0).to(tl.float32)
-    repeated = tl.where(values > 0, values / repetition, values * repetition)
-    values = tl.where(count != 0, repeated, values)
-    values -= frequency * times
-    values -= tl.where(times > 0, presence, 0.0)
-    tl.store(changed + row.to(tl.int64) * vocabulary + place, values, mask=here)

@@ -1,0 +1,157 @@
+"""Sample rows by rules that the sampling kernel does not know, in one CUDA graph for the rows of any step.
+
+Launching its kernels one by one takes the host longer than a step of a small model takes the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from site_engine.cuda.batch_layout import Numbers
+from site_engine.cuda.kernels import rule_kernels
+from site_engine.cuda.sampling import RULES
+from site_engine.cuda.sampling_launch import sample
+from site_engine.model.logit_rules import copy_to
+
+ROWS = (4, 16, 64)
+"""Of a graph; more rows take several."""
+MAX_EDITS = 4096
+"""Of the rows of a graph; a request has at most 1,024 biases and a few end tokens."""
+EDIT_BLOCK, EDIT_PROGRAMS = 128, 8
+SPAN = 2048
+WORD_BITS = 32
+IN_PROMPT = 1 << 14
+"""The bit of a token's count that says that the prompt has it."""
+PENALISED, COUNTING, MASKED = 1, 2, 4
+"""The flags of a row."""
+HEAD = 12
+"""Numbers before those of rows: addresses of a step's tensors, of 64 bits each, and how many edits follow."""
+OF_ROWS = 6
+"""Sampled row, slot, flags, three penalties; then its RULES."""
+OF_EDIT = 3
+"""Row of the graph, token, what is added to its logit."""
+
+
+class RuledRow(NamedTuple):
+    """A sampled row of a step, and its rules."""
+
+    row: int
+    slot: int
+    penalties: tuple[float, float, float] | None  # presence, frequency, repetition
+    counting: bool  # whether the counts of the slot lack the last token
+    draw: Numbers  # [RULES], as of `SlotRules`
+    allowed: Numbers | None  # [vocabulary / 32]: bits of the tokens that a grammar allows
+    edits: Sequence[tuple[int, float]]  # tokens, and what is added to their logits
+
+
+class StepAddresses(NamedTuple):
+    """Where the device has the tensors of a launched step."""
+
+    logits: int  # [samples, vocabulary]
+    chosen: int  # [samples], int32
+    ids: int  # [tokens], int64
+    wanted: int  # [samples], int64: places among `ids`
+
+
+class RuleGraphs:
+    """The buffers, the graphs and the counts of tokens by slot [slots + 1, vocabulary]."""
+
+    def __init__(self, newest: torch.Tensor, logits: torch.Tensor) -> None:
+        """Compile or capture all sizes. `newest` [slots + 1]: the last token of each slot, which sampling
+        replaces; `logits` [any, vocabulary]: what those of steps are like.
+        """
+        where, vocabulary = logits.device, logits.shape[1]
+        self._newest = newest
+        self.counts = torch.zeros(len(newest), vocabulary, dtype=torch.int16, device=where)
+        size = HEAD + (OF_ROWS + RULES) * ROWS[-1] + OF_EDIT * MAX_EDITS
+        self._numbers = torch.zeros(size, dtype=torch.int32, device=where)
+        self._allowed = torch.zeros(ROWS[-1], -(-vocabulary // WORD_BITS), dtype=torch.int32, device=where)
+        self._changed = torch.zeros(ROWS[-1], vocabulary, dtype=torch.float32, device=where)
+        self._chosen = torch.zeros(ROWS[-1], dtype=torch.int32, device=where)
+        self._like = logits.new_zeros(1)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        for rows in ROWS:
+            self._copy(StepAddresses(0, 0, 0, 0), (), rows)
+            self._launch(rows)
+            if where.type == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._launch(rows)
+                self._graphs[rows] = graph
+
+    def run(self, step: StepAddresses, ruled: Sequence[RuledRow]) -> None:
+        """Queue what replaces the tokens of some sampled rows.
+
+        Those whose logits were not finite keep their mark.
+        """
+        for group in _groups(sorted(ruled, key=lambda each: each.allowed is None)):
+            rows = next(size for size in ROWS if size >= len(group))
+            if masks := [each.allowed for each in group if each.allowed is not None]:
+                copy_to(self._allowed[: len(masks)], np.stack(masks))
+            self._copy(step, group, rows)
+            if rows in self._graphs:
+                self._graphs[rows].replay()
+            else:
+                self._launch(rows)
+
+    def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int) -> None:
+        """Copy the numbers of a group, padded to `rows`, to the device."""
+        edits = [(row, *edit) for row, each in enumerate(group) for edit in each.edits]
+        end = HEAD + (OF_ROWS + RULES) * rows
+        numbers = np.zeros(end + OF_EDIT * len(edits), dtype=np.int32)
+        numbers[: 2 * len(step)].view(np.int64)[:] = step
+        numbers[2 * len(step)] = len(edits)
+        of_rows, of_edits = numbers[HEAD:end].reshape(-1, rows), numbers[end:].reshape(-1, OF_EDIT)
+        of_rows[0], of_rows[1] = -1, len(self._newest) - 1
+        if group:
+            of_rows[:3, : len(group)] = np.array([(each.row, each.slot, _flags(each)) for each in group]).T
+            penalties = [each.penalties or (0.0, 0.0, 1.0) for each in group]
+            of_rows.view(np.float32)[3:OF_ROWS, : len(group)] = np.array(penalties).T
+            of_rows[OF_ROWS:, : len(group)] = np.array([each.draw for each in group]).T
+        if edits:
+            of_edits[:, :2] = [edit[:2] for edit in edits]
+            of_edits.view(np.float32)[:, 2] = [edit[2] for edit in edits]
+        copy_to(self._numbers[: len(numbers)], numbers)
+
+    def _launch(self, rows: int) -> None:
+        """Run the kernels over the first `rows` lines of the buffers."""
+        numbers, changed, vocabulary = self._numbers, self._changed, self._changed.shape[1]
+        addresses, end = numbers[:HEAD].view(torch.int64), HEAD + (OF_ROWS + RULES) * rows
+        of_rows = numbers[HEAD:end].view(-1, rows)
+        rule_kernels.rule_rows[(rows, -(-vocabulary // SPAN))](
+            addresses, of_rows, self._like, self.counts, self._allowed, changed, vocabulary,
+            self._allowed.shape[1], ROWS=rows, PENALISED=PENALISED, COUNTING=COUNTING, MASKED=MASKED,
+            IN_PROMPT=IN_PROMPT, SPAN=SPAN,
+        )  # fmt: skip
+        rule_kernels.edit_logits[(EDIT_PROGRAMS,)](
+            addresses, numbers[end:], changed, vocabulary, BLOCK=EDIT_BLOCK, PROGRAMS=EDIT_PROGRAMS
+        )
+        chosen = self._chosen[:rows]
+        sample(changed[:rows], of_rows[OF_ROWS:], of_rows[1], self._newest, chosen, pdl=False)
+        rule_kernels.settle_rows[(1,)](addresses, of_rows, chosen, ROWS=rows)
+
+
+def _flags(each: RuledRow) -> int:
+    return (
+        PENALISED * (each.penalties is not None)
+        | COUNTING * each.counting
+        | MASKED * (each.allowed is not None)
+    )
+
+
+def _groups(ruled: Sequence[RuledRow]) -> Iterator[list[RuledRow]]:
+    """Cut rows into groups of which a graph holds the rows and the edits."""
+    group: list[RuledRow] = []
+    edits = 0
+    for each in ruled:
+        if len(group) == ROWS[-1] or (group and edits + len(each.edits) > MAX_EDITS):
+            yield group
+            group, edits = [], 0
+        group.append(each)
+        edits += len(each.edits)
+    if group:
+        yield group
