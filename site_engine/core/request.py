@@ -114,6 +114,8 @@ class Moved(NamedTuple):
     place: InboxPlace | None = None
 
 
+MAX_LOGPROBS = 20
+"""Best tokens whose log probabilities an answer may have beside each of its own."""
 MIN_RANDOM = 1e-6
 """A temperature or top_p below this leaves only the best token, and would underflow in float32."""
 

@@ -1,21 +1,23 @@
-"""Sample rows by rules that the sampling kernel does not know, in one CUDA graph for the rows of any step.
+"""Sample and rank rows as the sampling kernel does not, in CUDA graphs for the rows of any step.
 
-Launching its kernels one by one takes the host longer than a step of a small model takes the GPU.
+Launching their kernels one by one takes the host longer than a step of a small model takes the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from site_engine.core.request import MAX_LOGPROBS
 from site_engine.cuda.batch_layout import Numbers
 from site_engine.cuda.kernels import rule_kernels
 from site_engine.cuda.sampling import RULES
 from site_engine.cuda.sampling_launch import sample
 from site_engine.model.logit_rules import copy_to
+from site_engine.model.sampler import to_host
 
 ROWS = (4, 16, 64)
 """Of a graph; more rows take several."""
@@ -73,17 +75,20 @@ class RuleGraphs:
         self._changed = torch.zeros(ROWS[-1], vocabulary, dtype=torch.float32, device=where)
         self._chosen = torch.zeros(ROWS[-1], dtype=torch.int32, device=where)
         self._like = logits.new_zeros(1)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        best = min(MAX_LOGPROBS, vocabulary)
+        self._ranking = torch.zeros(ROWS[-1], 2, 1 + best, dtype=torch.float64, device=where)
+        self._graphs: dict[tuple[Callable[[int], None], int], torch.cuda.CUDAGraph] = {}
+        pool = torch.cuda.graph_pool_handle() if where.type == "cuda" else None
         for rows in ROWS:
             self._copy(StepAddresses(0, 0, 0, 0), (), rows)
-            self._launch(rows)
-            if where.type == "cuda":
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._launch(rows)
-                self._graphs[rows] = graph
+            for kernels in (self._sample, self._rank):
+                kernels(rows)  # compiled before they are captured
+                if where.type == "cuda":
+                    graph = self._graphs[kernels, rows] = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                        kernels(rows)
 
-    def run(self, step: StepAddresses, ruled: Sequence[RuledRow]) -> None:
+    def sample(self, step: StepAddresses, ruled: Sequence[RuledRow]) -> None:
         """Queue what replaces the tokens of some sampled rows.
 
         Those whose logits were not finite keep their mark.
@@ -93,10 +98,30 @@ class RuleGraphs:
             if masks := [each.allowed for each in group if each.allowed is not None]:
                 copy_to(self._allowed[: len(masks)], np.stack(masks))
             self._copy(step, group, rows)
-            if rows in self._graphs:
-                self._graphs[rows].replay()
-            else:
-                self._launch(rows)
+            self._run(self._sample, rows)
+
+    def rank(self, step: StepAddresses, rows: Sequence[int]) -> list[torch.Tensor]:
+        """Queue the ranking of some sampled rows by their unchanged logits.
+
+        Return tensors of the host, to be read when the device is past them, of all rows together [rows, 2, 1
+        + MAX_LOGPROBS]: the token ids, chosen and best, and their log probabilities.
+        """
+        found = []
+        for first in range(0, len(rows), ROWS[-1]):
+            some = rows[first : first + ROWS[-1]]
+            size = next(size for size in ROWS if size >= len(some))
+            nothing = np.zeros(RULES, dtype=np.int32)
+            slot = len(self._newest) - 1
+            self._copy(step, [RuledRow(row, slot, None, False, nothing, None, ()) for row in some], size)
+            self._run(self._rank, size)
+            found.append(to_host(self._ranking[: len(some)].clone()))
+        return found
+
+    def _run(self, kernels: Callable[[int], None], rows: int) -> None:
+        if graph := self._graphs.get((kernels, rows)):
+            graph.replay()
+        else:
+            kernels(rows)
 
     def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int) -> None:
         """Copy the numbers of a group, padded to `rows`, to the device."""
@@ -117,22 +142,40 @@ class RuleGraphs:
             of_edits.view(np.float32)[:, 2] = [edit[2] for edit in edits]
         copy_to(self._numbers[: len(numbers)], numbers)
 
-    def _launch(self, rows: int) -> None:
-        """Run the kernels over the first `rows` lines of the buffers."""
-        numbers, changed, vocabulary = self._numbers, self._changed, self._changed.shape[1]
-        addresses, end = numbers[:HEAD].view(torch.int64), HEAD + (OF_ROWS + RULES) * rows
-        of_rows = numbers[HEAD:end].view(-1, rows)
+    def _sample(self, rows: int) -> None:
+        """Change the logits of the first `rows` lines of the buffers, and sample them again."""
+        end, chosen = HEAD + (OF_ROWS + RULES) * rows, self._chosen[:rows]
+        addresses, of_rows, changed = self._read(rows)
+        rule_kernels.edit_logits[(EDIT_PROGRAMS,)](
+            addresses,
+            self._numbers[end:],
+            changed,
+            changed.shape[1],
+            BLOCK=EDIT_BLOCK,
+            PROGRAMS=EDIT_PROGRAMS,
+        )
+        sample(changed, of_rows[OF_ROWS:], of_rows[1], self._newest, chosen, pdl=False)
+        rule_kernels.settle_rows[(1,)](addresses, of_rows, chosen, ROWS=rows)
+
+    def _rank(self, rows: int) -> None:
+        addresses, of_rows, logits = self._read(rows)
+        rule_kernels.chosen_rows[(1,)](addresses, of_rows, self._chosen, ROWS=rows)
+        logprobs, to = torch.log_softmax(logits, dim=-1), self._ranking[:rows]
+        best = logprobs.topk(to.shape[2] - 1, dim=-1)
+        chosen = self._chosen[:rows, None].long()
+        to[:, 0, :1], to[:, 0, 1:] = chosen, best.indices
+        to[:, 1, :1], to[:, 1, 1:] = logprobs.gather(-1, chosen), best.values
+
+    def _read(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Read and change the logits of the rows; return the addresses, the rows' numbers and the logits."""
+        addresses, vocabulary = self._numbers[:HEAD].view(torch.int64), self._changed.shape[1]
+        of_rows = self._numbers[HEAD : HEAD + (OF_ROWS + RULES) * rows].view(-1, rows)
         rule_kernels.rule_rows[(rows, -(-vocabulary // SPAN))](
-            addresses, of_rows, self._like, self.counts, self._allowed, changed, vocabulary,
+            addresses, of_rows, self._like, self.counts, self._allowed, self._changed, vocabulary,
             self._allowed.shape[1], ROWS=rows, PENALISED=PENALISED, COUNTING=COUNTING, MASKED=MASKED,
             IN_PROMPT=IN_PROMPT, SPAN=SPAN,
         )  # fmt: skip
-        rule_kernels.edit_logits[(EDIT_PROGRAMS,)](
-            addresses, numbers[end:], changed, vocabulary, BLOCK=EDIT_BLOCK, PROGRAMS=EDIT_PROGRAMS
-        )
-        chosen = self._chosen[:rows]
-        sample(changed[:rows], of_rows[OF_ROWS:], of_rows[1], self._newest, chosen, pdl=False)
-        rule_kernels.settle_rows[(1,)](addresses, of_rows, chosen, ROWS=rows)
+        return addresses, of_rows, self._changed[:rows]
 
 
 def _flags(each: RuledRow) -> int:

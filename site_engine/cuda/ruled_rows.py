@@ -6,7 +6,7 @@ All of it is queued behind the step, so that rows without such rules do not wait
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,19 +17,26 @@ from site_engine.cuda.batch_layout import Numbers
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.rule_graphs import IN_PROMPT, RuledRow, RuleGraphs
 from site_engine.model.logit_rules import LogitRules, is_penalised, to_device
-from site_engine.model.sampler import Alternatives, Ranking
+from site_engine.model.sampler import Alternatives
 
 
 class Ranked:
     """Log probabilities of some rows of a step, on their way to the host."""
 
-    def __init__(self, rows: Sequence[int], ranking: Ranking) -> None:
-        self._rows = rows
-        self._ranking = ranking
+    def __init__(self, wanted: Mapping[int, int], queued: Sequence[torch.Tensor]) -> None:
+        """`wanted`: how many of the best tokens, by row; `queued`: as `RuleGraphs.rank` returns."""
+        self._wanted = wanted
+        self._queued = queued
 
     def read(self) -> dict[int, Alternatives]:
         """Return them by row. The step must have been waited for."""
-        return dict(zip(self._rows, self._ranking.read(), strict=True))
+        found = (row for numbers in self._queued for row in numbers.tolist())
+        return {
+            row: Alternatives(
+                logprobs[0], [int(each) for each in ids[1 : 1 + count]], logprobs[1 : 1 + count]
+            )
+            for (row, count), (ids, logprobs) in zip(self._wanted.items(), found, strict=True)
+        }
 
 
 class Ruled(NamedTuple):
@@ -66,8 +73,10 @@ class RuledRows:
             graphs = self.prepare(step.logits)
             changed = self._changed(ruled, rules, graphs)
             if changed:
-                graphs.run(step.addresses, changed)
-            return self._ranked(step, step.logits, ruled)
+                graphs.sample(step.addresses, changed)
+            pairs = zip(ruled.rows, ruled.requests, strict=True)
+            wanted = {row: n for row, request in pairs if (n := request.sampling.logprobs) is not None}
+            return Ranked(wanted, graphs.rank(step.addresses, list(wanted))) if wanted else None
 
     def _changed(self, ruled: Ruled, rules: LogitRules, graphs: RuleGraphs) -> list[RuledRow]:
         """Return the rows whose logits change."""
@@ -87,19 +96,6 @@ class RuledRows:
             row, draw = ruled.rows[place], ruled.draws[:, place]
             changed.append(RuledRow(row, request.row, penalties, counting, draw, *its))
         return changed
-
-    def _ranked(self, step: Step, logits: torch.Tensor, ruled: Ruled) -> Ranked | None:
-        wanted = [
-            (row, request.sampling.logprobs)
-            for row, request in zip(ruled.rows, ruled.requests, strict=True)
-            if request.sampling.logprobs is not None
-        ]
-        if not wanted:
-            return None
-        rows, counts = zip(*wanted, strict=True)
-        places = to_device(np.array(rows), logits.device)
-        raw = torch.log_softmax(logits[places].float(), dim=-1)
-        return Ranked(rows, Ranking(raw, step.chosen[places].long().clamp(min=0), counts))
 
     def _count(self, request: Request, end: int, counts: torch.Tensor) -> bool:
         """Return whether the counts of a request lack its last token alone; count the others if need be."""

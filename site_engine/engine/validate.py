@@ -7,6 +7,7 @@ from math import isfinite
 
 from site_engine.core.chain import ServedVariant
 from site_engine.core.request import (
+    MAX_LOGPROBS,
     Moved,
     RejectionReason,
     Request,
@@ -49,6 +50,8 @@ def validate_request(
     _check_ids("resume", request.resumed, vocab_size)
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    if (sampling.logprobs or 0) > MAX_LOGPROBS:
+        raise _invalid("logprobs", f"logprobs is {sampling.logprobs}; it may be {MAX_LOGPROBS} at most")
     if "" in sampling.stop:
         raise _invalid("stop", "stop holds an empty string")
     for name, (number, limit) in _lower_bounds(sampling).items():

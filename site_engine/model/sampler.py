@@ -180,27 +180,12 @@ def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -
 
     `logprobs` is [rows, vocabulary].
     """
-    ranking = Ranking(logprobs, torch.tensor(chosen, device=logprobs.device), wanted)
-    if logprobs.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
-    return ranking.read()
-
-
-class Ranking:
-    """The result of `rank`, queued on the device: `read` it when the device is known to be past it."""
-
-    def __init__(self, logprobs: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int]) -> None:
-        best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)
-        self._own = to_host(logprobs.gather(-1, chosen[:, None])[:, 0])
-        self._ids, self._numbers = to_host(best.indices), to_host(best.values)
-        self._wanted = wanted
-
-    def read(self) -> list[Alternatives]:
-        own, ids, numbers = self._own.tolist(), self._ids.tolist(), self._numbers.tolist()
-        return [
-            Alternatives(own[row], ids[row][:count], numbers[row][:count])
-            for row, count in enumerate(self._wanted)
-        ]
+    best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)
+    own = logprobs.gather(-1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0].tolist()
+    ids, numbers = best.indices.tolist(), best.values.tolist()
+    return [
+        Alternatives(own[row], ids[row][:count], numbers[row][:count]) for row, count in enumerate(wanted)
+    ]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 import numpy as np
 import torch
 
-from site_engine.core.request import Request, Sampling
+from site_engine.core.request import MAX_LOGPROBS, Request, Sampling
 from site_engine.cuda import rule_graphs
 from site_engine.cuda.rule_graphs import IN_PROMPT, RuledRow, RuleGraphs, StepAddresses
 from site_engine.cuda.sampling import RULES
@@ -83,7 +83,7 @@ def test_rows_of_any_number_have_the_tokens_of_the_host(rows: int, dtype: torch.
     requests, graphs = asked(rows, step), RuleGraphs(step.newest, step.logits)
     changed, before = step.logits.float().clone(), step.chosen.clone()
     rules.apply(requests, changed)
-    graphs.run(step.addresses, ruled(requests, rules, graphs, 1))
+    graphs.sample(step.addresses, ruled(requests, rules, graphs, 1))
     assert step.chosen[0] == before[0] and step.newest[0] == -1, "a row without rules was touched"
     assert step.chosen[1:].tolist() == changed.argmax(-1)[1:].tolist()
     assert step.newest[1:rows].tolist() == step.chosen[1:].tolist()
@@ -96,10 +96,10 @@ def test_a_row_is_counted_once_a_step_and_no_further_than_the_counts_reach() -> 
     graphs.counts[1, int(step.ids[1])] = IN_PROMPT - 2
     rows = [RuledRow(row, row, (0.0, 0.1, 1.0), True, GREEDY, None, ()) for row in range(2)]
     for _ in range(3):
-        graphs.run(step.addresses, rows)
+        graphs.sample(step.addresses, rows)
     assert graphs.counts[0].sum() == graphs.counts[0, int(step.ids[0])] == 3
     assert graphs.counts[1].sum() == IN_PROMPT - 1
-    graphs.run(step.addresses, [each._replace(counting=False) for each in rows])
+    graphs.sample(step.addresses, [each._replace(counting=False) for each in rows])
     assert graphs.counts[0].sum() == 3
 
 
@@ -110,7 +110,7 @@ def test_what_a_grammar_forbids_is_not_taken_and_rows_of_others_may_have_it() ->
     bits[best[1] // 32] &= np.int32(~np.uint32(1 << best[1] % 32).view(np.int32))
     bits[best[2] // 32] &= np.int32(~np.uint32(1 << best[2] % 32).view(np.int32))
     free = RuledRow(0, 0, None, counting=False, draw=GREEDY, allowed=None, edits=[(best[0], 1.0)])
-    graphs.run(
+    graphs.sample(
         step.addresses, [free, *(free._replace(row=row, slot=row, allowed=bits, edits=()) for row in (1, 2))]
     )
     assert step.chosen[0] == best[0]
@@ -126,7 +126,7 @@ def test_more_edits_than_a_graph_holds_take_two(monkeypatch: pytest.MonkeyPatch)
     requests, graphs = asked(9, step), RuleGraphs(step.newest, step.logits)
     changed = step.logits.clone()
     rules.apply(requests, changed)
-    graphs.run(step.addresses, ruled(requests, rules, graphs, 0))
+    graphs.sample(step.addresses, ruled(requests, rules, graphs, 0))
     assert step.chosen.tolist() == changed.argmax(-1).tolist()
 
 
@@ -135,5 +135,18 @@ def test_a_row_that_was_not_finite_keeps_its_mark() -> None:
     step.chosen[1] = -7
     graphs = RuleGraphs(step.newest, step.logits)
     row = RuledRow(1, 1, None, counting=False, draw=GREEDY, allowed=None, edits=[(5, 99.0)])
-    graphs.run(step.addresses, [row._replace(row=0, slot=0), row])
+    graphs.sample(step.addresses, [row._replace(row=0, slot=0), row])
     assert step.chosen.tolist() == [5, -7]
+
+
+def test_any_number_of_rows_is_ranked_by_what_the_model_said() -> None:
+    step = OfStep(70)
+    graphs = RuleGraphs(step.newest, step.logits)
+    step.chosen[3] = -1 - step.chosen[3]  # its logits were not finite: what it ranks is not read
+    rows = [row for row in range(70) if row != 1]
+    found = [each for some in graphs.rank(step.addresses, rows) for each in some.tolist()]
+    logprobs = torch.log_softmax(step.logits, dim=-1)
+    for row, (ids, numbers) in zip(rows, found, strict=True):
+        chosen, best = max(int(step.chosen[row]), 0), logprobs[row].topk(MAX_LOGPROBS)
+        assert ids == [chosen, *best.indices.tolist()]
+        assert numbers == [float(logprobs[row, chosen]), *best.values.tolist()]
