@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 75  # no multiple of a word's bits
 CPU = torch.device("cpu")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
 GREEDY = np.zeros(RULES, dtype=np.int32)
 KINDS: tuple[Sampling, ...] = (
     Sampling(presence_penalty=0.8, frequency_penalty=0.6),
@@ -37,11 +38,11 @@ class OfStep:
 
     def __init__(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
         draw = torch.Generator().manual_seed(rows)
-        self.logits = (2 * torch.randn(rows, VOCAB, generator=draw)).to(dtype)
+        self.logits = (2 * torch.randn(rows, VOCAB, generator=draw)).to(HERE, dtype)
         self.chosen = self.logits.float().argmax(-1).int()
-        self.ids = torch.randint(VOCAB, (rows,), generator=draw)
-        self.wanted = torch.arange(rows)
-        self.newest = torch.full((rows + 1,), -1, dtype=torch.int32)
+        self.ids = torch.randint(VOCAB, (rows,), generator=draw).to(HERE)
+        self.wanted = torch.arange(rows, device=HERE)
+        self.newest = torch.full((rows + 1,), -1, dtype=torch.int32, device=HERE)
 
     @property
     def addresses(self) -> StepAddresses:
@@ -81,7 +82,7 @@ def ruled(requests: Sequence[Request], rules: LogitRules, graphs: RuleGraphs, sk
 def test_rows_of_any_number_have_the_tokens_of_the_host(rows: int, dtype: torch.dtype) -> None:
     step, rules = OfStep(rows, dtype), LogitRules((4,), CPU)
     requests, graphs = asked(rows, step), RuleGraphs(step.newest, step.logits)
-    changed, before = step.logits.float().clone(), step.chosen.clone()
+    changed, before = step.logits.float().cpu().clone(), step.chosen.clone()
     rules.apply(requests, changed)
     graphs.sample(step.addresses, ruled(requests, rules, graphs, 1))
     assert step.chosen[0] == before[0] and step.newest[0] == -1, "a row without rules was touched"
@@ -124,7 +125,7 @@ def test_more_edits_than_a_graph_holds_take_two(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rule_graphs, "MAX_EDITS", 3)
     step, rules = OfStep(9), LogitRules((4,), CPU)
     requests, graphs = asked(9, step), RuleGraphs(step.newest, step.logits)
-    changed = step.logits.clone()
+    changed = step.logits.cpu().clone()
     rules.apply(requests, changed)
     graphs.sample(step.addresses, ruled(requests, rules, graphs, 0))
     assert step.chosen.tolist() == changed.argmax(-1).tolist()
@@ -144,8 +145,11 @@ def test_any_number_of_rows_is_ranked_by_what_the_model_said() -> None:
     graphs = RuleGraphs(step.newest, step.logits)
     step.chosen[3] = -1 - step.chosen[3]  # its logits were not finite: what it ranks is not read
     rows = [row for row in range(70) if row != 1]
-    found = [each for some in graphs.rank(step.addresses, rows) for each in some.tolist()]
-    logprobs = torch.log_softmax(step.logits, dim=-1)
+    queued = graphs.rank(step.addresses, rows)
+    if HERE.type == "cuda":
+        torch.cuda.synchronize()
+    found = [each for some in queued for each in some.tolist()]
+    logprobs = torch.log_softmax(step.logits, dim=-1).cpu()
     for row, (ids, numbers) in zip(rows, found, strict=True):
         chosen, best = max(int(step.chosen[row]), 0), logprobs[row].topk(MAX_LOGPROBS)
         assert ids == [chosen, *best.indices.tolist()]
