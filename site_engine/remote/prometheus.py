@@ -19,6 +19,8 @@ MAX_TOTAL = 2**53
 """The most tokens of a counter: floats are exact up to this."""
 MAX_DIGITS = 10
 """Longer numbers in labels are no sizes."""
+_RANKS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
+"""Labels of SGLang's processes that share each request; those of `dp_rank` have requests of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,15 @@ def _first(metrics: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> Seq
 def _select(metrics: Mapping[str, Sequence[Sample]], name: str) -> Sequence[Sample]:
     name, _, labels = name.partition("{")
     wanted = dict(_LABEL.findall(labels)).items()
-    return [each for each in metrics.get(name, ()) if wanted <= each.labels.items()]
+    return _once(each for each in metrics.get(name, ()) if wanted <= each.labels.items())
+
+
+def _once(found: Iterable[Sample]) -> Sequence[Sample]:
+    """Keep one of the samples, the largest, in which several ranks of SGLang tell the same."""
+    kept = {}
+    for each in sorted(found, key=lambda each: each.value):
+        kept[frozenset(label for label in each.labels.items() if label[0] not in _RANKS)] = each
+    return list(kept.values())
 
 
 def _without_parts(found: Sequence[Sample] | None) -> Sequence[Sample] | None:

@@ -68,6 +68,19 @@ def test_requests_that_sglang_also_tells_by_priority_count_once() -> None:
     assert (load.running, load.waiting) == (10, 10)
 
 
+def test_what_each_rank_of_sglang_tells_of_the_same_requests_counts_once() -> None:
+    """Every rank tells its room for tokens, and the rest, too, with --enable-metrics-for-all-schedulers."""
+    figures = {"num_running_reqs": 3, "num_queue_reqs": 2, "max_total_num_tokens": 1_000, "token_usage": 0.5}
+    page = "".join(
+        f'sglang:{name}{{dp_rank="{tp // 2}",moe_ep_rank="{tp}",pp_rank="{pp}",tp_rank="{tp}"}} {value}\n'
+        for name, value in figures.items()
+        for pp in (0, 1)
+        for tp in (0, 1, 2, 3)
+    )
+    assert SGLANG.metric_names is not None
+    assert server_load(parse_metrics(page), SGLANG.metric_names) == ServerLoad(6, 4, 0.5, 2_000)
+
+
 def test_tokens_that_sglang_tells_while_it_generates_go_before_those_of_ended_requests() -> None:
     page = metric_pages.SGLANG + "".join(
         f'sglang:realtime_tokens_total{{mode="{mode}",tp_rank="0"}} {tokens}\n'
