@@ -34,6 +34,8 @@ _EXTRAS: Mapping[str, Any] = {
     "stop_token_ids": (),
 }
 """Fields that OpenAI does not have, with the values that turn them off."""
+_OFF = Sampling()
+"""OpenAI's fields with the values that turn them off."""
 _HAVE_DEFAULTS = frozenset({"top_k", "min_p", "repetition_penalty"})
 """Those that a server may turn on by itself."""
 
@@ -126,6 +128,7 @@ def check_honoured(assign: Assign, dialect: Dialect) -> None:
     for param, is_wanted in (
         ("n", assign.choices > 1),
         ("logit_bias", bool(assign.sampling.logit_bias)),
+        ("presence_penalty", assign.sampling.presence_penalty != _OFF.presence_penalty),
         ("tool_choice", tools is not None and tools.forced),
         ("parallel_tool_calls", tools is not None and tools.single),
         ("prompt of token ids", isinstance(assign.prompt, TokenPrompt)),
@@ -147,8 +150,9 @@ def sampling_fields(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
         for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         if name not in sampling.left_out
     }
-    if dialect.refuses_full_top_p and sampling.top_p >= 1:
-        fields.pop("top_p", None)
+    for name in dialect.untold_off:
+        if fields.get(name) == getattr(_OFF, name):
+            del fields[name]
     for name in ("max_tokens", "seed"):
         if (value := getattr(sampling, name)) is not None:
             fields[name] = value

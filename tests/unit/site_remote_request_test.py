@@ -59,7 +59,7 @@ RECORDED = {
     VLLM.name: (VLLM, ',"continuous_usage_stats":true},', _OPENAI_OFF + _VLLM_OFF),
     SGLANG.name: (SGLANG, ',"continuous_usage_stats":true},', _OPENAI_OFF + _VLLM_OFF),
     LLAMA_CPP.name: (LLAMA_CPP, "},", _OPENAI_OFF + '"top_k":-1,"min_p":0.0,'),
-    TGI.name: (TGI, "},", _OPENAI_OFF.replace('"top_p":1.0,', "")),
+    TGI.name: (TGI, "},", '"temperature":1.0,"frequency_penalty":0.0,'),
     TEI.name: (TEI, "},", _OPENAI_OFF),
     OLLAMA.name: (OLLAMA, "},", _OPENAI_OFF),
     MICO.name: (MICO, "},", _OPENAI_OFF + _VLLM_OFF),
@@ -239,6 +239,24 @@ def test_a_top_p_that_is_off_is_not_told_to_tgi_which_refuses_it() -> None:
         attempt = assign(m.TextPrompt("abc"), sampling=Sampling(top_p=top_p))
         assert build_request(attempt, "m", TGI).body.get("top_p") == told
     assert build_request(assign(m.TextPrompt("abc")), "m", VLLM).body["top_p"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "param"),
+    [
+        (m.ChatPrompt(HI), {"choices": 2}, "n"),
+        (m.ChatPrompt(HI), {"sampling": Sampling(logit_bias={7: -100.0})}, "logit_bias"),
+        (m.ChatPrompt(HI), {"sampling": Sampling(presence_penalty=0.5)}, "presence_penalty"),
+        (m.TokenPrompt((1, 2)), {}, "prompt"),
+    ],
+)
+def test_what_tgi_misreads_or_answers_without_goes_to_another_site(
+    prompt: m.Prompt, more: dict[str, Any], param: str
+) -> None:
+    """It makes a penalty of repetition of a presence penalty, plus 2, and one choice whatever `n` says."""
+    with pytest.raises(NotServed) as refused:
+        build_request(assign(prompt, **more), "m", TGI)
+    assert (refused.value.reason, refused.value.param) == (Reason.UNSUPPORTED, param)
 
 
 def test_servers_honour_different_fields() -> None:
