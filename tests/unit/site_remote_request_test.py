@@ -1,4 +1,4 @@
-"""The HTTP request of an attempt, and the meaning of a server's refusals."""
+"""The HTTP request of an attempt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from site_engine.remote.dialects import (
     Dialect,
 )
 from site_engine.remote.request import build_request, guess_tokens
-from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, server_refused
 
 HI = (m.ChatMessage("user", "hi"),)
 
@@ -374,85 +373,3 @@ def test_prompts_are_guessed_by_their_length() -> None:
     assert guess_tokens(assign(m.TextPrompt("x" * 40))) == 11
     assert guess_tokens(assign(m.TokenPrompt((1, 2, 3)))) == 3
     assert guess_tokens(assign(m.ChatPrompt((m.ChatMessage("user", "x" * 40),)))) == 14
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "reason"),
-    [
-        (400, {"error": {"message": "too long", "code": "context_length_exceeded"}}, Reason.CONTEXT_LENGTH),
-        (400, {"message": "This model's maximum context length is 4096 tokens."}, Reason.CONTEXT_LENGTH),
-        (400, {"error": {"type": "exceed_context_size_error", "message": "no"}}, Reason.CONTEXT_LENGTH),
-        (422, {"error": "`inputs` tokens + `max_new_tokens` must be <= 4096"}, Reason.CONTEXT_LENGTH),
-        (422, {"error": "`inputs` must have less than 4096 tokens. Given: 5000"}, Reason.CONTEXT_LENGTH),
-        (400, {"error": {"message": "prompt is too long: 9 tokens > 8 maximum"}}, Reason.CONTEXT_LENGTH),
-        (400, {"error": {"message": "Input is too long for requested model."}}, Reason.CONTEXT_LENGTH),
-        (
-            400,
-            {
-                "error": {
-                    "message": "The input token count (9) exceeds the maximum number of tokens allowed (8)."
-                }
-            },
-            Reason.CONTEXT_LENGTH,
-        ),
-        (422, {"detail": [{"loc": ["body", "top_p"]}]}, Reason.INVALID),
-        (400, "plain words", Reason.INVALID),
-        (401, {"error": {"message": "bad key"}}, Reason.INTERNAL),
-        (404, {"detail": "Not Found"}, Reason.UNSUPPORTED),
-        (429, {}, Reason.FULL),
-        (503, "<html>", Reason.FULL),
-        (529, {"error": {"type": "overloaded_error", "message": "Overloaded"}}, Reason.FULL),
-        (500, None, Reason.INTERNAL),
-        (302, "", Reason.INTERNAL),
-    ],
-)
-def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: Any, reason: Reason) -> None:
-    found = server_refused(
-        status, json.dumps(body).encode() if not isinstance(body, str) else body.encode(), {}
-    )
-    assert found.refusal.reason is reason
-    assert found.refusal.message
-    assert (found.retry_after_s is not None) is (reason is Reason.FULL)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        ({"message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}, Reason.FULL),
-        ({"message": "Rate limit exceeded", "code": 429}, Reason.FULL),
-        ({"message": "Model is overloaded", "http_status_code": 422}, Reason.FULL),
-        ("Model is overloaded", Reason.FULL),
-        (
-            {"message": "The input is longer than the model's context length", "code": 400},
-            Reason.CONTEXT_LENGTH,
-        ),
-        ({"message": "EngineCore encountered an issue", "code": 400}, None),
-        ({"message": "503 pages are lost", "code": None}, None),
-        ("the device is lost", None),
-    ],
-)
-def test_an_error_in_a_stream_is_a_refusal_where_it_is_known_for_one(
-    error: Any, reason: Reason | None
-) -> None:
-    found = refused_in_stream(json.dumps(error).encode())
-    assert (found and found.refusal.reason) is reason
-    assert found is None or (found.retry_after_s is not None) is (reason is Reason.FULL)
-
-
-@pytest.mark.parametrize(
-    ("asked", "kept"), [("7", 7.0), ("9999", MAX_RETRY_AFTER_S), ("soon", 1.0), ("-1", 0.0)]
-)
-def test_a_server_is_left_alone_as_long_as_it_asks_within_reason(asked: str, kept: float) -> None:
-    assert server_refused(429, b"", {"retry-after": asked}).retry_after_s == kept
-
-
-def test_the_field_that_the_server_names_is_passed_on() -> None:
-    body = {"error": {"message": "must be at most 1", "param": "top_p"}}
-    found = server_refused(400, json.dumps(body).encode(), {})
-    assert (found.refusal.message, found.refusal.param) == ("must be at most 1", "top_p")
-
-
-def test_half_a_character_in_what_the_server_says_can_be_passed_on() -> None:
-    body = {"error": {"message": "cut: \ud83c", "param": "\ud83c"}}
-    found = server_refused(400, json.dumps(body).encode(), {})
-    assert (found.refusal.message, found.refusal.param) == ("cut: ?", "?")
