@@ -26,9 +26,12 @@ OVERLOADED = 529
 _CONTEXT = re.compile(
     r"context_length|context length|context size|context window|maximum context|max_model_len|"
     r"exceed_context|too many tokens|`inputs` tokens|`inputs` must have less|longer than the model|"
-    r"(prompt|input) is too long|maximum number of tokens allowed",
+    r"(prompt|input) is too long|maximum number of tokens allowed|maximum (model|prompt) length|"
+    r"exceed context limit|exceeded model token limit|supports at most \d+ completion tokens\.$",
     re.IGNORECASE,
 )
+_NO_ROOM = "exceeds the maximum allowed length"
+"""Of SGLang whose memory holds less than its context: another site with that context may have room."""
 
 
 class ServerLost(Exception):
@@ -141,7 +144,8 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     text = f"the server answered {status}: {message}"
     if status in {400, 413, 422}:
         too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
-        reason = Reason.CONTEXT_LENGTH if too_long else Reason.INVALID
+        unless = Reason.UNSUPPORTED if _NO_ROOM in message else Reason.INVALID
+        reason = Reason.CONTEXT_LENGTH if too_long else unless
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503, OVERLOADED}:
         return ServerRefused(NotServed(Reason.FULL, text), retry_after_s_of(headers))

@@ -10,6 +10,9 @@ import pytest
 from site_engine.errors import Reason
 from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, server_refused
 
+NO_ROOM = "exceeds the maximum allowed length"
+"""Of SGLang whose memory holds less than its context: of another site the same context may do."""
+
 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
@@ -30,6 +33,18 @@ from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, serv
             },
             Reason.CONTEXT_LENGTH,
         ),
+        *(
+            (400, {"error": {"message": message}}, Reason.CONTEXT_LENGTH)
+            for message in (
+                "max_completion_tokens is too large: 9.This model supports at most 8 completion tokens.",
+                "The decoder prompt (length 9) is longer than the maximum model length of 8.",
+                "input length and `max_tokens` exceed context limit: 5 + 4 > 8",
+                "This model's maximum prompt length is 8 but the request contains 9 tokens.",
+                "Invalid request: Your request exceeded model token limit: 8",
+            )
+        ),
+        (400, {"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens)."}, Reason.UNSUPPORTED),
+        (400, {"message": "This model supports at most 8 completion tokens, not 9."}, Reason.INVALID),
         (422, {"detail": [{"loc": ["body", "top_p"]}]}, Reason.INVALID),
         (400, "plain words", Reason.INVALID),
         (401, {"error": {"message": "bad key"}}, Reason.INTERNAL),
@@ -61,6 +76,7 @@ def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: 
             {"message": "The input is longer than the model's context length", "code": 400},
             Reason.CONTEXT_LENGTH,
         ),
+        ({"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens).", "code": 400}, Reason.UNSUPPORTED),
         ({"message": "EngineCore encountered an issue", "code": 400}, None),
         ({"message": "503 pages are lost", "code": None}, None),
         ("the device is lost", None),
