@@ -189,9 +189,10 @@ class ResponseStream:
             raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         outputs: list[Output] = []
         for line in lines:
-            if line.startswith(b"data:"):
+            name, _, data = line.partition(b":")
+            if name in (b"data", b"error"):
                 try:
-                    self._event(line[5:].strip(), outputs)
+                    self._event(data.strip(), outputs, failed=name == b"error")
                 except MalformedStream as fault:
                     if not outputs:
                         raise
@@ -221,10 +222,13 @@ class ResponseStream:
             for request_id, each in zip(self._request_ids, self._choices, strict=True)
         ]
 
-    def _event(self, data: bytes, outputs: list[Output]) -> None:
+    def _event(self, data: bytes, outputs: list[Output], *, failed: bool) -> None:
+        """Take one event in. `failed`: it is named an error, as llama.cpp did, instead of data."""
         self.done = self.done or data == b"[DONE]"
         if self.done or not data:
             return
+        if failed:
+            raise FailedStream(data)
         try:
             chunk = _decoder.decode(data)
         except DECODE_ERRORS as exc:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.request import Finish, Output, ToolCall
-from site_engine.remote.stream import MAX_EVENT_BYTES, MalformedStream, ResponseStream
+from site_engine.remote.stream import MAX_EVENT_BYTES, FailedStream, MalformedStream, ResponseStream
 from wire import federation_pb2 as pb
 
 
@@ -308,6 +308,13 @@ def test_a_failure_in_the_stream_keeps_its_reason() -> None:
     with pytest.raises(MalformedStream, match="out of memory"):
         ResponseStream(["a"]).feed(event(error={"message": "out of memory"}))
     assert ResponseStream(["a"]).feed(event(choices=[], error=None)) == []
+
+
+def test_a_failure_in_a_line_of_its_own_is_read_as_llama_cpp_writes_it() -> None:
+    said = b'error: {"code":400,"message":"no room","type":"exceed_context_size_error"}\n\n'
+    with pytest.raises(FailedStream) as failed:
+        read(ResponseStream(["a"]), said + DONE)
+    assert json.loads(failed.value.error)["message"] == "no room"
 
 
 def test_what_came_before_a_failure_in_one_read_is_told_before_it() -> None:
