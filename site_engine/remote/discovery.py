@@ -105,7 +105,8 @@ async def refresh(server: Server, config: SiteConfig, found: Discovery) -> Disco
     cards = read_cards(status, body)
     if not cards or identity(cards) == found.listed:
         return found
-    return await with_models(found, server, cards, config)
+    about = await fetch_about(server, found.profile.dialect) or found.about
+    return await with_models(replace(found, about=about), server, cards, config)
 
 
 async def with_models(found: Discovery, server: Server, cards: list[Card], config: SiteConfig) -> Discovery:

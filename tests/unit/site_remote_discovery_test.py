@@ -101,6 +101,26 @@ def test_a_context_that_shrinks_is_told_wherever_a_server_writes_it(
     assert [first.profile.context_tokens, last.profile.context_tokens] == [4096, 1024]
 
 
+def test_slots_of_llama_cpp_that_shrink_by_a_quick_restart_are_told() -> None:
+    """Its page about itself goes before its list, and was that of before the restart."""
+
+    def pages_of(context: int) -> dict[str, httpx.Response]:
+        slots = {"default_generation_settings": {"n_ctx": context}}
+        return {
+            MODELS_PATH: llama_cpp({"n_ctx": context, "n_ctx_train": 131_072}),
+            "/props": httpx.Response(200, json=slots),
+        }
+
+    pages = pages_of(4096)
+
+    async def look(server: Server) -> list[Discovery]:
+        first = await discover(server, CONFIG)
+        pages.update(pages_of(1024))
+        return [first, await refresh(server, CONFIG, first)]
+
+    assert [each.models[0].context_tokens for each in with_server(pages, look)] == [4096, 1024]
+
+
 def test_a_gateway_that_gets_a_feature_is_told_anew() -> None:
     card = {"id": "m", "owned_by": "mico", "max_model_len": 64, "features": ["chat"]}
     pages = {MODELS_PATH: httpx.Response(200, json={"data": [card]})}
