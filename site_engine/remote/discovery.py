@@ -52,11 +52,14 @@ class Discovery:
 
 @dataclass(frozen=True, slots=True)
 class _Metrics:
-    """The metrics as they were found: `load` is None where they are of no use, for `reason`."""
+    """The metrics as they were found: `load` is None where they are of no use, for `reason`. `may_come`: a
+    server exports some once it has answered, as TGI does.
+    """
 
     dialect: Dialect
     load: ServerLoad | None
     reason: str = ""
+    may_come: bool = False
 
 
 async def discover(server: Server, config: SiteConfig) -> Discovery:
@@ -83,7 +86,7 @@ async def discover(server: Server, config: SiteConfig) -> Discovery:
         models=(),
         load_source="its metrics" if metrics.load else f"an estimate: {metrics.reason}",
         probe=HEALTH_PATH if health == 200 else dialect.alive_path or MODELS_PATH,
-        has_metrics=metrics.load is not None,
+        has_metrics=metrics.load is not None or metrics.may_come,
         about=await fetch_about(server, dialect),
         listed=(),
     )
@@ -199,4 +202,4 @@ def read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: int
     try:
         return _Metrics(dialect, server_load(samples, dialect.metric_names))
     except UnknownMetrics as exc:
-        return _Metrics(dialect, None, f"the metrics of {dialect.name} have changed: {exc}")
+        return _Metrics(dialect, None, f"the metrics of {dialect.name} lack one: {exc}", may_come=True)

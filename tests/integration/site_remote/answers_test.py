@@ -168,6 +168,17 @@ def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
     run(scenario, metrics=metric_pages.VLLM)
 
 
+def test_metrics_that_come_with_the_first_answer_are_read_from_then_on() -> None:
+    """As of TGI, whose site begins beside it and so finds it new."""
+
+    async def scenario(here: Scene) -> None:
+        assert "(tgi, load from an estimate: " in here.hello.version
+        here.server.metrics = metric_pages.TGI
+        await here.load(pending=3, running=12)
+
+    run(scenario, metrics="# TYPE tgi_batch_max_total_tokens gauge\ntgi_batch_max_total_tokens 16000\n")
+
+
 def test_what_the_server_may_drop_silently_is_refused() -> None:
     async def scenario(here: Scene) -> None:
         await here.session.send(**assign("a", top_k=5))
