@@ -43,9 +43,9 @@ class LeasedLimit:
 
     Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database;
     `written` is -1 where they are to be written anew. `elsewhere` is in use at other replicas, `reachable`
-    the largest slice that they leave, both as of `settled_at`. `unmet` did not fit since then: what waits is
-    counted anew after each round. `asked`: the want in the database includes what did not fit. `reserved` is
-    the part of the use here that queries in progress may give back.
+    the largest slice that they leave, both as of `settled_at` in the month `settled_period`. `unmet` did not
+    fit since then: what waits is counted anew after each round. `asked`: the want in the database includes
+    what did not fit. `reserved` is the part of the use here that queries in progress may give back.
     """
 
     id: LimitId
@@ -58,6 +58,7 @@ class LeasedLimit:
     elsewhere: int = 0
     reachable: int = 0
     settled_at: float = float("-inf")
+    settled_period: int = 0
     unmet: int = 0
     asked: bool = False
     reserved: int = 0
@@ -71,7 +72,10 @@ class LeasedLimit:
 
     def used_anywhere(self, now: float) -> int:
         """Return the usage at all replicas. News of the others is forgotten when it can't count any more."""
-        counts = self.id.kind.is_monthly or now - self.settled_at < WINDOW_S
+        if self.id.kind.is_monthly:
+            counts = self.meter.period(now) == self.settled_period
+        else:
+            counts = now - self.settled_at < WINDOW_S
         return self.meter.used(now) + (self.elsewhere if counts else 0)
 
 
@@ -371,6 +375,7 @@ class QuotaLedger:
         leased.ceiling = min(grant.amount, max(leased.meter.used(now), grant.target))
         leased.written, leased.written_used = grant.amount, claim.used
         leased.elsewhere, leased.reachable, leased.settled_at = grant.elsewhere, grant.reachable, now
+        leased.settled_period = claim.period
         return leased.ceiling < leased.written
 
     def write_anew(self) -> None:

@@ -423,3 +423,18 @@ def test_what_queries_in_progress_may_give_back_spends_no_month_of_training(kind
     assert quotas.charge(CALLER, 399, 399) is None
     assert isinstance(quotas.charge(CALLER, 1, 1), BudgetSpent)
     assert quotas.in_use(limit_of(kind)) == 1_000
+
+
+def test_what_other_replicas_used_in_a_month_does_not_count_in_the_next() -> None:
+    """No round brings news of a quota of which nothing is used here."""
+    wall, month = Wall(), limit_of(Kind.MONTH)
+    quotas = QuotaLedger(clock=wall, unix_time=wall)
+    quotas.set_limits({month: 100})
+    claim = quotas.claim(month)
+    assert claim is not None
+    quotas.apply_grant(month, claim, Grant(amount=0, target=0, elsewhere=100, reachable=0))
+    assert isinstance(quotas.charge(CALLER, 0, 0), BudgetSpent)
+    wall.now = month_start(month_of(wall.now) + 1)
+    assert quotas.unsettled() == []
+    assert quotas.charge(CALLER, 0, 0) is None
+    assert quotas.in_use(month) == 0
