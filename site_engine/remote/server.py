@@ -30,8 +30,10 @@ _CONTEXT = re.compile(
     r"exceed context limit|exceeded model token limit|supports at most \d+ completion tokens\.$",
     re.IGNORECASE,
 )
-_NO_ROOM = "exceeds the maximum allowed length"
-"""Of SGLang whose memory holds less than its context: another site with that context may have room."""
+_NOT_HERE = re.compile(r'exceeds the maximum allowed length|^"?Input validation error')
+"""What another site may take: of SGLang, a prompt that its memory has no room for though its context has; of
+TGI, values such as a `top_p` of 0.
+"""
 
 
 class ServerLost(Exception):
@@ -144,7 +146,7 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     text = f"the server answered {status}: {message}"
     if status in {400, 413, 422}:
         too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
-        unless = Reason.UNSUPPORTED if _NO_ROOM in message else Reason.INVALID
+        unless = Reason.UNSUPPORTED if _NOT_HERE.search(message) else Reason.INVALID
         reason = Reason.CONTEXT_LENGTH if too_long else unless
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503, OVERLOADED}:
@@ -157,9 +159,9 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
 
 
 def refused_in_stream(error: bytes) -> ServerRefused | None:
-    """Translate an error in place of an answer: too long a prompt, or a full server. None: the server failed.
+    """Translate an error in place of an answer into a refusal that is known for one. None: the server failed.
 
-    Other codes tell nothing there: vLLM gives 400 to faults of its own, and TGI 422 to everything.
+    Most codes tell nothing there: vLLM gives 400 to faults of its own, and TGI 422 to everything.
     """
     message, code, _ = parse_error(error)
     is_full = code.startswith(("408 ", "429 ", "503 ")) or "overloaded" in f"{code} {message}"

@@ -13,6 +13,9 @@ from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, serv
 NO_ROOM = "exceeds the maximum allowed length"
 """Of SGLang whose memory holds less than its context: of another site the same context may do."""
 
+TOP_P = "Input validation error: `top_p` must be > 0.0 and < 1.0"
+"""Of TGI, which other sites may take."""
+
 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
@@ -77,6 +80,9 @@ def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: 
             Reason.CONTEXT_LENGTH,
         ),
         ({"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens).", "code": 400}, Reason.UNSUPPORTED),
+        (TOP_P, Reason.UNSUPPORTED),
+        ({"message": TOP_P, "http_status_code": 422}, Reason.UNSUPPORTED),
+        ({"message": "Request failed during generation", "http_status_code": 422}, None),
         ({"message": "EngineCore encountered an issue", "code": 400}, None),
         ({"message": "503 pages are lost", "code": None}, None),
         ("the device is lost", None),
