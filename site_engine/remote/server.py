@@ -30,9 +30,9 @@ _CONTEXT = re.compile(
     r"exceed context limit|exceeded model token limit|supports at most \d+ completion tokens\.$",
     re.IGNORECASE,
 )
-_NOT_HERE = re.compile(r'exceeds the maximum allowed length|^"?Input validation error')
-"""What another site may take: of SGLang, a prompt that its memory has no room for though its context has; of
-TGI, values such as a `top_p` of 0.
+_NOT_HERE = re.compile(r'^400 BAD_REQUEST |exceeds the maximum allowed length|^ *"?Input validation error')
+"""Of a code and a message, what another site may take: of SGLang, a grammar that it can't follow or a prompt
+that its memory has no room for though its context has; of TGI, values such as a `top_p` of 0.
 """
 
 
@@ -145,8 +145,9 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     message, code, param = parse_error(body)
     text = f"the server answered {status}: {message}"
     if status in {400, 413, 422}:
-        too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
-        unless = Reason.UNSUPPORTED if _NOT_HERE.search(message) else Reason.INVALID
+        said = f"{code} {message}"
+        too_long = status == 413 or _CONTEXT.search(said)
+        unless = Reason.UNSUPPORTED if _NOT_HERE.search(said) else Reason.INVALID
         reason = Reason.CONTEXT_LENGTH if too_long else unless
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503, OVERLOADED}:

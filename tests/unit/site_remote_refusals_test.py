@@ -80,10 +80,11 @@ def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: 
             Reason.CONTEXT_LENGTH,
         ),
         ({"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens).", "code": 400}, Reason.UNSUPPORTED),
+        ({"message": "Invalid grammar", "type": "BAD_REQUEST", "code": 400}, Reason.UNSUPPORTED),  # SGLang
         (TOP_P, Reason.UNSUPPORTED),
         ({"message": TOP_P, "http_status_code": 422}, Reason.UNSUPPORTED),
         ({"message": "Request failed during generation", "http_status_code": 422}, None),
-        ({"message": "EngineCore encountered an issue", "code": 400}, None),
+        ({"message": "EngineCore encountered an issue", "type": "BadRequestError", "code": 400}, None),
         ({"message": "503 pages are lost", "code": None}, None),
         ("the device is lost", None),
     ],
