@@ -251,7 +251,7 @@ class ResponseStream:
         """
         if prompt_tokens := possible_count(usage.prompt_tokens):
             self.prompt_tokens = max(1, prompt_tokens - self.delivered)
-        if (completion_tokens := possible_count(usage.completion_tokens)) is not None:
+        if (completion_tokens := generated_tokens(usage)) is not None:
             self._total = completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = possible_count(usage.prompt_tokens_details.cached_tokens)
@@ -308,6 +308,16 @@ def _joined(parts: Sequence[_Part] | None) -> tuple[str, str]:
     """Return the text and the reasoning of a content in chunks."""
     text = "".join(each.text or "" for each in parts or () if each.type == "text")
     return text, "".join(_joined(each.thinking)[0] for each in parts or () if each.type == "thinking")
+
+
+def generated_tokens(usage: Usage) -> int | None:
+    """Return the server's count, with the thoughts that xAI and Gemini count in the sum of all alone."""
+    counted, prompt, total = map(
+        possible_count, (usage.completion_tokens, usage.prompt_tokens, usage.total_tokens)
+    )
+    if counted is None or prompt is None or total is None:
+        return counted
+    return max(counted, total - prompt)
 
 
 def possible_count(tokens: int | None) -> int | None:

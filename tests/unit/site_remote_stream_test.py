@@ -260,6 +260,18 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
     assert (stream.tokens, stream.prompt_tokens, output.completion_tokens) == (3, 2, 3)
 
 
+def test_thoughts_that_only_the_sum_of_tokens_includes_are_counted() -> None:
+    """As xAI and Gemini count, whose thoughts cost as much as their words."""
+    told = {"completion_tokens_details": {"reasoning_tokens": 386}}
+    for details, reasoning_tokens in ((told, 386), ({}, 0)):
+        stream = ResponseStream(["a"])
+        usage = {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 399, **details}
+        read(stream, piece("6"), piece("", finish="stop"), event(choices=[], usage=usage), DONE)
+        (end,) = stream.end()
+        assert (end.prompt_tokens, end.completion_tokens) == (12, 387)
+        assert end.reasoning_tokens == reasoning_tokens
+
+
 def test_several_chunks_of_one_step_count_once_where_each_has_the_count() -> None:
     """As SGLang sends the name of a call, its arguments and what is left of them."""
 
