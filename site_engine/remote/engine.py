@@ -21,10 +21,11 @@ from site_engine.remote import plain
 from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
 from site_engine.remote.count import TokenCounter
 from site_engine.remote.dialects import Dialect
+from site_engine.remote.fitting import Fitting
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
-from site_engine.remote.request import HttpRequest, build_request, guess_tokens, renamed_limit, without_limit
+from site_engine.remote.request import HttpRequest, build_request, guess_tokens, without_limit
 from site_engine.remote.server import Server, ServerLost, ServerRefused, refused_in_stream
 from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStream
 
@@ -35,8 +36,6 @@ MAX_FAILURES = 3
 """Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says,
 unless it answers a plain request.
 """
-NEW_LIMIT = "Use 'max_completion_tokens' instead"
-"""What OpenAI says of max_tokens to its models that reason."""
 LAST_BYTES_S = 1.0
 SILENT_AFTER_S = 15.0
 """A server that has begun answers and then sends nothing at all for so long, beyond the time for reading the
@@ -94,7 +93,7 @@ class RemoteEngine:
         self._stall_watch = StallWatch()
         self._counter = TokenCounter(server)
         self._asking_plainly: asyncio.Task[None] | None = None
-        self._renamed: set[object] = set()  # the server's models that take a limit by its newer name alone
+        self._fitting = Fitting()
 
     # the interface of a site
 
@@ -151,8 +150,7 @@ class RemoteEngine:
         if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
-        tokens, http = prepared.guessed_tokens, prepared.payload
-        http = renamed_limit(http) if http.body.get("model") in self._renamed else http
+        tokens, http = prepared.guessed_tokens, self._fitting.fit(prepared.payload)
         request = RemoteRequest(tuple(group), http, tokens, self._clock(), reply)
         room = max(1, self._profile.context_tokens - tokens)
         max_tokens = min(room, request.first.sampling.max_tokens or room)
@@ -360,15 +358,14 @@ class RemoteEngine:
 
     def _sent_again(self, request: RemoteRequest, refusal: NotServed) -> bool:
         """Ask for as many tokens as fit where the server refuses a limit above that; the answer is shorter
-        than the limit then. Tell the limit by its newer name where the server asks for that. Return whether
-        the request was sent again: a prompt too long is refused again.
+        than the limit then. Ask otherwise where the server refuses how it was asked. Return whether the
+        request was sent again: a prompt too long is refused again.
         """
-        again: HttpRequest | None = None
-        if refusal.reason is Reason.CONTEXT_LENGTH and self._profile.dialect.refuses_excess:
+        again = None
+        if refusal.reason is not Reason.CONTEXT_LENGTH:
+            again = self._fitting.learn(request.http, refusal.message)
+        elif self._profile.dialect.refuses_excess:
             again = without_limit(request.http)
-        elif NEW_LIMIT in refusal.message and "max_tokens" in request.http.body:
-            self._renamed.add(request.http.body.get("model"))
-            again = renamed_limit(request.http)
         if again is None:
             return False
         request.http = again

@@ -89,12 +89,6 @@ def without_limit(request: HttpRequest) -> HttpRequest | None:
     return request._replace(body={name: each for name, each in request.body.items() if name != "max_tokens"})
 
 
-def renamed_limit(request: HttpRequest) -> HttpRequest:
-    """Return the request with its limit, if any, under the name that newer models of OpenAI take alone."""
-    names = {"max_tokens": "max_completion_tokens"}
-    return request._replace(body={names.get(name, name): each for name, each in request.body.items()})
-
-
 def pooling_request(prompt: PoolingPrompt, model: str, dialect: Dialect) -> HttpRequest:
     """Ask for vectors in base64, which most servers know and the others ignore: they are a third as long."""
     body = {"model": model, **prompt.body}

@@ -1,13 +1,14 @@
-"""A limit of tokens reaches a model that takes it by OpenAI's newer name alone."""
+"""A provider that refuses how it is asked is asked otherwise, from then on at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
+import pytest
 
 from site_engine.core.request import Admission, Finish, Output, Request
 from site_engine.engine_client import Listener, Prepared
@@ -17,23 +18,42 @@ from site_engine.remote.engine import RemoteEngine, ServerProfile
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.server import Server
 
-REFUSAL = {
-    "message": "Unsupported parameter: 'max_tokens' is not supported with this model."
-    " Use 'max_completion_tokens' instead.",
-    "param": "max_tokens",
-    "code": "unsupported_parameter",
+OPENAI = {
+    "error": {
+        "message": "Unsupported parameter: 'max_tokens' is not supported with this model."
+        " Use 'max_completion_tokens' instead.",
+        "param": "max_tokens",
+        "code": "unsupported_parameter",
+    }
 }
-"""As OpenAI words it for its models that reason."""
+"""Of its models that reason."""
+MISTRAL = {
+    "object": "error",
+    "message": {
+        "detail": [
+            {
+                "type": "extra_forbidden",
+                "loc": ["body", "stream_options", "include_usage"],
+                "msg": "Extra inputs are not permitted",
+            }
+        ]
+    },
+}
+Body: TypeAlias = dict[str, Any]
+LIMITED: Body = {"model": "m", "messages": [], "max_tokens": 5}
+WITH_USAGE: Body = {"model": "m", "messages": [], "stream_options": {"include_usage": True}}
 
 
-def test_a_limit_is_told_by_its_newer_name_where_the_server_asks_for_that() -> None:
-    async def scenario() -> list[Any]:
-        asked: list[dict[str, Any]] = []
+def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body]:
+    """Return what a server is asked for two requests, which refuses those that have the field."""
+
+    async def scenario() -> list[Body]:
+        asked: list[Body] = []
 
         def answer(request: httpx.Request) -> httpx.Response:
             asked.append(json.loads(request.content))
-            if "max_tokens" in asked[-1]:
-                return httpx.Response(400, json={"error": REFUSAL})
+            if refused in asked[-1]:
+                return httpx.Response(status, json=refusal)
             choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}
             return httpx.Response(200, text=f"data: {json.dumps({'choices': [choice]})}\n\n")
 
@@ -53,7 +73,6 @@ def test_a_limit_is_told_by_its_newer_name_where_the_server_asks_for_that() -> N
                 ends.put_nowait(said)
 
         engine.listener = Listener(hear, lambda _: None, lambda _: None)
-        body = {"model": "m", "messages": [], "max_tokens": 5}
         async with asyncio.timeout(60):
             for name in ("first", "second"):
                 payload = HttpRequest("/v1/chat/completions", body)
@@ -61,6 +80,17 @@ def test_a_limit_is_told_by_its_newer_name_where_the_server_asks_for_that() -> N
                 engine.submit(prepared, (Request(name, [1]),), reply)
                 assert await ends.get() is Finish.LENGTH
         await server.close()
-        return [(each.get("max_tokens"), each.get("max_completion_tokens")) for each in asked]
+        return asked
 
-    assert asyncio.run(scenario()) == [(5, None), (None, 5), (None, 5)]
+    return asyncio.run(scenario())
+
+
+def test_a_limit_is_told_by_its_newer_name() -> None:
+    told = {"model": "m", "messages": [], "max_completion_tokens": 5}
+    assert asked_for(LIMITED, "max_tokens", 400, OPENAI) == [LIMITED, told, told]
+
+
+@pytest.mark.parametrize("refusal", [MISTRAL, MISTRAL["message"]])
+def test_usage_is_not_asked_for(refusal: Body) -> None:
+    told = {"model": "m", "messages": []}
+    assert asked_for(WITH_USAGE, "stream_options", 422, refusal) == [WITH_USAGE, told, told]

@@ -1,0 +1,53 @@
+"""Learn from a provider's refusals how its models want to be asked. Does no I/O.
+
+OpenAI's fields are not taken by every provider, nor all by OpenAI's own newer models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from site_engine.remote.request import HttpRequest
+
+Change: TypeAlias = Callable[[HttpRequest], HttpRequest]
+
+
+class Fitting:
+    """The changes that requests to each of a server's models need."""
+
+    def __init__(self) -> None:
+        self._needed: dict[object, set[Change]] = {}
+
+    def fit(self, request: HttpRequest) -> HttpRequest:
+        """Return the request as its model is known to take it."""
+        for change in self._needed.get(request.body.get("model"), ()):
+            request = change(request)
+        return request
+
+    def learn(self, request: HttpRequest, refusal: str) -> HttpRequest | None:
+        """Return the request as the server wants it, by the message of its refusal, and change those that
+        follow, too. None: the message tells of nothing that can be changed.
+        """
+        for words, change in _CHANGES.items():
+            if words in refusal and (changed := change(request)) != request:
+                self._needed.setdefault(request.body.get("model"), set()).add(change)
+                return changed
+        return None
+
+
+def rename_limit(request: HttpRequest) -> HttpRequest:
+    names = {"max_tokens": "max_completion_tokens"}
+    return request._replace(body={names.get(name, name): each for name, each in request.body.items()})
+
+
+def ask_no_usage(request: HttpRequest) -> HttpRequest:
+    return request._replace(body={name: each for name, each in request.body.items() if name != _OPTIONS})
+
+
+_OPTIONS: Final = "stream_options"
+_CHANGES: Final[Mapping[str, Change]] = {
+    "Use 'max_completion_tokens' instead": rename_limit,  # OpenAI's models that reason
+    _OPTIONS: ask_no_usage,  # Mistral, which tells the usage by itself
+}
+"""By words of a refusal."""
