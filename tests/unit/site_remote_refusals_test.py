@@ -13,6 +13,8 @@ from site_engine.remote.server import MAX_RETRY_AFTER_S, refused_in_stream, serv
 NO_ROOM = "exceeds the maximum allowed length"
 """Of SGLang whose memory holds less than its context: of another site the same context may do."""
 
+FORBIDDEN = "Extra inputs are not permitted"
+"""Of Mistral, of a field of OpenAI's that it does not have."""
 TOP_P = "Input validation error: `top_p` must be > 0.0 and < 1.0"
 """Of TGI, which other sites may take."""
 
@@ -47,6 +49,15 @@ TOP_P = "Input validation error: `top_p` must be > 0.0 and < 1.0"
             )
         ),
         (400, {"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens)."}, Reason.UNSUPPORTED),
+        *(
+            (400, {"error": {"message": message}}, Reason.UNSUPPORTED)
+            for message in (
+                "Unsupported parameter: 'top_p' is not supported with this model.",
+                "Unsupported value: 'temperature' does not support 0.7 with this model.",
+            )
+        ),
+        (422, {"detail": [{"loc": ["body", "seed"], "msg": FORBIDDEN}]}, Reason.UNSUPPORTED),
+        (400, [{"error": {"message": 'Unknown name "seed": Cannot find field.'}}], Reason.UNSUPPORTED),
         (400, {"message": "This model supports at most 8 completion tokens, not 9."}, Reason.INVALID),
         (422, {"detail": [{"loc": ["body", "top_p"]}]}, Reason.INVALID),
         (400, "plain words", Reason.INVALID),
