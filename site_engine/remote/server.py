@@ -180,6 +180,8 @@ def parse_error(body: bytes) -> tuple[str, str, str]:
         found: Any = json.loads(body)
     except (ValueError, RecursionError):
         found = None
+    if isinstance(found, list) and len(found) == 1:  # of Gemini
+        found = found[0]
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
     if not isinstance(found, dict):

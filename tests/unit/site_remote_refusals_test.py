@@ -121,6 +121,12 @@ def test_the_field_that_the_server_names_is_passed_on() -> None:
     assert (found.refusal.message, found.refusal.param) == ("must be at most 1", "top_p")
 
 
+def test_an_error_in_a_list_is_read_as_gemini_writes_it() -> None:
+    body = [{"error": {"code": 400, "message": "no such field"}}]
+    found = server_refused(400, json.dumps(body).encode(), {})
+    assert found.refusal.message == "no such field"
+
+
 def test_half_a_character_in_what_the_server_says_can_be_passed_on() -> None:
     body = {"error": {"message": "cut: \ud83c", "param": "\ud83c"}}
     found = server_refused(400, json.dumps(body).encode(), {})
