@@ -45,9 +45,20 @@ def ask_no_usage(request: HttpRequest) -> HttpRequest:
     return request._replace(body={name: each for name, each in request.body.items() if name != _OPTIONS})
 
 
+def tell_no_reasoning(request: HttpRequest) -> HttpRequest:
+    if "messages" not in request.body:
+        return request
+    told = [
+        {name: each for name, each in message.items() if name != "reasoning_content"}
+        for message in request.body["messages"]
+    ]
+    return request._replace(body={**request.body, "messages": told})
+
+
 _OPTIONS: Final = "stream_options"
 _CHANGES: Final[Mapping[str, Change]] = {
     "Use 'max_completion_tokens' instead": rename_limit,  # OpenAI's models that reason
     _OPTIONS: ask_no_usage,  # Mistral, which tells the usage by itself
+    "property 'reasoning_content' is unsupported": tell_no_reasoning,  # Groq, in earlier turns
 }
 """By words of a refusal."""

@@ -32,11 +32,12 @@ _CONTEXT = re.compile(
 )
 _NOT_HERE = re.compile(
     r'^400 BAD_REQUEST |exceeds the maximum allowed length|^ *"?Input validation error|'
-    r"Unsupported (parameter|value)|Extra inputs are not permitted|Unknown name"
+    r"Unsupported (parameter|value)|Extra inputs are not permitted|Unknown name|"
+    r"property '\w+' is unsupported|Argument not supported"
 )
 """Of a code and a message, what another site may take: of SGLang, a grammar that it can't follow or a prompt
 that its memory has no room for though its context has; of TGI, values such as a `top_p` of 0; of OpenAI's
-models that reason, of Mistral and of Gemini, fields that they do not have.
+models that reason, of Mistral, Gemini, Groq and xAI, fields that they do not have.
 """
 
 

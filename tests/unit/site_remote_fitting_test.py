@@ -15,6 +15,7 @@ from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed
 from site_engine.remote.dialects import UNKNOWN
 from site_engine.remote.engine import RemoteEngine, ServerProfile
+from site_engine.remote.fitting import Fitting
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.server import Server
 
@@ -40,6 +41,12 @@ MISTRAL = {
     },
 }
 Body: TypeAlias = dict[str, Any]
+GROQ = {
+    "error": {
+        "message": "'messages.0' : for 'role:assistant' the following must be satisfied[('messages.0' : "
+        "property 'reasoning_content' is unsupported)]"
+    }
+}
 LIMITED: Body = {"model": "m", "messages": [], "max_tokens": 5}
 WITH_USAGE: Body = {"model": "m", "messages": [], "stream_options": {"include_usage": True}}
 
@@ -52,7 +59,7 @@ def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body
 
         def answer(request: httpx.Request) -> httpx.Response:
             asked.append(json.loads(request.content))
-            if refused in asked[-1]:
+            if refused in json.dumps(asked[-1]):
                 return httpx.Response(status, json=refusal)
             choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}
             return httpx.Response(200, text=f"data: {json.dumps({'choices': [choice]})}\n\n")
@@ -87,10 +94,25 @@ def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body
 
 def test_a_limit_is_told_by_its_newer_name() -> None:
     told = {"model": "m", "messages": [], "max_completion_tokens": 5}
-    assert asked_for(LIMITED, "max_tokens", 400, OPENAI) == [LIMITED, told, told]
+    assert asked_for(LIMITED, '"max_tokens"', 400, OPENAI) == [LIMITED, told, told]
 
 
 @pytest.mark.parametrize("refusal", [MISTRAL, MISTRAL["message"]])
 def test_usage_is_not_asked_for(refusal: Body) -> None:
     told = {"model": "m", "messages": []}
     assert asked_for(WITH_USAGE, "stream_options", 422, refusal) == [WITH_USAGE, told, told]
+
+
+def test_earlier_reasoning_is_not_told() -> None:
+    turn = {"role": "assistant", "content": "42"}
+    body = {"model": "m", "messages": [{**turn, "reasoning_content": "Six sevens."}]}
+    told = {"model": "m", "messages": [turn]}
+    assert asked_for(body, "reasoning_content", 400, GROQ) == [body, told, told]
+
+
+def test_what_a_model_needs_of_chats_changes_no_other_request() -> None:
+    fitting = Fitting()
+    refused = HttpRequest("/v1/chat/completions", {"model": "m", "messages": [{"reasoning_content": "so"}]})
+    assert fitting.learn(refused, GROQ["error"]["message"]) is not None
+    completion = HttpRequest("/v1/completions", {"model": "m", "prompt": "a"})
+    assert fitting.fit(completion) == completion

@@ -53,6 +53,8 @@ TOP_P = "Input validation error: `top_p` must be > 0.0 and < 1.0"
             (400, {"error": {"message": message}}, Reason.UNSUPPORTED)
             for message in (
                 "Unsupported parameter: 'top_p' is not supported with this model.",
+                "Argument not supported on this model: presencePenalty",
+                "property 'logit_bias' is unsupported",
                 "Unsupported value: 'temperature' does not support 0.7 with this model.",
             )
         ),
