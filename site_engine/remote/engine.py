@@ -21,7 +21,7 @@ from site_engine.remote import plain
 from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
 from site_engine.remote.count import TokenCounter
 from site_engine.remote.dialects import Dialect
-from site_engine.remote.fitting import Fitting
+from site_engine.remote.fitting import Fitting, wanted_change
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
@@ -296,6 +296,7 @@ class RemoteEngine:
             return
         now, stream = self._clock(), request.stream
         self._failures = 0
+        self._fitting.keep(request.http, request.changes)
         self._throughput.tokens_total += stream.tokens - before
         self._throughput.prompt_tokens_total += stream.prompt_tokens or request.prompt_tokens
         if request.http.pooling is not None:
@@ -362,9 +363,10 @@ class RemoteEngine:
         request was sent again: a prompt too long is refused again.
         """
         again = None
-        if refusal.reason is not Reason.CONTEXT_LENGTH:
-            again = self._fitting.learn(request.http, refusal.message)
-        elif self._profile.dialect.refuses_excess:
+        if (change := wanted_change(request.http, refusal.message)) is not None:
+            request.changes.append(change)
+            again = change(request.http)
+        elif refusal.reason is Reason.CONTEXT_LENGTH and self._profile.dialect.refuses_excess:
             again = without_limit(request.http)
         if again is None:
             return False

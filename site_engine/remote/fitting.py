@@ -5,7 +5,7 @@ OpenAI's fields are not taken by every provider, nor all by OpenAI's own newer m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 
 from site_engine.remote.request import HttpRequest
@@ -25,15 +25,17 @@ class Fitting:
             request = change(request)
         return request
 
-    def learn(self, request: HttpRequest, refusal: str) -> HttpRequest | None:
-        """Return the request as the server wants it, by the message of its refusal, and change those that
-        follow, too. None: the message tells of nothing that can be changed.
+    def keep(self, request: HttpRequest, changes: Iterable[Change]) -> None:
+        """Make changes with which a request was answered to those that follow. What a refusal says is not
+        enough: it may repeat words of the client.
         """
-        for words, change in _CHANGES.items():
-            if words in refusal and (changed := change(request)) != request:
-                self._needed.setdefault(request.body.get("model"), set()).add(change)
-                return changed
-        return None
+        self._needed.setdefault(request.body.get("model"), set()).update(changes)
+
+
+def wanted_change(request: HttpRequest, refusal: str) -> Change | None:
+    """Return how a server wants to be asked, by the message of its refusal, None if it does not say."""
+    wanted = (change for words, change in _CHANGES.items() if words in refusal)
+    return next((change for change in wanted if change(request) != request), None)
 
 
 def rename_limit(request: HttpRequest) -> HttpRequest:

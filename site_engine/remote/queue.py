@@ -11,6 +11,7 @@ from itertools import takewhile
 from site_engine.core.request import Admission, Request, Timings
 from site_engine.core.request_queue import STARVING_AFTER_S, STARVING_EVERY
 from site_engine.errors import NotServed
+from site_engine.remote.fitting import Change
 from site_engine.remote.pooling import PoolingResponse
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.stream import ResponseStream
@@ -30,6 +31,7 @@ class RemoteRequest:
     sent_s: float | None = None
     first_s: float | None = None
     task: asyncio.Task[None] | None = None
+    changes: list[Change] = field(default_factory=list)  # that refusals of the server asked for
 
     def __post_init__(self) -> None:
         if self.http.pooling is not None:

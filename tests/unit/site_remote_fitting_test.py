@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import httpx
@@ -12,10 +12,10 @@ import pytest
 
 from site_engine.core.request import Admission, Finish, Output, Request
 from site_engine.engine_client import Listener, Prepared
-from site_engine.errors import NotServed
+from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import UNKNOWN
 from site_engine.remote.engine import RemoteEngine, ServerProfile
-from site_engine.remote.fitting import Fitting
+from site_engine.remote.fitting import Fitting, wanted_change
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.server import Server
 
@@ -51,24 +51,22 @@ LIMITED: Body = {"model": "m", "messages": [], "max_tokens": 5}
 WITH_USAGE: Body = {"model": "m", "messages": [], "stream_options": {"include_usage": True}}
 
 
-def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body]:
-    """Return what a server is asked for two requests, which refuses those that have the field."""
+def ask(refuse: Callable[[Body], httpx.Response | None], *bodies: Body) -> tuple[list[Body], list[Any]]:
+    """Send requests one after the other; return what the server was asked, and how each ended."""
+    asked: list[Body] = []
 
-    async def scenario() -> list[Body]:
-        asked: list[Body] = []
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}
+        said = f"data: {json.dumps({'choices': [choice]})}\n\n"
+        return refuse(asked[-1]) or httpx.Response(200, text=said)
 
-        def answer(request: httpx.Request) -> httpx.Response:
-            asked.append(json.loads(request.content))
-            if refused in json.dumps(asked[-1]):
-                return httpx.Response(status, json=refusal)
-            choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}
-            return httpx.Response(200, text=f"data: {json.dumps({'choices': [choice]})}\n\n")
-
+    async def scenario() -> list[Any]:
         transport = httpx.MockTransport(answer)
         server = Server("http://server", "", silence_s=60, connections=4, transport=transport)
         profile = ServerProfile({"m": "m"}, UNKNOWN, 64, 1000, 4, 8)
         engine = RemoteEngine(server, profile, lambda: 7.0)
-        ends: asyncio.Queue[Finish | NotServed] = asyncio.Queue()
+        ends: asyncio.Queue[Finish | Reason] = asyncio.Queue()
 
         def hear(outputs: Sequence[Output]) -> None:
             for each in outputs:
@@ -77,19 +75,31 @@ def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body
 
         def reply(said: Admission | NotServed) -> None:
             if isinstance(said, NotServed):
-                ends.put_nowait(said)
+                ends.put_nowait(said.reason)
 
         engine.listener = Listener(hear, lambda _: None, lambda _: None)
+        found = []
         async with asyncio.timeout(60):
-            for name in ("first", "second"):
+            for number, body in enumerate(bodies):
                 payload = HttpRequest("/v1/chat/completions", body)
                 prepared = Prepared((), "", guessed_tokens=1, payload=payload)
-                engine.submit(prepared, (Request(name, [1]),), reply)
-                assert await ends.get() is Finish.LENGTH
+                engine.submit(prepared, (Request(str(number), [1]),), reply)
+                found.append(await ends.get())
         await server.close()
-        return asked
+        return found
 
-    return asyncio.run(scenario())
+    return asked, asyncio.run(scenario())
+
+
+def asked_for(body: Body, refused: str, status: int, refusal: Body) -> list[Body]:
+    """Return what a server is asked for two requests, which refuses what has the field."""
+
+    def refuse(asked: Body) -> httpx.Response | None:
+        return httpx.Response(status, json=refusal) if refused in json.dumps(asked) else None
+
+    asked, ends = ask(refuse, body, body)
+    assert ends == [Finish.LENGTH] * 2
+    return asked
 
 
 def test_a_limit_is_told_by_its_newer_name() -> None:
@@ -113,6 +123,19 @@ def test_earlier_reasoning_is_not_told() -> None:
 def test_what_a_model_needs_of_chats_changes_no_other_request() -> None:
     fitting = Fitting()
     refused = HttpRequest("/v1/chat/completions", {"model": "m", "messages": [{"reasoning_content": "so"}]})
-    assert fitting.learn(refused, GROQ["error"]["message"]) is not None
+    change = wanted_change(refused, GROQ["error"]["message"])
+    assert change is not None
+    fitting.keep(refused, [change])
     completion = HttpRequest("/v1/completions", {"model": "m", "prompt": "a"})
     assert fitting.fit(completion) == completion
+
+
+def test_a_refusal_that_repeats_words_of_the_client_teaches_nothing() -> None:
+    """Else a client could keep a site from counting what everybody uses."""
+
+    def refuse(asked: Body) -> httpx.Response | None:
+        return httpx.Response(400, json={"message": f"no {asked['tool']}"}) if "tool" in asked else None
+
+    asked, ends = ask(refuse, {**WITH_USAGE, "tool": "stream_options"}, WITH_USAGE)
+    assert ends == [Reason.INVALID, Finish.LENGTH]
+    assert asked[-1] == WITH_USAGE
