@@ -30,6 +30,8 @@ _CONTEXT = re.compile(
     r"exceed context limit|exceeded model token limit|supports at most \d+ completion tokens\.$",
     re.IGNORECASE,
 )
+_FULL = re.compile(r'"?((the|that) )?(model|server|engine) is (currently )?overloaded', re.IGNORECASE)
+"""The beginning of a message: further on it may repeat words of the client."""
 _NOT_HERE = re.compile(
     r'^400 BAD_REQUEST |exceeds the maximum allowed length|^ *"?Input validation error|'
     r"Unsupported (parameter|value)|Extra inputs are not permitted|Unknown name|"
@@ -170,7 +172,7 @@ def refused_in_stream(error: bytes) -> ServerRefused | None:
     Most codes tell nothing there: vLLM gives 400 to faults of its own, and TGI 422 to everything.
     """
     message, code, _ = parse_error(error)
-    is_full = code.startswith(("408 ", "429 ", "503 ")) or "overloaded" in f"{code} {message}"
+    is_full = code.startswith(("408 ", "429 ", "503 ")) or "overloaded" in code or _FULL.match(message)
     refused = server_refused(503 if is_full else 400, error, {})
     return None if refused.refusal.reason is Reason.INVALID else refused
 

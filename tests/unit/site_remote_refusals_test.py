@@ -94,6 +94,9 @@ def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: 
         ),
         ({"message": f"Input length (9 tokens) {NO_ROOM} (8 tokens).", "code": 400}, Reason.UNSUPPORTED),
         ({"message": "Invalid grammar", "type": "BAD_REQUEST", "code": 400}, Reason.UNSUPPORTED),  # SGLang
+        ({"message": "no grammar: overloaded", "type": "BAD_REQUEST", "code": 400}, Reason.UNSUPPORTED),
+        ({"message": "The server is currently overloaded with other requests."}, Reason.FULL),
+        ({"message": "Overloaded", "type": "overloaded_error"}, Reason.FULL),
         (TOP_P, Reason.UNSUPPORTED),
         ({"message": TOP_P, "http_status_code": 422}, Reason.UNSUPPORTED),
         ({"message": "Request failed during generation", "http_status_code": 422}, None),
