@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.federation.model_index import ModelIndex
@@ -15,17 +16,21 @@ from gateway.routing.offload import is_crowded
 from gateway.routing.prefixes import PrefixIndex
 
 MAX_SITES = 10_000
+DOWN_KEPT_S = 86_400.0
+"""For so long a site that is down stays listed: machines of a pool come and go under ever new names."""
 MAX_REASON_CHARS = 200
 
 
 class Directory:
-    """Keeps sites that left listed as down, so that operators see them, until `MAX_SITES` push them out.
+    """Keeps sites that left listed as down, so that operators see them, for DOWN_KEPT_S, or until `MAX_SITES`
+    push them out.
 
     Orders of operators are kept by name, so that they hold when a site leaves and joins again.
     """
 
     def __init__(self) -> None:
         self._sites: dict[str, Site] = {}  # without the orders of operators
+        self._down: dict[str, None] = {}  # the names of those that are down, in the order in which they left
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
         self._served, self._listed = ModelIndex(), ModelIndex()  # by ready sites; by all
@@ -84,6 +89,7 @@ class Directory:
         before = self._sites.pop(identity.name, None)
         if before is not None and before.identity.boot_id != identity.boot_id:
             self.prefixes.forget(identity.name)
+        self._down.pop(identity.name, None)
         self.down_reasons.pop(identity.name, None)
         empty = LoadReport(seq=0, received_s=now_s, kv_free_tokens=identity.kv_capacity_tokens)
         self._put(Site(identity, SiteState.STALE, empty))
@@ -178,6 +184,14 @@ class Directory:
         site = self._sites[name]
         nothing = LoadReport(seq=site.load.seq, received_s=site.load.received_s)
         self._put(replace(site, state=SiteState.DOWN, load=nothing, credit=Credit()))
+        self._down[name] = None
+
+    def forget_gone(self, now_s: float) -> None:
+        """Forget the sites that are down and were last heard of more than DOWN_KEPT_S ago."""
+        for name in [*self._down]:
+            if self._sites[name].load.received_s >= now_s - DOWN_KEPT_S:
+                return
+            self._forget(name)
 
     def _with_standing(self, site: Site) -> Site:
         """Apply the orders: they hold back a site that is ready, but make none ready that is not."""
@@ -199,14 +213,17 @@ class Directory:
         self.fleet.put(site)
 
     def _forget_the_oldest(self) -> None:
-        down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
-        for name in down[: max(0, len(self._sites) - MAX_SITES)]:
-            del self._sites[name]
-            self.down_reasons.pop(name, None)
-            self.unknown_messages.pop(name, None)
-            self._listed.put(name, NO_MODELS)
-            self._served.put(name, NO_MODELS)
-            self.fleet.remove(name)
+        for name in [*islice(self._down, max(0, len(self._sites) - MAX_SITES))]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        del self._sites[name], self._down[name]
+        self._snapshot = None
+        self.down_reasons.pop(name, None)
+        self.unknown_messages.pop(name, None)
+        self._listed.put(name, NO_MODELS)
+        self._served.put(name, NO_MODELS)
+        self.fleet.remove(name)
 
 
 def _with_load(site: Site, state: SiteState, load: LoadReport, credit: Credit) -> Site:

@@ -97,8 +97,9 @@ class Federation(rpc.FederationServicer):
             self.check_progress()
 
     def check_progress(self) -> None:
-        """Move attempts away from sites behind whose links nothing moves."""
+        """Move attempts away from sites behind whose links nothing moves; forget sites that are long gone."""
         self._awake.tick()
+        self.directory.forget_gone(self._clock())
         for link in self._links.values():
             link.check_progress()
 
