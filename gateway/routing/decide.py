@@ -23,6 +23,7 @@ from gateway.routing.policies import REPORTS_EVERY_S
 MAX_ESTIMATES = 16
 """Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
 MAX_EXCLUSIONS = 64
+"""Number of sites of which a decision says why they could not serve it."""
 MIN_DRAWN = 4
 DRAWN_TIMES = 2.0
 """Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
@@ -181,7 +182,10 @@ def _best_estimates(
 def _exclusion_reasons(
     demand: Demand, candidates: Candidates, now_s: float, tried: Collection[str], excluded: Mapping[str, str]
 ) -> dict[str, str]:
-    out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MAX_EXCLUSIONS]]
+    places = np.flatnonzero(~candidates.may)
+    if len(places) > MAX_EXCLUSIONS:  # of those heard of last: ever more of the others are gone for good
+        places = places[np.argsort(-candidates.at.received_s[places], kind="stable")[:MAX_EXCLUSIONS]]
+    out = [candidates.sites[place] for place in places]
     return {
         site.name: excluded.get(site.name)
         or why_not(demand, site, now_s, tried)

@@ -7,6 +7,9 @@ import asyncio
 from gateway.domain import Credit, LoadReport, Model, SiteIdentity, SiteState
 from gateway.federation.directory import DOWN_KEPT_S, MAX_SITES, Directory
 from gateway.federation.server import Federation, FederationSettings
+from gateway.routing.decide import MAX_EXCLUSIONS, decide
+from gateway.routing.demand import Demand
+from gateway.routing.policies import mico
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.snapshot import Banner
@@ -81,3 +84,17 @@ def test_the_sites_that_left_first_are_pushed_out_by_too_many() -> None:
     fleet.join("another")
     assert len(fleet.names()) == MAX_SITES
     assert "site-7" not in fleet.names() and "site-3" in fleet.names()
+
+
+def test_sites_that_are_gone_hide_no_reason_of_one_that_is_there() -> None:
+    fleet = Fleet()
+    for number in range(2 * MAX_EXCLUSIONS):
+        fleet.join(f"spot-{number}")
+        fleet.directory.leave(f"spot-{number}")
+    fleet.wait(HOUR_S)
+    fleet.join("here")
+    fleet.directory.set_state("here", SiteState.DRAINING)
+    demand = Demand("m", prompt_tokens=1, response_tokens=1.0, kv_tokens=2)
+    placed = decide(demand, fleet.directory.fleet, mico, now_s=fleet.now_s, turn=0)
+    assert "here: draining" in placed.reason
+    assert len(placed.excluded) == MAX_EXCLUSIONS
