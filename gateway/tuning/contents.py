@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import and_, delete, insert, or_, select, update
+from sqlalchemy import Row, and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.files import expire, keep
@@ -19,6 +20,8 @@ class Contents:
     def __init__(self, engine: AsyncEngine, checkpoints: int) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
+        self._models: list[tuple[Job, Content]] = []  # of all tenants, as of `_mark`
+        self._mark: tuple[int, float] | None = None
 
     async def of_job(self, job_id: str, *kinds: Kind) -> list[Content]:
         """Return what is stored of a job, the latest step first."""
@@ -65,15 +68,21 @@ class Contents:
             await expire(connection, replaced, content.at)
             return replaced
 
-    async def models(self, tenant: str | None = None) -> list[tuple[Job, Content]]:
-        """Return the adapters that may be served, with their jobs. `tenant` None: of all tenants."""
-        content = [each.label(f"content_{each.name}") for each in tuning_content.c]
-        query = select(tuning_jobs, *content).select_from(_JOIN).where(_IS_MODEL)
-        if tenant is not None:
-            query = query.where(tuning_jobs.c.tenant == tenant)
+    async def models(self, tenant: str) -> list[tuple[Job, Content]]:
+        """Return the adapters of a tenant that may be served, with their jobs."""
         async with self._engine.connect() as connection:
-            rows = await connection.execute(query.order_by(tuning_content.c.at, tuning_content.c.step))
-            return [(job_of(row), content_of(row, "content_")) for row in rows]
+            return _models(await connection.execute(_MODELS.where(tuning_jobs.c.tenant == tenant)))
+
+    async def models_of_all(self) -> list[tuple[Job, Content]]:
+        """Return the adapters of all tenants that may be served, with their jobs as they were when an adapter
+        last came or went: in the course of time they are thousands, and this is asked every few seconds.
+        """
+        async with self._engine.connect() as connection:
+            mark = tuple((await connection.execute(_MODELS_MARK)).one())
+            if mark != self._mark:
+                self._models = _models(await connection.execute(_MODELS))
+                self._mark = mark
+            return self._models
 
     async def unfinished(self) -> list[Job]:
         query = select(tuning_jobs).where(tuning_jobs.c.status.in_(UNFINISHED))
@@ -103,6 +112,22 @@ _IS_MODEL = or_(
     tuning_content.c.kind == Kind.CHECKPOINT,
     and_(tuning_content.c.kind == Kind.ADAPTER, tuning_jobs.c.status == JobStatus.SUCCEEDED),
 )
+_MODELS = (
+    select(tuning_jobs, *(each.label(f"content_{each.name}") for each in tuning_content.c))
+    .select_from(_JOIN)
+    .where(_IS_MODEL)
+    .order_by(tuning_content.c.at, tuning_content.c.step)
+)
+_MODELS_MARK = (
+    select(func.count(), func.coalesce(func.sum(tuning_content.c.at), 0.0))
+    .select_from(_JOIN)
+    .where(_IS_MODEL)
+)
+"""Differs once an adapter has come or gone."""
+
+
+def _models(rows: Iterable[Row[Any]]) -> list[tuple[Job, Content]]:
+    return [(job_of(row), content_of(row, "content_")) for row in rows]
 
 
 def _delete(content: Content) -> Any:

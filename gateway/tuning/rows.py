@@ -20,7 +20,8 @@ def job_columns(job: Job) -> dict[str, Any]:
 
 
 def job_of(row: Row[Any]) -> Job:
-    fields = {name: row._mapping[name] for name in Job.__slots__}
+    columns = row._mapping
+    fields = {name: columns[name] for name in Job.__slots__}
     fields["plan"] = msgspec.convert(fields["plan"], Plan)
     fields["status"] = JobStatus(fields["status"])
     fields["error"] = None if fields["error"] is None else JobError(*fields["error"])
@@ -33,7 +34,8 @@ def content_columns(content: Content) -> dict[str, Any]:
 
 def content_of(row: Row[Any], prefix: str = "") -> Content:
     """Convert a row whose columns are called as those of the table after `prefix`."""
-    fields = {name: row._mapping[prefix + name] for name in Content.__slots__}
+    columns = row._mapping
+    fields = {name: columns[prefix + name] for name in Content.__slots__}
     return Content(**(fields | {"kind": Kind(fields["kind"])}))
 
 

@@ -40,7 +40,8 @@ class Serving:
         context, now_s = self._context, self._context.clock()
         self._again_s = {key: at_s for key, at_s in self._again_s.items() if at_s > now_s}
         unfinished = await context.contents.unfinished()  # first: what ends meanwhile is among the models
-        models = {name_of(job, content): (job, content) for job, content in await context.contents.models()}
+        read = await context.contents.models_of_all()
+        models = {name_of(job, content): (job, content) for job, content in read}
         known = {*models, *(job.tuned_model for job in unfinished)}
         sites, served = list[Site](), set[str]()
         for site in context.sites():
