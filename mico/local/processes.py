@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_READ_BYTES = 64 * 1024
+"""Of the end of a log, which has gigabytes after some weeks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -98,7 +101,10 @@ def last_lines(log: str, count: int = 15) -> str:
     path = Path(log)
     if not path.exists():
         return ""
-    return "\n".join(summarize_line(line) for line in path.read_text(errors="replace").splitlines()[-count:])
+    with path.open("rb") as file:
+        file.seek(-min(MAX_READ_BYTES, path.stat().st_size), os.SEEK_END)
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(summarize_line(line) for line in lines[-count:])
 
 
 def summarize_line(line: str) -> str:

@@ -215,3 +215,12 @@ def test_the_end_of_a_log_reads_as_words(tmp_path: Path) -> None:
     assert last_lines(str(log)) == "not JSON\ninfo: loading\nerror: failed: ValueError: no such model"
     assert last_lines(str(log), 1) == "error: failed: ValueError: no such model"
     assert last_lines(str(tmp_path / "absent.log")) == ""
+
+
+def test_the_end_of_a_log_is_shown_however_long_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)  # as after years, but without its bytes
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"level": "critical", "message": "the disk is full"}\n')
+    assert last_lines(str(log), 1) == "critical: the disk is full"
