@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from heapq import nlargest
 from statistics import fmean
 from typing import Any
 
 SECONDS_KEPT = 15 * 60
 MINUTES_KEPT = 24 * 60
 PLOTTED_SITES = 200
-"""Maximum number of sites in a sample, the most loaded ones: bounds the memory, whatever joins."""
+"""Maximum number of sites in a sample and in a plot, the most loaded ones: bounds them, whatever joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,24 @@ def fold(samples: Sequence[Sample], at: float) -> Sample:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the samples by column, as plots use them; a third of the bytes of rows."""
+    """Return the samples by column, as plots use them; a third of the bytes of rows.
+
+    Of more than PLOTTED_SITES sites those that were loaded most: machines of pools come and go under hundreds
+    of names a day.
+    """
     found: dict[str, Any] = {"at": [sample.at for sample in samples]}
     for name in SCALARS:
         found[name] = [getattr(sample, name) for sample in samples]
     for name in ("clouds", "load"):
-        keys = sorted({key for sample in samples for key in getattr(sample, name)})
-        found[name] = {key: [getattr(sample, name).get(key) for sample in samples] for key in keys}
+        values = [getattr(sample, name) for sample in samples]
+        found[name] = {key: [each.get(key) for each in values] for key in _plotted(values)}
     return found
+
+
+def _plotted(values: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the names whose greatest values are the greatest, at most PLOTTED_SITES, sorted."""
+    peaks: dict[str, float] = {}
+    for each in values:
+        for name, value in each.items():
+            peaks[name] = max(value, peaks.get(name, value))
+    return sorted(nlargest(PLOTTED_SITES, peaks, key=peaks.__getitem__))

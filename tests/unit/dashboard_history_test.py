@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from gateway.domain import SiteIdentity
 from gateway.federation.directory import Directory
-from gateway.telemetry.history import MINUTES_KEPT, SECONDS_KEPT, History, Sample, columns, fold
+from gateway.telemetry.history import (
+    MINUTES_KEPT,
+    PLOTTED_SITES,
+    SECONDS_KEPT,
+    History,
+    Sample,
+    columns,
+    fold,
+)
 from gateway.telemetry.publisher import SnapshotPublisher
 
 figure = st.none() | st.floats(0, 1e6)
@@ -109,3 +117,14 @@ def test_a_site_that_is_paid_by_the_hour_is_marked_once_a_minute_when_it_is_firs
         assert marked == [(10, ["own"]), (10, ["late"]), (11, ["own"])]
 
     asyncio.run(main())
+
+
+def test_a_plot_has_the_busiest_sites_of_a_day_in_which_thousands_came_and_went() -> None:
+    kept = [
+        Sample(at=60.0 * minute, load={f"spot-{minute}-{n}": n / 10 for n in range(10)} | {"stays": 0.95})
+        for minute in range(MINUTES_KEPT)
+    ]
+    found = columns(kept)
+    assert len(found["load"]) == PLOTTED_SITES
+    assert found["load"]["stays"] == [0.95] * MINUTES_KEPT
+    assert all(name == "stays" or name.endswith("-9") for name in found["load"])
