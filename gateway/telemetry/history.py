@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from heapq import nlargest
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -90,11 +91,10 @@ def fold(samples: Sequence[Sample], at: float) -> Sample:
         merge = max if name in _PEAKS else fmean
         merged[name] = round(merge(known), 4) if known else None
     clouds = {cloud for sample in samples for cloud in sample.clouds}
-    sites = {site for sample in samples for site in sample.load}
     return Sample(
         at=at,
         clouds={c: round(fmean(s.clouds.get(c, 0.0) for s in samples), 3) for c in clouds},
-        load={name: max(s.load[name] for s in samples if name in s.load) for name in sites},
+        load=_busiest([sample.load for sample in samples]),
         **merged,
     )
 
@@ -110,14 +110,14 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
         found[name] = [getattr(sample, name) for sample in samples]
     for name in ("clouds", "load"):
         values = [getattr(sample, name) for sample in samples]
-        found[name] = {key: [each.get(key) for each in values] for key in _plotted(values)}
+        found[name] = {key: [each.get(key) for each in values] for key in sorted(_busiest(values))}
     return found
 
 
-def _plotted(values: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the names whose greatest values are the greatest, at most PLOTTED_SITES, sorted."""
+def _busiest(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the greatest values of names, of at most PLOTTED_SITES names."""
     peaks: dict[str, float] = {}
     for each in values:
         for name, value in each.items():
             peaks[name] = max(value, peaks.get(name, value))
-    return sorted(nlargest(PLOTTED_SITES, peaks, key=peaks.__getitem__))
+    return dict(nlargest(PLOTTED_SITES, peaks.items(), key=itemgetter(1)))

@@ -128,3 +128,14 @@ def test_a_plot_has_the_busiest_sites_of_a_day_in_which_thousands_came_and_went(
     assert len(found["load"]) == PLOTTED_SITES
     assert found["load"]["stays"] == [0.95] * MINUTES_KEPT
     assert all(name == "stays" or name.endswith("-9") for name in found["load"])
+
+
+def test_a_minute_has_no_more_sites_than_a_second() -> None:
+    """Else a day of minutes holds every site of a large fleet: each is busy now and then."""
+    folded: list[Sample] = []
+    history = History(lambda _, sample: folded.append(sample))
+    for second in range(61):
+        busiest = {f"site-{second}-{number}": 0.9 - number / 1_000 for number in range(PLOTTED_SITES)}
+        history.add(Sample(at=float(second), load=busiest))
+    assert len(folded[0].load) == PLOTTED_SITES
+    assert folded[0].load["site-7-0"] == 0.9
