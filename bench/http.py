@@ -125,6 +125,24 @@ def started_as(log: Path) -> str:
     return messages[-1] if messages else ""
 
 
+def forecasts_by(log: Path) -> str:
+    """Return where a gateway's forecasts come from, as its log tells; empty if there is no such log.
+
+    A gateway whose forecaster cannot be loaded, a large file that did not travel say, serves all the same.
+    """
+    if not log.exists():
+        return ""
+    failed = "no forecaster could be loaded" in log.read_text(errors="replace")
+    return "past answers" if failed else "the model"
+
+
+def start_of(server: Server, work: Path) -> dict[str, Any]:
+    """Return what is known of a server's start; `work` has its logs."""
+    found: dict[str, Any] = {"ready_s": server.ready_s, "first_token_s": server.first_token_s}
+    found["start"] = started_as(work / "site.log")
+    return found | {"forecasts": forecasts_by(work / "gateway.log")}
+
+
 def print_record(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
     if "ttft_ms" in record:
@@ -176,12 +194,7 @@ def main() -> None:
             extra = {"mico": options.mico_config, "vllm": options.vllm_arguments}
             try:
                 with served(name, model, work / name, slots=options.slots, extra=extra) as server:
-                    started = {
-                        "ready_s": server.ready_s,
-                        "first_token_s": server.first_token_s,
-                        "start": started_as(work / name / "site.log"),
-                    }
-                    print_record({"server": name, **started})
+                    print_record({"server": name, **start_of(server, work / name)})
                     run_phases(name, server, asked, options)
             except NotReady as error:
                 print_record({"server": name, "error": str(error)})

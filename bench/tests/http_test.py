@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from bench.http import beside_later, load_of
+from bench.http import beside_later, forecasts_by, load_of
 from bench.support.http_arrivals import Load, Question, Stream, Target, request, summary
 
 
@@ -74,3 +75,12 @@ def test_an_error_in_a_stream_is_no_whole_answer() -> None:
     stream.event(b'{"error": {"message": "gone"}}', 1.5)
     stream.event(b"[DONE]", 1.6)
     assert "gone" in stream.error
+
+
+def test_a_run_tells_whether_the_model_forecast(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    assert forecasts_by(log) == ""
+    log.write_text('{"message": "ready"}\n')
+    assert forecasts_by(log) == "the model"
+    log.write_text('{"message": "no forecaster could be loaded; forecasts come from histogram"}\n')
+    assert forecasts_by(log) == "past answers"
