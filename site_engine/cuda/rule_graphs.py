@@ -22,7 +22,7 @@ from site_engine.model.sampler import to_host
 ROWS = (4, 16, 64)
 """Of a graph; more rows take several."""
 MAX_EDITS = 4096
-"""Of the rows of a graph; a request has at most 1,024 biases and a few end tokens."""
+"""Of several rows of a graph; a row alone may have one for every token."""
 EDIT_BLOCK, EDIT_PROGRAMS = 128, 8
 SPAN = 2048
 WORD_BITS = 32
@@ -69,7 +69,7 @@ class RuleGraphs:
         where, vocabulary = logits.device, logits.shape[1]
         self._newest = newest
         self.counts = torch.zeros(len(newest), vocabulary, dtype=torch.int16, device=where)
-        size = HEAD + (OF_ROWS + RULES) * ROWS[-1] + OF_EDIT * MAX_EDITS
+        size = HEAD + (OF_ROWS + RULES) * ROWS[-1] + OF_EDIT * max(MAX_EDITS, vocabulary)
         self._numbers = torch.zeros(size, dtype=torch.int32, device=where)
         self._allowed = torch.zeros(ROWS[-1], -(-vocabulary // WORD_BITS), dtype=torch.int32, device=where)
         self._changed = torch.zeros(ROWS[-1], vocabulary, dtype=torch.float32, device=where)

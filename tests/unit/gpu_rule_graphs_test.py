@@ -154,3 +154,14 @@ def test_any_number_of_rows_is_ranked_by_what_the_model_said() -> None:
         chosen, best = max(int(step.chosen[row]), 0), logprobs[row].topk(MAX_LOGPROBS)
         assert ids == [chosen, *best.indices.tolist()]
         assert numbers == [float(logprobs[row, chosen]), *best.values.tolist()]
+
+
+def test_one_row_may_have_more_edits_than_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule_graphs, "MAX_EDITS", 3)
+    monkeypatch.setattr(rule_graphs, "ROWS", (4,))
+    step, rules = OfStep(1), LogitRules((), CPU)
+    biases = {token_id: -50.0 for token_id in range(VOCAB) if token_id != 60}
+    request = Request("much", [1], Sampling(logit_bias=biases))
+    graphs = RuleGraphs(step.newest, step.logits)
+    graphs.sample(step.addresses, ruled([request], rules, graphs, 0))
+    assert step.chosen.tolist() == [60]
