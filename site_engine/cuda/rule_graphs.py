@@ -16,7 +16,7 @@ from site_engine.cuda.batch_layout import Numbers
 from site_engine.cuda.kernels import rule_kernels
 from site_engine.cuda.sampling import RULES
 from site_engine.cuda.sampling_launch import sample
-from site_engine.model.logit_rules import copy_to
+from site_engine.model.logit_rules import NO_EDITS, Edits, copy_to
 from site_engine.model.sampler import to_host
 
 ROWS = (4, 16, 64)
@@ -47,7 +47,7 @@ class RuledRow(NamedTuple):
     counting: bool  # whether the counts of the slot lack the last token
     draw: Numbers  # [RULES], as of `SlotRules`
     allowed: Numbers | None  # [vocabulary / 32]: bits of the tokens that a grammar allows
-    edits: Sequence[tuple[int, float]]  # tokens, and what is added to their logits
+    edits: Edits
 
 
 class StepAddresses(NamedTuple):
@@ -112,7 +112,9 @@ class RuleGraphs:
             size = next(size for size in ROWS if size >= len(some))
             nothing = np.zeros(RULES, dtype=np.int32)
             slot = len(self._newest) - 1
-            self._copy(step, [RuledRow(row, slot, None, False, nothing, None, ()) for row in some], size)
+            self._copy(
+                step, [RuledRow(row, slot, None, False, nothing, None, NO_EDITS) for row in some], size
+            )
             self._run(self._rank, size)
             found.append(to_host(self._ranking[: len(some)].clone()))
         return found
@@ -125,11 +127,11 @@ class RuleGraphs:
 
     def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int) -> None:
         """Copy the numbers of a group, padded to `rows`, to the device."""
-        edits = [(row, *edit) for row, each in enumerate(group) for edit in each.edits]
+        counts = [len(each.edits.tokens) for each in group]
         end = HEAD + (OF_ROWS + RULES) * rows
-        numbers = np.zeros(end + OF_EDIT * len(edits), dtype=np.int32)
+        numbers = np.zeros(end + OF_EDIT * sum(counts), dtype=np.int32)
         numbers[: 2 * len(step)].view(np.int64)[:] = step
-        numbers[2 * len(step)] = len(edits)
+        numbers[2 * len(step)] = sum(counts)
         of_rows, of_edits = numbers[HEAD:end].reshape(-1, rows), numbers[end:].reshape(-1, OF_EDIT)
         of_rows[0], of_rows[1] = -1, len(self._newest) - 1
         if group:
@@ -137,9 +139,9 @@ class RuleGraphs:
             penalties = [each.penalties or (0.0, 0.0, 1.0) for each in group]
             of_rows.view(np.float32)[3:OF_ROWS, : len(group)] = np.array(penalties).T
             of_rows[OF_ROWS:, : len(group)] = np.array([each.draw for each in group]).T
-        if edits:
-            of_edits[:, :2] = [edit[:2] for edit in edits]
-            of_edits.view(np.float32)[:, 2] = [edit[2] for edit in edits]
+            of_edits[:, 0] = np.repeat(range(len(group)), counts)
+            of_edits[:, 1] = np.concatenate([each.edits.tokens for each in group])
+            of_edits.view(np.float32)[:, 2] = np.concatenate([each.edits.added for each in group])
         copy_to(self._numbers[: len(numbers)], numbers)
 
     def _sample(self, rows: int) -> None:
@@ -191,10 +193,10 @@ def _groups(ruled: Sequence[RuledRow]) -> Iterator[list[RuledRow]]:
     group: list[RuledRow] = []
     edits = 0
     for each in ruled:
-        if len(group) == ROWS[-1] or (group and edits + len(each.edits) > MAX_EDITS):
+        if len(group) == ROWS[-1] or (group and edits + len(each.edits.tokens) > MAX_EDITS):
             yield group
             group, edits = [], 0
         group.append(each)
-        edits += len(each.edits)
+        edits += len(each.edits.tokens)
     if group:
         yield group

@@ -16,7 +16,7 @@ from site_engine.core.request import Request
 from site_engine.cuda.batch_layout import Numbers
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.rule_graphs import IN_PROMPT, RuledRow, RuleGraphs
-from site_engine.model.logit_rules import LogitRules, is_penalised, to_device
+from site_engine.model.logit_rules import NO_EDITS, LogitRules, is_penalised, to_device
 from site_engine.model.sampler import Alternatives
 
 
@@ -81,9 +81,7 @@ class RuledRows:
     def _changed(self, ruled: Ruled, rules: LogitRules, graphs: RuleGraphs) -> list[RuledRow]:
         """Return the rows whose logits change."""
         allowed = rules.allowed(ruled.requests)
-        edits: dict[int, list[tuple[int, float]]] = {}
-        for place, token_id, added in rules.edits(ruled.requests, ruled.ends):
-            edits.setdefault(place, []).append((token_id, added))
+        edits = rules.edits(ruled.requests, ruled.ends)
         changed = []
         for place, request in enumerate(ruled.requests):
             penalties, counting, one = None, False, request.sampling
@@ -92,7 +90,7 @@ class RuledRows:
                 counting = self._count(request, ruled.ends[place], graphs.counts)
             elif place not in allowed and place not in edits:
                 continue
-            its = allowed.get(place), edits.get(place, ())
+            its = allowed.get(place), edits.get(place, NO_EDITS)
             row, draw = ruled.rows[place], ruled.draws[:, place]
             changed.append(RuledRow(row, request.row, penalties, counting, draw, *its))
         return changed

@@ -5,9 +5,9 @@ Never waits for a device: numbers go to it from pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,28 @@ if TYPE_CHECKING:
 NEG_INF = float("-inf")
 
 
+class Edits(NamedTuple):
+    """What is added to single logits of a row. Arrays, since all go to the device with each step."""
+
+    tokens: np.ndarray[Any, np.dtype[np.int32]]  # none twice
+    added: np.ndarray[Any, np.dtype[np.float32]]
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float]) -> Edits:
+        """Return the edits that add each token's number to its logit."""
+        count = len(biases)
+        return cls(np.fromiter(biases, np.int32, count), np.fromiter(biases.values(), np.float32, count))
+
+
+NO_EDITS = Edits.of({})
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """The rows of a batch that have each kind of rule."""
 
     penalised: list[int]
-    biased: list[tuple[int, int, float]]  # row, token, number
+    biased: dict[int, Edits]
     guided: list[int]  # that follow a grammar
     least: list[int]  # with a minimum length
 
@@ -38,7 +54,7 @@ class LogitRules:
         self._eos = tuple(eos_token_ids)
         self._device = device
         self._known: Sequence[Request] = []
-        self._rows = _Rows([], [], [], [])
+        self._rows = _Rows([], {}, [], [])
         self.masks: GrammarBitmask | None = None  # created for the first request with a grammar
 
     def start(self, grammar: Grammar, slots: int, vocab_size: int) -> Guide:
@@ -66,9 +82,10 @@ class LogitRules:
             self.masks.allow(requests, rows.guided, logits)
         edits = self.edits(requests)
         if edits:
-            at, tokens, numbers = zip(*edits, strict=True)
+            tokens, added = (np.concatenate(each) for each in zip(*edits.values(), strict=True))
+            at = np.repeat(list(edits), [len(each.tokens) for each in edits.values()])
             where = self._sent(at, np.int64), self._sent(tokens, np.int64)
-            logits.index_put_(where, self._sent(numbers, np.float32), accumulate=True)
+            logits.index_put_(where, self._sent(added, np.float32), accumulate=True)
         return bool(rows.penalised or rows.guided or edits)
 
     def allowed(self, requests: Sequence[Request]) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
@@ -76,21 +93,20 @@ class LogitRules:
         guided = self._kinds(requests).guided
         return self.masks.allowed(requests, guided) if guided and self.masks is not None else {}
 
-    def edits(
-        self, requests: Sequence[Request], ends: Sequence[int] | None = None
-    ) -> list[tuple[int, int, float]]:
-        """Return what is added to single logits, as rows, tokens and numbers: no row and token twice.
+    def edits(self, requests: Sequence[Request], ends: Sequence[int] | None = None) -> dict[int, Edits]:
+        """Return what is added to single logits, by row.
 
         `ends` has the tokens of each request, prompt and response, before the one to sample; without it they
         are those that the request has. Masks of grammars must have been waited for.
         """
         rows = self._kinds(requests)
-        short = [row for row in rows.least if self._too_short(requests[row], ends[row] if ends else None)]
-        if not short:
-            return rows.biased
-        added = {(row, token_id): number for row, token_id, number in rows.biased}
-        added |= {(row, token_id): NEG_INF for row in short for token_id in self._ends(requests[row])}
-        return [(row, token_id, number) for (row, token_id), number in added.items()]
+        found = dict(rows.biased)
+        for row in rows.least:
+            request = requests[row]
+            if self._too_short(request, ends[row] if ends else None):
+                forbidden = dict.fromkeys(self._ends(request), NEG_INF)
+                found[row] = Edits.of({**request.sampling.logit_bias, **forbidden})
+        return found
 
     def _kinds(self, requests: Sequence[Request]) -> _Rows:
         if requests != self._known:  # requests are equal when they are the same object
@@ -173,9 +189,9 @@ def _rows(requests: Sequence[Request]) -> _Rows:
     rows = list(enumerate(requests))
     return _Rows(
         penalised=[row for row, request in rows if is_penalised(request)],
-        biased=[
-            (row, token, bias) for row, request in rows for token, bias in request.sampling.logit_bias.items()
-        ],
+        biased={
+            row: Edits.of(request.sampling.logit_bias) for row, request in rows if request.sampling.logit_bias
+        },
         guided=[row for row, request in rows if request.guide is not None],
         least=[row for row, request in rows if request.sampling.min_tokens > 0],
     )

@@ -1,6 +1,6 @@
 """Sample one token per row. A row's token depends only on its own logits, rules, seed and position.
 
-Order of the rules: penalties, logit bias, grammar, minimum length, temperature, top-k, top-p, min-p. Log
+Order of the rules: penalties, grammar, logit bias, minimum length, temperature, top-k, top-p, min-p. Log
 probabilities are those of the model before any rule.
 """
 

@@ -16,7 +16,7 @@ from site_engine.core.request import MAX_LOGPROBS, Request, Sampling
 from site_engine.cuda import rule_graphs
 from site_engine.cuda.rule_graphs import IN_PROMPT, RuledRow, RuleGraphs, StepAddresses
 from site_engine.cuda.sampling import RULES
-from site_engine.model.logit_rules import LogitRules, is_penalised
+from site_engine.model.logit_rules import NO_EDITS, Edits, LogitRules, is_penalised
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +62,7 @@ def asked(rows: int, step: OfStep) -> list[Request]:
 
 def ruled(requests: Sequence[Request], rules: LogitRules, graphs: RuleGraphs, skipped: int) -> list[RuledRow]:
     """Return the rows from `skipped` on, whose last token the counts of their slots lack."""
-    edits: dict[int, list[tuple[int, float]]] = {}
-    for row, token_id, added in rules.edits(requests):
-        edits.setdefault(row, []).append((token_id, added))
-    found = []
+    found, edits = [], rules.edits(requests)
     for row, request in list(enumerate(requests))[skipped:]:
         for token_id in request.output[:-1]:
             graphs.counts[row, token_id] += 1
@@ -74,7 +71,7 @@ def ruled(requests: Sequence[Request], rules: LogitRules, graphs: RuleGraphs, sk
         one = request.sampling
         penalties = one.presence_penalty, one.frequency_penalty, one.repetition_penalty
         its = (penalties, True) if is_penalised(request) else (None, False)
-        found.append(RuledRow(row, row, *its, GREEDY, None, edits.get(row, ())))
+        found.append(RuledRow(row, row, *its, GREEDY, None, edits.get(row, NO_EDITS)))
     return found
 
 
@@ -95,7 +92,7 @@ def test_a_row_is_counted_once_a_step_and_no_further_than_the_counts_reach() -> 
     step = OfStep(2)
     graphs = RuleGraphs(step.newest, step.logits)
     graphs.counts[1, int(step.ids[1])] = IN_PROMPT - 2
-    rows = [RuledRow(row, row, (0.0, 0.1, 1.0), True, GREEDY, None, ()) for row in range(2)]
+    rows = [RuledRow(row, row, (0.0, 0.1, 1.0), True, GREEDY, None, NO_EDITS) for row in range(2)]
     for _ in range(3):
         graphs.sample(step.addresses, rows)
     assert graphs.counts[0].sum() == graphs.counts[0, int(step.ids[0])] == 3
@@ -110,9 +107,10 @@ def test_what_a_grammar_forbids_is_not_taken_and_rows_of_others_may_have_it() ->
     bits = np.full(-(-VOCAB // 32), -1, dtype=np.int32)
     bits[best[1] // 32] &= np.int32(~np.uint32(1 << best[1] % 32).view(np.int32))
     bits[best[2] // 32] &= np.int32(~np.uint32(1 << best[2] % 32).view(np.int32))
-    free = RuledRow(0, 0, None, counting=False, draw=GREEDY, allowed=None, edits=[(best[0], 1.0)])
+    free = RuledRow(0, 0, None, counting=False, draw=GREEDY, allowed=None, edits=Edits.of({best[0]: 1.0}))
     graphs.sample(
-        step.addresses, [free, *(free._replace(row=row, slot=row, allowed=bits, edits=()) for row in (1, 2))]
+        step.addresses,
+        [free, *(free._replace(row=row, slot=row, allowed=bits, edits=NO_EDITS) for row in (1, 2))],
     )
     assert step.chosen[0] == best[0]
     for row in (1, 2):
@@ -135,7 +133,7 @@ def test_a_row_that_was_not_finite_keeps_its_mark() -> None:
     step = OfStep(2)
     step.chosen[1] = -7
     graphs = RuleGraphs(step.newest, step.logits)
-    row = RuledRow(1, 1, None, counting=False, draw=GREEDY, allowed=None, edits=[(5, 99.0)])
+    row = RuledRow(1, 1, None, counting=False, draw=GREEDY, allowed=None, edits=Edits.of({5: 99.0}))
     graphs.sample(step.addresses, [row._replace(row=0, slot=0), row])
     assert step.chosen.tolist() == [5, -7]
 
