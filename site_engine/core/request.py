@@ -67,7 +67,6 @@ class State(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
-    AWAITED = "awaited"  # its token is being computed, and what may follow depends on it: its grammar's mask
     LAST = "last"  # its last token is being computed: nothing of it is planned again
     SWAPPED = "swapped"  # preempted, its keys and values kept beside the pool
     FINISHED = "finished"

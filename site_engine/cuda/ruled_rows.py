@@ -43,7 +43,8 @@ class Ruled(NamedTuple):
     """The sampled rows of a step whose requests have rules."""
 
     rows: Sequence[int]
-    requests: Sequence[Request]
+    requests: Sequence[Request]  # which may have ended or given up their slots since
+    slots: Sequence[int]
     ends: Sequence[int]  # tokens of each before the sampled one; the last may be known to the device alone
     draws: Numbers  # [RULES, rows]: how each is drawn, as of `SlotRules`
 
@@ -80,30 +81,30 @@ class RuledRows:
 
     def _changed(self, ruled: Ruled, rules: LogitRules, graphs: RuleGraphs) -> list[RuledRow]:
         """Return the rows whose logits change."""
-        allowed = rules.allowed(ruled.requests)
-        edits = rules.edits(ruled.requests, ruled.ends)
+        allowed = rules.allowed(ruled.requests, ruled.slots)
+        edits = rules.edits(ruled.requests, ruled.ends, ruled.slots)
         changed = []
-        for place, request in enumerate(ruled.requests):
+        for place, (request, slot) in enumerate(zip(ruled.requests, ruled.slots, strict=True)):
             penalties, counting, one = None, False, request.sampling
             if is_penalised(request):
                 penalties = one.presence_penalty, one.frequency_penalty, one.repetition_penalty
-                counting = self._count(request, ruled.ends[place], graphs.counts)
+                counting = self._count(request, slot, ruled.ends[place], graphs.counts)
             elif place not in allowed and place not in edits:
                 continue
             its = allowed.get(place), edits.get(place, NO_EDITS)
             row, draw = ruled.rows[place], ruled.draws[:, place]
-            changed.append(RuledRow(row, request.row, penalties, counting, draw, *its))
+            changed.append(RuledRow(row, slot, penalties, counting, draw, *its))
         return changed
 
-    def _count(self, request: Request, end: int, counts: torch.Tensor) -> bool:
+    def _count(self, request: Request, slot: int, end: int, counts: torch.Tensor) -> bool:
         """Return whether the counts of a request lack its last token alone; count the others if need be."""
-        counted, self._counted[request.row] = self._counted.get(request.row), (request, end)
+        counted, self._counted[slot] = self._counted.get(slot), (request, end)
         if counted is not None and counted[0] is request and counted[1] == end - 1:
             return True
         times = Counter(request.tokens[request.prompt_len : end])
         seen = {token_id: min(count, IN_PROMPT - 1) for token_id, count in times.items()}
         seen |= {token_id: seen.get(token_id, 0) | IN_PROMPT for token_id in request.prompt}
-        its = counts[request.row].zero_()
+        its = counts[slot].zero_()
         its[to_device(np.fromiter(seen, np.int64, len(seen)), its.device)] = to_device(
             np.fromiter(seen.values(), np.int16, len(seen)), its.device
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +80,15 @@ class HostBuffers:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
 
 
+class Unsampled(NamedTuple):
+    """Rows of a launched step that are sampled by rules, and what queues that."""
+
+    rows: Sequence[int]
+    sample: Callable[[], Ranked | None]
+
+
 class DeviceStep:
-    """A launched step and the copy of its tokens to the host, into `ids`."""
+    """A launched step and the copy of its tokens to the host, into `ids`, once it is finished."""
 
     def __init__(
         self,
@@ -87,22 +96,42 @@ class DeviceStep:
         requests: list[Request],
         chosen: torch.Tensor,
         ids: torch.Tensor,
-        ranked: Ranked | None = None,
+        unsampled: Unsampled | None = None,
     ) -> None:
         self.plan = plan
         self.requests = requests
-        self._ranked = ranked
-        self._ids = ids
-        self._ids.copy_(chosen, non_blocking=True)
+        self._chosen, self._ids = chosen, ids
+        self._unsampled = unsampled
+        self._ranked: Ranked | None = None
+        self._failure = ""  # of what had to be sampled
+        self._finished = False
         self._done = torch.cuda.Event() if chosen.device.type == "cuda" else None
+        if unsampled is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Queue what is left of the step, as long as no other has been queued behind it."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._unsampled is not None:
+            try:
+                self._ranked = self._unsampled.sample()
+            except Exception as error:
+                log.exception("rows of a step could not be sampled by their rules")
+                self._failure = f"{type(error).__name__}: {error}"
+        self._ids.copy_(self._chosen, non_blocking=True)
         if self._done is not None:
             self._done.record()
 
     def wait(self) -> StepTokens:
         """Block until the step is computed and return its tokens."""
+        self.finish()
         if self._done is not None:
             self._done.synchronize()
         numbers: list[int] = self._ids[: len(self.requests)].tolist()
+        if self._failure and self._unsampled is not None:
+            return StepTokens(numbers, set(self._unsampled.rows), reason=self._failure)
         alternatives = self._ranked.read() if self._ranked is not None else None
         if min(numbers, default=0) >= 0:
             return StepTokens(numbers, set(), alternatives)
@@ -147,6 +176,7 @@ class DeviceRunner:
             chunk_tokens=self._device.chunk_tokens,
         )
         self._ruled = RuledRows(self._device.newest)
+        self._unfinished: DeviceStep | None = None
         self._cuda = self._device.where.type == "cuda"
         self._blocks = HostBuffers(USUAL_NUMBERS, pinned=self._cuda)
         self._ids = HostBuffers(MIXED_TOKENS[-1], pinned=self._cuda)
@@ -159,17 +189,21 @@ class DeviceRunner:
     def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> DeviceStep:
         """Queue a plan and return at once; tokens still unknown come from the step before, on the device.
 
-        Without `rules` no request of the plan may have any.
+        Rows with rules are sampled when the step is finished: by then the host has read the step before, and
+        knows what grammars allow. Without `rules` no request of the plan may have any.
         """
         step, requests, to = self._start(plan)
-        rows = self._packer.rules.ruled(to.owner[: len(requests)]) if rules is not None else []
+        slots = to.owner[: len(requests)]
+        rows = self._packer.rules.ruled(slots) if rules is not None else []
         ids = self._ids.take(len(step.chosen))
         if not rows or rules is None:
             return DeviceStep(plan, requests, step.chosen, ids)
-        ends = sampled_ends(plan)
+        ends, ruled_requests = sampled_ends(plan), [requests[row] for row in rows]
         draws = to.rules.reshape(RULES, -1)[:, rows]
-        ruled = Ruled(rows, [requests[row] for row in rows], [ends[row] for row in rows], draws)
-        return DeviceStep(plan, requests, step.chosen, ids, self._ruled.sample(step, ruled, rules))
+        ruled = Ruled(rows, ruled_requests, slots[rows].tolist(), [ends[row] for row in rows], draws)
+        unsampled = Unsampled(rows, partial(self._ruled.sample, step, ruled, rules))
+        self._unfinished = DeviceStep(plan, requests, step.chosen, ids, unsampled)
+        return self._unfinished
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits."""
@@ -223,14 +257,16 @@ class DeviceRunner:
         rules = LogitRules((0,), self._device.where)
         sampling = Sampling(presence_penalty=0.1, min_tokens=2, logit_bias={0: 1.0}, logprobs=1)
         requests = [Request(f"warm-up-{row}", (0, 0), sampling, resumed=(0,)) for row in range(2)]
-        for request in requests:
-            request.row = self._slots
         for rows in (1, 2):
             draws = np.zeros((RULES, rows), dtype=np.int32)
-            self._ruled.sample(step, Ruled(range(rows), requests[:rows], [3] * rows, draws), rules)
+            slots = [self._slots] * rows
+            self._ruled.sample(step, Ruled(range(rows), requests[:rows], slots, [3] * rows, draws), rules)
 
     def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Sections]:
         """Queue a plan; return its step, the requests of the sampled rows and its numbers."""
+        if self._unfinished is not None:
+            self._unfinished.finish()  # while its logits are there
+            self._unfinished = None
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas

@@ -39,8 +39,8 @@ from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.kv_swap import host_swap
 from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
-from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
-from site_engine.model.sampler import Alternatives, Sampled, Sampler
+from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner, StepTokens
+from site_engine.model.sampler import Sampled, Sampler
 from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
 
@@ -56,8 +56,9 @@ class SiteEngine:
     `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
     before the one that runs is read: tokens stay on the device as the next inputs, so the host plans and
     publishes while the device computes. The end of a request is then known one iteration late; its row
-    computes one more token, which is discarded. A row with a grammar takes every other iteration, since its
-    mask needs its last token; only the log probabilities of a prompt make all rows wait.
+    computes one more token, which is discarded. What a grammar allows next is computed on a thread once the
+    token before is read, while the device computes the logits; only the log probabilities of a prompt make
+    all rows wait.
     """
 
     def __init__(
@@ -159,14 +160,11 @@ class SiteEngine:
         self._pending, self._launched_s = None, began
         if plan:
             try:
-                self._rules.begin(plan)
                 self._pending = runner.launch(plan, self._rules)
                 self._scheduler.advance(plan)
                 for request, start, length, samples in plan.chunks:
                     if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
                         request.state = State.LAST  # its last token is being computed: not planned again
-                    elif samples and request.guide is not None:
-                        request.state = State.AWAITED
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before, again_s = None, self._clock()
@@ -175,6 +173,8 @@ class SiteEngine:
                     if len(left.chunks) > 1:  # one alone has failed, and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
+        if self._pending is not None:
+            self._rules.begin(self._pending.plan)
         return self._live.take_outputs()
 
     # ---- between iterations
@@ -320,7 +320,7 @@ class SiteEngine:
         for chunk, rows in logits.prompts:
             self._live.processors[chunk.request.id].read_prompt(chunk.start, rows)
         token_ids, broken, alternatives = sampled
-        return self._publish(logits.sampled, token_ids, set(broken), now, alternatives)
+        return self._publish(logits.sampled, StepTokens(token_ids, set(broken), alternatives), now)
 
     def _publish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -330,25 +330,19 @@ class SiteEngine:
         """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""
         if step is None:
             return
-        token_ids, broken, alternatives = step.wait()
+        tokens = step.wait()
         now = self._clock()
-        discarded = self._publish(step.requests, token_ids, broken, now, alternatives)
+        discarded = self._publish(step.requests, tokens, now)
         self._measure(step.plan, now - max(launched_s, self._published_s), discarded)
         self._published_s = now
 
-    def _publish(
-        self,
-        requests: Sequence[Request],
-        token_ids: Sequence[int],
-        broken: set[int],
-        now: float,
-        alternatives: dict[int, Alternatives] | None = None,
-    ) -> int:
+    def _publish(self, requests: Sequence[Request], tokens: StepTokens, now: float) -> int:
         """Turn one token of each request into an output; return the number of discarded tokens.
 
         A token is discarded when its request ended while the device computed one more, fails, or wanted its
-        prompt evaluated alone. Rows in `broken` had logits that were not finite.
+        prompt evaluated alone.
         """
+        token_ids, broken, alternatives, reason = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             processor = live.get(request.id)
@@ -356,16 +350,13 @@ class SiteEngine:
                 discarded += 1
                 continue
             if broken and row in broken:
-                self._live.fail(processor, "the model's output was not finite")
+                self._live.fail(processor, reason)
                 discarded += 1
                 continue
-            if request.guide is not None:
-                if request.guide.error:
-                    self._live.fail(processor, f"the answer's grammar: {request.guide.error}")
-                    discarded += 1
-                    continue
-                if request.state is State.AWAITED:
-                    request.state = State.DECODE
+            if request.guide is not None and request.guide.error:
+                self._live.fail(processor, f"the answer's grammar: {request.guide.error}")
+                discarded += 1
+                continue
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += len(request.prompt)
                 self._live.needs_host.discard(request.id)
@@ -382,6 +373,7 @@ class SiteEngine:
 
         Returns the number of the plan's tokens that were not made, or discarded.
         """
+        self._rules.begin(plan)
         chunks, made = plan.chunks, 0
         lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
         for chunk in chunks:

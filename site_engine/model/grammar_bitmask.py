@@ -29,16 +29,21 @@ class GrammarBitmask:
         self._coming: Future[None] | None = None
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Start computing the lines of the requests that follow a grammar, for the token after their last."""
-        wanted = [(request.guide.matcher, request.row) for request in requests if request.guide is not None]
+        """Start computing the lines of the requests that follow a grammar, for the token after their last.
+
+        Those that have ended or given up their slot have none.
+        """
+        wanted = [
+            (request.guide.matcher, request.row)
+            for request in requests
+            if request.guide is not None and request.row >= 0
+        ]
         self._coming = self._thread.submit(self._fill, wanted) if wanted else None
 
-    def allowed(
-        self, requests: Sequence[Request], rows: Sequence[int]
-    ) -> dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]]:
-        """Return the lines of bits of the rows that follow a grammar, until `begin` is called again."""
+    def allowed(self, slots: Sequence[int]) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+        """Return the lines of bits of slots, which hold until `begin` is called again."""
         self._wait()
-        return {row: self._bits[requests[row].row] for row in rows}
+        return [self._bits[slot] for slot in slots]
 
     def allow(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> None:
         """Set the logits [rows, vocabulary] of tokens that the rows' grammars forbid to -inf, in place."""
@@ -53,9 +58,9 @@ class GrammarBitmask:
         if self._coming is not None:
             self._coming.result()
 
-    def must_end(self, request: Request, ends: Sequence[int]) -> bool:
-        """Return whether the grammar allows only end tokens. Call `allow` or `allowed` first."""
-        line = self._bits[request.row].copy()
+    def must_end(self, slot: int, ends: Sequence[int]) -> bool:
+        """Return whether the grammar of a slot allows only end tokens. Call `allow` or `allowed` first."""
+        line = self._bits[slot].copy()
         for token_id in ends:
             line[token_id // WORD_BITS] &= np.int32(~np.uint32(1 << token_id % WORD_BITS).view(np.int32))
         return not line.any()

@@ -80,7 +80,9 @@ class LogitRules:
             self._penalise(rows.penalised, requests, logits)
         if rows.guided and self.masks is not None:
             self.masks.allow(requests, rows.guided, logits)
-        edits = self.edits(requests)
+        edits = self.edits(
+            requests, [len(request.tokens) for request in requests], [one.row for one in requests]
+        )
         if edits:
             tokens, added = (np.concatenate(each) for each in zip(*edits.values(), strict=True))
             at = np.repeat(list(edits), [len(each.tokens) for each in edits.values()])
@@ -88,22 +90,31 @@ class LogitRules:
             logits.index_put_(where, self._sent(added, np.float32), accumulate=True)
         return bool(rows.penalised or rows.guided or edits)
 
-    def allowed(self, requests: Sequence[Request]) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
-        """Return the bits of the tokens that grammars allow, by row of those that follow one."""
-        guided = self._kinds(requests).guided
-        return self.masks.allowed(requests, guided) if guided and self.masks is not None else {}
+    def allowed(
+        self, requests: Sequence[Request], slots: Sequence[int]
+    ) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
+        """Return the bits of the tokens that grammars allow, by row of those that follow one.
 
-    def edits(self, requests: Sequence[Request], ends: Sequence[int] | None = None) -> dict[int, Edits]:
+        `slots`: those of the requests when `begin` was called for them.
+        """
+        guided = self._kinds(requests).guided
+        if not guided or self.masks is None:
+            return {}
+        return dict(zip(guided, self.masks.allowed([slots[row] for row in guided]), strict=True))
+
+    def edits(
+        self, requests: Sequence[Request], ends: Sequence[int], slots: Sequence[int]
+    ) -> dict[int, Edits]:
         """Return what is added to single logits, by row.
 
-        `ends` has the tokens of each request, prompt and response, before the one to sample; without it they
-        are those that the request has. Masks of grammars must have been waited for.
+        `ends` has the tokens of each request, prompt and response, before the one to sample. `slots` are as
+        those of `allowed`, which must have been called.
         """
         rows = self._kinds(requests)
         found = dict(rows.biased)
         for row in rows.least:
             request = requests[row]
-            if self._too_short(request, ends[row] if ends else None):
+            if self._too_short(request, ends[row], slots[row]):
                 forbidden = dict.fromkeys(self._ends(request), NEG_INF)
                 found[row] = Edits.of({**request.sampling.logit_bias, **forbidden})
         return found
@@ -131,13 +142,12 @@ class LogitRules:
             if one.presence_penalty:
                 its[output] = its[output] - one.presence_penalty
 
-    def _too_short(self, request: Request, end: int | None) -> bool:
+    def _too_short(self, request: Request, end: int, slot: int) -> bool:
         """Return whether a row may not end yet; a row whose grammar allows only an end may."""
-        generated = request.generated if end is None else end - request.prompt_len
-        if generated >= request.sampling.min_tokens:
+        if end - request.prompt_len >= request.sampling.min_tokens:
             return False
         ends = self._ends(request)
-        return request.guide is None or self.masks is None or not self.masks.must_end(request, ends)
+        return request.guide is None or self.masks is None or not self.masks.must_end(slot, ends)
 
     def _ends(self, request: Request) -> list[int]:
         eos = self._eos if request.variant is None else request.variant.eos_token_ids

@@ -53,11 +53,12 @@ class Runner(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """One token id per row of a step, the rows whose logits were not finite, log probabilities by row."""
+    """One token id per row of a step, the rows that have none and why, log probabilities by row."""
 
     token_ids: list[int]
     broken: set[int]
     alternatives: dict[int, Alternatives] | None = None
+    reason: str = "the model's output was not finite"
 
 
 class PendingStep(Protocol):
@@ -78,7 +79,8 @@ class OverlappedRunner(Runner, Protocol):
     def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> PendingStep:
         """Queue a plan and return at once; token ids still unknown are taken from the step before.
 
-        `rules` change the logits of requests that have any; a request with a grammar needs all its tokens.
+        `rules` change the logits of requests that have any, before the next step is queued or this one is
+        waited for: until then the step before may be read, and what grammars allow be computed.
         """
         ...
 

@@ -127,8 +127,6 @@ class Load:
         for request, start, length, samples in plan.chunks:
             if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
                 request.state = State.LAST
-            elif samples and request.priority:  # stands for a request with a grammar
-                request.state = State.AWAITED
         self.read()
         self.pending = plan
         return bool(plan)
@@ -138,7 +136,6 @@ class Load:
             request = chunk.request
             if chunk.samples and self.live.get(request.id) is request:
                 request.tokens.append(self.draw.randrange(99))
-                request.state = State.DECODE if request.state is State.AWAITED else request.state
                 if request.generated >= request.max_tokens or self.draw.random() < 0.01:
                     self.end(request)
         self.pending = SchedulePlan()

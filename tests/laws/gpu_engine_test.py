@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from contextlib import nullcontext
 from itertools import count
@@ -19,6 +20,7 @@ from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import Finish, Request, Sampling
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.llama_forward import llama_forward
+from site_engine.cuda.ruled_rows import RuledRows
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.build import overlapped_engine, packed_engine
 from site_engine.engine.engine import SiteEngine
@@ -346,7 +348,7 @@ def test_an_iteration_that_fails_with_its_one_request_is_not_measured(
 
 
 def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain rows get their tokens in the iterations in which they would get them alone."""
+    """Plain rows get their tokens in the iterations in which they would get them alone; the other in each."""
     of = family("llama")
     served = of.served
     grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids)
@@ -363,19 +365,75 @@ def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pyt
     for engine in (alone, beside):
         collected: dict[str, Collected] = {}
         ended: dict[str, int] = {}
+        steps: list[int] = []
         for step in count():
             if not engine.has_work:
                 break
             outputs = engine.step()
             gather(outputs, collected)
             ended |= {output.request_id: step for output in outputs if output.finish is not None}
+            steps += [step for output in outputs if output.request_id == "guided"]
         ends.append(ended)
+    assert steps == list(range(steps[0], steps[0] + len(steps))) and len(steps) > 2
     last = collected["guided"].last
     assert collected["guided"].text in {'"yes"', '"no"'}
     assert last is not None and last.finish is Finish.STOP
     for number, (prompt, tokens) in enumerate(asked):
         assert collected[str(number)].token_ids == of.generate(prompt, tokens)
     assert ends[0] == {name: step for name, step in ends[1].items() if name != "guided"}
+
+
+@pytest.mark.parametrize("pages", [64, 10])
+def test_rows_with_grammars_have_the_tokens_of_the_host(pages: int) -> None:
+    """Drawn, with other rules, and where pages run out: rows leave while their token is on its way."""
+    of = family("llama")
+    served = of.served
+    grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids)
+    schema = {"type": "array", "items": {"enum": ["yes", "no", 17]}, "minItems": 2, "maxItems": 4}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 3},
+        {"presence_penalty": 1.0, "min_tokens": 6, "logprobs": 2},
+        {"temperature": 1.2, "seed": 5, "top_p": 0.9, "logit_bias": {20: 3.0}},
+    ]
+
+    def asked(number: int) -> Request:
+        sampling = Sampling(**{"temperature": 0.0, "max_tokens": 20} | kinds[number % len(kinds)])
+        request = Request(str(number), [5 + number, 6, 7], sampling)
+        request.grammar = grammars.compile(f"start: %json {json.dumps(schema)}", "response_format")
+        request.remaining = RemainingCurve.exactly(2)  # too few: where pages are few they run out
+        return request
+
+    wanted = {}
+    for number in range(5):
+        alone = packed_engine(served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
+        alone.submit(asked(number))
+        wanted |= drain(alone)
+    engine = overlapped(of, kv_tokens=4 * pages)
+    for number in range(5):
+        engine.submit(asked(number))
+    preempted = 0
+    for name, one in drain(engine).items():
+        assert (one.token_ids, one.text) == (wanted[name].token_ids, wanted[name].text), name
+        assert one.last is not None and one.last.timings is not None
+        preempted += one.last.timings.preemptions
+    assert bool(preempted) == (pages == 10)
+
+
+def test_rules_that_fail_end_their_row_with_the_reason_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = fused_family("llama")
+    engine = overlapped(of, fused=True)
+    engine.submit(greedy("plain", [1, 2, 3], 6))
+    engine.submit(greedy("ruled", [3, 2, 1], 6, presence_penalty=0.5))
+    engine.step()
+
+    def failing(*_: Any) -> None:
+        raise ValueError("no such rule")
+
+    monkeypatch.setattr(RuledRows, "sample", failing)
+    got = drain(engine)
+    last = got["ruled"].last
+    assert last is not None and last.finish is Finish.FAILED and "no such rule" in last.error
+    assert got["plain"].token_ids == of.generate([1, 2, 3], 6)
 
 
 def test_tokens_and_adapters_are_the_same_beside_each_other() -> None:

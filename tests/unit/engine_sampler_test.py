@@ -108,9 +108,9 @@ def test_repetition_counts_the_prompt_too() -> None:
 def test_the_least_length_counts_a_token_on_its_way() -> None:
     rules = LogitRules((3,), torch.device("cpu"))
     request = Request("a", [1], Sampling(min_tokens=2), resumed=[5])
-    tokens, added = rules.edits([request], [2])[0]
+    tokens, added = rules.edits([request], [2], [0])[0]
     assert (tokens.tolist(), added.tolist()) == ([3], [float("-inf")])
-    assert not rules.edits([request], [3])
+    assert not rules.edits([request], [3], [0])
 
 
 @settings(max_examples=40, deadline=None)

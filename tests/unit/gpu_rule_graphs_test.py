@@ -62,7 +62,8 @@ def asked(rows: int, step: OfStep) -> list[Request]:
 
 def ruled(requests: Sequence[Request], rules: LogitRules, graphs: RuleGraphs, skipped: int) -> list[RuledRow]:
     """Return the rows from `skipped` on, whose last token the counts of their slots lack."""
-    found, edits = [], rules.edits(requests)
+    slots = range(len(requests))
+    found, edits = [], rules.edits(requests, [len(each.tokens) for each in requests], slots)
     for row, request in list(enumerate(requests))[skipped:]:
         for token_id in request.output[:-1]:
             graphs.counts[row, token_id] += 1
