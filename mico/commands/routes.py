@@ -201,8 +201,15 @@ def parse(text: str, fields: dict[str, type]) -> dict[str, Any]:
     model, found = text, dict[str, Any]()
     while (parts := model.rpartition(","))[1]:
         field, equals, value = parts[2].partition("=")
-        if not equals or field not in fields:
+        if not equals:
             break
+        if field not in fields:  # else a slip such as wieght=5 would become part of the model's name
+            raise CommandFailed(
+                f"{field!r} is not known",
+                cause=f"of {text!r}",
+                tip=f"behind the model: {', '.join(f'{each}=…' for each in fields)}",
+                exit_code=ExitCode.WRONG_USAGE,
+            )
         try:
             found[field] = fields[field](value)
         except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mico.commands.routes import SHADOW_FIELDS, TARGET_FIELDS, parse
-from mico.errors import CommandFailed
+from mico.errors import CommandFailed, ExitCode
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,10 @@ def test_a_share_is_a_number() -> None:
     assert parse("s,share=0.05", SHADOW_FIELDS) == {"model": "s", "share": 0.05}
     with pytest.raises(CommandFailed, match="share is 'many'"):
         parse("s,share=many", SHADOW_FIELDS)
+
+
+@pytest.mark.parametrize("text", ["llama,wieght=5", "llama,weight=5,wen=always", "llama, weight=5"])
+def test_a_field_that_is_not_known_is_no_part_of_the_name(text: str) -> None:
+    with pytest.raises(CommandFailed, match="is not known") as failure:
+        parse(text, TARGET_FIELDS)
+    assert failure.value.exit_code is ExitCode.WRONG_USAGE
