@@ -93,7 +93,7 @@ class GatewayConfig:
             raise ConfigError(f"log_level is {self.log_level!r}; it is one of: {', '.join(LEVELS)}")
         for peer in self.peers:
             host, _, port = peer.rpartition(":")
-            if not (host and port.isdecimal() and 0 < int(port) <= LAST_PORT):
+            if not (host and "/" not in host and port.isdecimal() and 0 < int(port) <= LAST_PORT):
                 raise ConfigError(f"peers has {peer!r}; each is the host:port at which sites reach a gateway")
         for name in self.tls_names:
             if not name.isascii():

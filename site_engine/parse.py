@@ -59,9 +59,9 @@ def parse_devices(value: Any) -> tuple[str, ...]:
 
 
 def is_address(text: str) -> bool:
-    """Return whether text is host:port."""
+    """Return whether text is host:port, and no URL."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 def has_host(url: str) -> bool:

@@ -36,6 +36,7 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"peers": [1]}, "must be tuple"),
         ({"peers": ["gateway-2"]}, "peers has 'gateway-2'; each is the host:port"),
         ({"peers": ["gateway-2:grpc"]}, "each is the host:port"),
+        ({"peers": ["http://gateway-2:8081"]}, "each is the host:port"),
         ({"site_tokens": [1234567]}, "site_tokens in the command line is a value of another type"),
         ({"http_port": 99999}, "from 0 to 65535"),
         ({"mtls_port": -1}, "from 0 to 65535"),

@@ -97,6 +97,7 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
         ({"slots": "many"}, "slots cannot be 'many'"),
         ({"slots": 64, "token_budget": 10}, "token_budget is 10; it must cover"),
         ({"gateways": "nowhere"}, "gateways has 'nowhere', which is not host:port"),
+        ({"gateways": "http://gw:1"}, "gateways has 'http://gw:1', which is not host:port"),
         ({"gateways": []}, "gateways must be set"),
         ({"drain_s": -1}, "drain_s is -1.0"),
         ({"drain_s": "nan"}, "drain_s is nan"),
