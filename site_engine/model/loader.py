@@ -65,6 +65,15 @@ class LoadedModel:
         return _forward(self.model, ids, positions, wanted)
 
 
+def _check_folder(source: str) -> None:
+    """Raise ModelNotSupported for a path without a model, which transformers would look for on the Hub."""
+    folder = Path(source)
+    if source.startswith(("/", ".")) and not folder.is_dir():
+        raise ModelNotSupported(f"cannot load {source!r}: there is no such folder")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotSupported(f"cannot load {source!r}: the folder has no config.json")
+
+
 def load(
     source: str,
     *,
@@ -84,6 +93,7 @@ def load(
     startup = startup or StartUp(time.monotonic)
     if source.endswith(gguf.SUFFIX):
         source = str(gguf.converted(Path(source)))
+    _check_folder(source)
     try:
         with startup.part("tokenizer"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)

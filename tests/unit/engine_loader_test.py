@@ -147,8 +147,14 @@ def test_the_revision_names_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotSupported, match="cannot load"):
+    with pytest.raises(ModelNotSupported, match=r"cannot load .* the folder has no config\.json"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/srv/nowhere", "./nowhere"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(path: str) -> None:
+    with pytest.raises(ModelNotSupported, match=r"cannot load .* there is no such folder"):
+        load(path)
 
 
 def test_files_that_lack_tensors_are_refused_by_name(tmp_path: Path) -> None:
