@@ -83,7 +83,8 @@ class NamedModels:
         directory, routes = self._context.directory, self._context.routes()
         served = directory.models if self._also_away else directory.served
         if self._made_of is None or self._made_of[0] is not served or self._made_of[1] is not routes:
-            self._models = list({**served, **route_models(routes, served)}.values())
+            own = {name: model for name, model in served.items() if name not in routes}
+            self._models = [*own.values(), *route_models(routes, served).values()]
             self._made_of = served, routes
         return self._models
 

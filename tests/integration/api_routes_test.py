@@ -19,6 +19,7 @@ ROUTES = {
     "name": ModelRoute("name", (Target("a"), Target("m", when=When.UNAVAILABLE))),
     "m": ModelRoute("m", (Target("m"), Target("a", when=When.UNAVAILABLE))),
     "gone": ModelRoute("gone", (Target("nowhere"),)),
+    "taken": ModelRoute("taken", (Target("nowhere"),)),
 }
 TURNS = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -99,6 +100,18 @@ def test_the_list_of_models_has_each_name_once_and_shows_routes() -> None:
         assert by_id["name"]["owned_by"] == by_id["m"]["owned_by"] == "route"
         assert by_id["name"]["max_model_len"] == 1024, "the longest of its targets"
         assert (await edge.http.get("/v1/models/name")).json() == by_id["name"]
+
+    play(scenario)
+
+
+def test_a_model_is_not_listed_where_its_name_is_a_route_that_nothing_serves() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        await here.site("three", model="taken")
+        cards = (await edge.http.get("/v1/models")).json()["data"]
+        assert "taken" not in {card["id"] for card in cards}
+        for name in ("taken", "gone"):
+            refused = await edge.post("/v1/completions", {"model": name, "prompt": "x"})
+            assert "no site serves a model of" in error_of(refused, 503)["message"]
 
     play(scenario)
 
