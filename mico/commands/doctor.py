@@ -188,7 +188,7 @@ def check_port(session: Session) -> Finding:
     with socket.socket() as probe:
         taken = probe.connect_ex(("127.0.0.1", number)) == 0
     if taken:
-        return Finding("port", Verdict.WARN, f"{number} is in use by another program", "mico up --port 0")
+        return Finding("port", Verdict.WARN, f"{number} is in use, not by mico up here", "mico up --port 0")
     return Finding("port", Verdict.OK, f"{number} is free")
 
 
