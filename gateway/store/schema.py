@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, String, column, inspect, select, table
+from sqlalchemy import URL, Connection, String, column, inspect, select, table
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -54,11 +54,13 @@ def is_newer(found: StoredSchema | None) -> bool:
     return True
 
 
-def require_usable(found: StoredSchema | None) -> None:
-    """Raises SchemaMismatch if this program may not use tables of this schema."""
+def require_usable(found: StoredSchema | None, url: URL) -> None:
+    """Raises SchemaMismatch if this program may not use tables of this schema, in the database at `url`."""
     if not is_newer(found) and (found is None or found.revision != SCHEMA):
         state = "has no tables yet" if found is None else f"has schema {found.revision}"
-        raise SchemaMismatch(f"the database {state}, this program needs {SCHEMA}: run `mico db upgrade`")
+        raise SchemaMismatch(
+            f"the database {state}, this program needs {SCHEMA}: run `mico db upgrade` for {url!r}"
+        )
 
 
 async def check_schema(engine: AsyncEngine) -> None:
@@ -68,4 +70,4 @@ async def check_schema(engine: AsyncEngine) -> None:
             found = await connection.run_sync(read_schema)
     except (SQLAlchemyError, OSError) as exc:
         raise StoreUnavailable(f"cannot open the database {engine.url!r}: {reason(exc)}") from exc
-    require_usable(found)
+    require_usable(found, engine.url)

@@ -39,6 +39,7 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
     refused = "error: the gateway can't start\ncause: "
     status, err = start()
     assert status == 1 and err.startswith(f"{refused}the database has no tables yet")
+    assert err.endswith("run `mico db upgrade` for sqlite+aiosqlite:///g.db"), "not of the default one"
     assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
     (empty_folder / "file").touch()
     status, err = start(outcomes="file")
@@ -201,7 +202,7 @@ def test_an_environment_in_which_nothing_can_be_asked_is_told(
     assert (status, out) == (1, "")
     assert word in err
     assert (
-        "error: the gateway at" in run(capsys, "models")[2]
+        "error: the gateway at" in run(capsys, "models", "--base-url", "http://127.0.0.1:9/v1")[2]
     )  # at this machine's own address none of it counts
 
 
@@ -212,6 +213,7 @@ def test_an_environment_in_which_nothing_can_be_asked_is_told(
 def test_a_number_that_cant_be_is_told_with_its_origin(
     variable: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MICO_PORT", "0")  # the default one may be taken
     monkeypatch.setenv(variable, value)
     for command in ("up", "config show"):
         status, out, err = run(capsys, *command.split())
