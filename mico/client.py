@@ -232,7 +232,7 @@ def error_from_response(status: int, text: str) -> CommandFailed:
     """Convert an error response, in OpenAI's shape or any other, into a CommandFailed."""
     cause = error_message(text)
     if status == 401:
-        tip = "mico keys create NAME makes a key, --admin one for operators; --api-key or MICO_API_KEY passes it"
+        tip = "mico keys create NAME makes a key (--admin for operators); --api-key or MICO_API_KEY passes it"
         return CommandFailed(
             "the API key was not accepted", cause=cause, tip=tip, exit_code=ExitCode.NOT_AUTHENTICATED
         )
