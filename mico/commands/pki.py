@@ -123,7 +123,7 @@ def renew(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option("--config", help="The site's TOML file.")] = None,
 ) -> None:
-    """Get a new certificate now, on a site's machine. A running site renews by itself."""
+    """Get a new certificate now, on a site's machine. A running site takes it up, and renews by itself."""
     from site_engine.config_sources import load
     from site_engine.errors import ConfigError, LinkLost
     from site_engine.federation.dial import identity_of

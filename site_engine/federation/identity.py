@@ -70,7 +70,7 @@ class Identity:
         self._stored_at = float("-inf")
         try:
             self._key = _key(folder)
-            self._certificate = _certificate(folder, self._key)
+            self._certificate = self._newest = _certificate(folder, self._key)
         except (OSError, ValueError) as exc:
             raise ConfigError(f"identity: {folder} can't be used: {exc}") from exc
 
@@ -89,10 +89,19 @@ class Identity:
 
     def credentials(self) -> Any:
         """Return gRPC credentials for a link. Raises LinkLost while there is no certificate."""
+        self._take_up()
         if self._certificate is None or not self.is_valid:
             raise LinkLost("this site has no certificate yet")
         shown = self._certificate.public_bytes(serialization.Encoding.PEM)
         return grpc.ssl_channel_credentials(self._enrolment.ca, _pem(self._key), shown)
+
+    def _take_up(self) -> None:
+        """Use a newer certificate that `mico pki renew` has stored beside this process."""
+        with suppress(OSError, ValueError):
+            found = _certificate(self._folder, self._key)
+            if found and (not self._newest or self._newest.not_valid_before_utc < found.not_valid_before_utc):
+                self._certificate = self._newest = found
+                self._stored_at = self._unix_time()
 
     def invalidate(self) -> None:
         """Drop a certificate that a gateway refuses; only a join secret gets another.
@@ -174,7 +183,8 @@ class Identity:
             raise LinkLost(f"what came is no certificate: {exc}") from exc
         if certificate.public_key() != self._key.public_key():
             raise LinkLost("the certificate is for another key")
-        self._certificate, self._stored_at = certificate, self._unix_time()
+        self._certificate = self._newest = certificate
+        self._stored_at = self._unix_time()
         log.info("this site has a certificate until %s", certificate.not_valid_after_utc.isoformat())
         draft = self._folder / f"{CERTIFICATE}.new"
         try:
