@@ -201,7 +201,7 @@ class AdapterSlots(NamedTuple):
 
 def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
     """Return the slots that an engine makes for the variants of a site, which orders may bring, too."""
-    if config.device == "cpu":
+    if {*(config.devices or (config.device,))} == {"cpu"}:
         return AdapterSlots()
     families = configuration(Path(config.model).expanduser()).get("architectures") or [""]
     if not (config.variants or config.models_from or config.training) or families[0] not in FAMILIES:
@@ -275,6 +275,8 @@ def planned(
 def check_adapter(own: Shapes, base: Shapes) -> None:
     most = RANK_CLASSES[-1]
     for name, shape in own.items():
+        if "lora_magnitude" in name:
+            raise VariantRefused("DoRA is not served: its norms depend on the merged weight")
         module, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
         if not found:
             continue

@@ -278,10 +278,11 @@ def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> N
     head = {"base_model.model.lm_head.lora_A.weight": (8, WIDTH)}
     head["base_model.model.lm_head.lora_B.weight"] = (VOCABULARY, 8)
     bias = {f"base_model.model.{Q.format(0)}.bias": (WIDTH,)}
-    for name, more in (("head", head), ("bias", bias), ("deep", adapter(24))):
+    dora = {f"base_model.model.{Q.format(0)}.lora_magnitude_vector": (WIDTH,)}
+    for name, more in (("head", head), ("bias", bias), ("deep", adapter(24)), ("dora", dora)):
         write(folder / name / "adapter_model.safetensors", {**adapter(8), **more})
     (folder / "deep" / "adapter_config.json").write_text('{"r": 8}')
-    variants = [of_adapter(folder, name) for name in ("head", "bias", "deep", "lora")]
+    variants = [of_adapter(folder, name) for name in ("head", "bias", "deep", "dora", "lora")]
     variants.append(VariantConfig("tuned", model=str(folder / "tuned")))
     found = planned(folder, "H200", *variants)
     from site_engine.variants.projections import SERVED_ON_GPU as serves  # noqa: N811
@@ -290,9 +291,11 @@ def test_what_a_gpu_does_not_serve_is_refused_with_the_reason(folder: Path) -> N
         "head": f"it changes lm_head; {serves}",
         "bias": f"it changes {Q.format(0)}.bias; {serves}",
         "deep": f"{Q.format(0)} has rank 24; slots here have 16",
+        "dora": "DoRA is not served: its norms depend on the merged weight",
     }
     on_cpu = planned(folder, "H200", *variants, device="cpu", kv_tokens=1000)
-    assert set(on_cpu.refused) == set()
+    assert set(on_cpu.refused) == {"dora"}
+    assert planned(folder, "H200", *variants, devices=("cpu", "cpu"), kv_tokens=1000).slots_bytes == 0
     assert [each.id for each in found.variants] == ["lora", "tuned"]
     (folder / "base" / "config.json").write_text(
         json.dumps({**CONFIG, "architectures": ["Qwen3ForCausalLM"]})
