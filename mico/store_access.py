@@ -30,7 +30,13 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason
-    from gateway.store.errors import SchemaTooNew, StoreError, StoreUnavailable, TooManyKeys
+    from gateway.store.errors import (
+        SchemaMismatch,
+        SchemaTooNew,
+        StoreError,
+        StoreUnavailable,
+        TooManyKeys,
+    )
     from gateway.store.quota_table import UnknownSubject
     from gateway.store.store import open_store
 
@@ -48,9 +54,11 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         raise CommandFailed("no key was made", cause=str(error), tip="mico keys list") from error
     except StoreUnavailable as error:
         raise CommandFailed("the database did not answer", cause=str(error), tip=UNREACHABLE_TIP) from error
-    except StoreError as error:
+    except SchemaMismatch as error:
         tip = TOO_NEW_TIP if isinstance(error, SchemaTooNew) else UNPREPARED_TIP
         raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
+    except StoreError as error:  # of its URL, the folder or the pepper, which nothing prepares
+        raise CommandFailed("the database can't be used", cause=str(error)) from error
     except SQLAlchemyError as error:
         raise CommandFailed(
             "the database did not answer", cause=reason(error), tip=UNREACHABLE_TIP

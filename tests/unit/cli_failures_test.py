@@ -157,6 +157,21 @@ def test_a_database_that_is_not_there_is_not_made_by_looking(
     assert list(empty_folder.iterdir()) == []
 
 
+def test_what_no_upgrade_mends_is_not_told_to_upgrade(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_folder: Path
+) -> None:
+    assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("MICO_GATEWAY_KEY_PEPPER", "short")
+    for url, cause in (
+        (f"sqlite:///{empty_folder}/g.db", "the key pepper needs"),
+        ("g.db", "not of the form"),
+    ):
+        status, out, err = run(capsys, "keys", "create", "ann", "--database", url)
+        assert (status, out) == (1, "")
+        assert cause in err and "mico db upgrade" not in err
+
+
 def test_what_is_not_there_is_a_failure_once_there_is_a_database(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "db", "upgrade")[0] == 0
     for arguments in (("keys", "revoke", "nope"), ("keys", "rotate", "nope")):
