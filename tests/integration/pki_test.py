@@ -178,24 +178,6 @@ def test_a_revoked_site_is_cut_off_and_comes_back_only_when_invited_again(
     play(tmp_path, scenario)
 
 
-def test_a_running_site_takes_up_what_mico_pki_renew_has_got_for_it(tmp_path: Path) -> None:
-    """Its own join secret is void, and it has read no other."""
-
-    async def scenario(here: Scene) -> None:
-        config = here.config("alpha", join_secret=here.invite("alpha"))
-        async with here.site(config):
-            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
-            await here.store.certificates.revoke("alpha", "by mistake")
-            await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is cut off")
-            here.now_s = 4.0  # what is issued from now on is later than the revocation
-            beside = identity_of(replace(config, join_secret=here.invite("alpha")))
-            assert beside is not None
-            await beside.renew()
-            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is back")
-
-    play(tmp_path, scenario)
-
-
 def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
         config = here.config("alpha", join_secret=here.invite("alpha"))

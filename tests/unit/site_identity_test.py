@@ -100,8 +100,25 @@ def test_a_site_whose_machine_was_suspended_renews_its_certificate_when_it_wakes
     asyncio.run(main())
 
 
-def certificate_of(key: Any, hours: float) -> bytes:
-    name, now = x509.Name([]), datetime.now(UTC)
+def test_a_running_site_shows_what_mico_pki_renew_has_stored_beside_it(tmp_path: Path) -> None:
+    """Revoked by mistake and invited again, it kept its void certificate until it was restarted."""
+
+    async def main() -> None:
+        site = identity_in(tmp_path)
+        site._store(certificate_of(site._key, hours=24))
+        beside = identity_in(tmp_path)
+        beside._store(certificate_of(site._key, hours=24, after_s=5))
+        site.credentials()
+        assert site._certificate == beside._certificate
+        beside._store(certificate_of(site._key, hours=24))
+        site.credentials()
+        assert site._certificate != beside._certificate, "an older one is not taken up"
+
+    asyncio.run(main())
+
+
+def certificate_of(key: Any, hours: float, after_s: float = 0.0) -> bytes:
+    name, now = x509.Name([]), datetime.now(UTC) + timedelta(seconds=after_s)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now).not_valid_after(now + timedelta(hours=hours))
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
