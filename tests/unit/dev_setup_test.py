@@ -166,3 +166,9 @@ def test_packages_come_from_the_indexes_that_pip_is_told_of(
 
 def test_without_such_indexes_uv_decides_itself(checkout: Path) -> None:
     assert dev(checkout).pip_sources() == []
+
+
+def test_a_benchmark_that_is_not_there_is_told(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "bench/studies").mkdir(parents=True)
+    assert dev(checkout).bench(["nope"]) == dev(checkout).bench(["studies.nope"]) == 2
+    assert "error: there is no benchmark nope\ntip: ./dev bench lists them" in capsys.readouterr().err
