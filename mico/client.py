@@ -192,11 +192,11 @@ class Client:
         raise CommandFailed("the answer broke off", cause="the stream ended without [DONE]")
 
     def unreachable(self, error: Exception) -> GatewayUnavailable:
-        return GatewayUnavailable(
-            f"the gateway at {self.root} does not answer",
-            cause=str(error) or type(error).__name__,
-            tip="mico up starts one here; --base-url or MICO_BASE_URL names another",
-        )
+        cause = str(error) or type(error).__name__
+        tip = "mico up starts one here; --base-url or MICO_BASE_URL names another"
+        if "CERTIFICATE_VERIFY_FAILED" in cause:
+            tip = "SSL_CERT_FILE=FILE trusts the authorities in that file instead of the system's"
+        return GatewayUnavailable(f"the gateway at {self.root} does not answer", cause=cause, tip=tip)
 
 
 def parse_base_url(base_url: str) -> httpx.URL:

@@ -166,6 +166,15 @@ def test_no_gateway_is_a_failure_with_a_tip() -> None:
     assert "mico up" in failure.value.tip
 
 
+def test_an_authority_that_is_not_trusted_is_told_with_what_trusts_it() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate", request=request)
+
+    with pytest.raises(GatewayUnavailable) as failure:
+        client(refuse).get("/v1/models")
+    assert failure.value.tip.startswith("SSL_CERT_FILE=FILE")
+
+
 def test_a_schema_file_becomes_a_format_and_a_broken_one_a_reason(tmp_path: Path) -> None:
     good, broken = tmp_path / "good.json", tmp_path / "broken.json"
     good.write_text('{"type": "integer"}')
