@@ -148,7 +148,7 @@ LLAMA_CPP = Dialect(
 TEI = Dialect(name="text-embeddings-inference", metric_prefix="te_", about_path="/info", ranks_texts=True)
 MICO = Dialect(
     name="mico",
-    owners=("mico",),
+    owners=("mico", "route"),  # a key may see names of routes alone
     extra_fields=_SAMPLING,
     logprobs=True,
     guided=True,

@@ -112,6 +112,7 @@ def test_a_server_without_known_metrics_is_recognized_by_its_models() -> None:
     page = parse_metrics(metric_pages.SOMEBODY)
     assert recognize({"vllm"}, page) is VLLM
     assert recognize({"mico"}, page) is MICO
+    assert recognize({"route"}, page) is MICO, "a gateway whose routes have the names of its models"
     assert recognize({"library"}, page).name == "ollama"
     assert recognize({"somebody"}, page) is UNKNOWN
 
