@@ -138,7 +138,7 @@ def _check_prompts(request: GenerationRequest, model: Model) -> None:
 
 def _check_features(request: GenerationRequest, model: Model) -> None:
     needed = needs(request.prompts[0], request.sampling)
-    if model.features and model.features <= {EMBED, RERANK} and not needed & model.features:
+    if model.features and model.features <= {EMBED, RERANK} and not needed & {EMBED, RERANK}:
         can = " and ".join(_FEATURES[feature][1] for feature in sorted(model.features))
         raise BadRequest(f"{model.id} can {can}, and generates no text.", param="model", code=UNSUPPORTED)
     for feature, (param, what, instead) in _FEATURES.items():

@@ -213,6 +213,14 @@ def test_a_model_that_cannot_is_named(path: str) -> None:
     assert not script.queries
 
 
+@pytest.mark.parametrize(("path", "other"), [("/v1/embeddings", "rerank"), ("/v1/rerank", "embed")])
+def test_a_model_of_the_other_kind_is_not_told_of_text(path: str, other: str) -> None:
+    body = {"model": MODEL, "input": "x", "query": "q", "documents": ["d"]}
+    one_kind = (Model(MODEL, "rev-1", 1024, 0, "mico", frozenset({other})),)
+    response, _ = post(path, body, answering, models=lambda: one_kind)
+    assert error_of(response, 400)["message"].startswith(f"No site that serves {MODEL} can ")
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
