@@ -45,7 +45,10 @@ def create(
     *,
     name: Annotated[str, typer.Argument(callback=check_name, help="The key's name: its owner or purpose.")],
     tenant: Annotated[
-        str, typer.Option(callback=check_name, help="The tenant that pays for its use.")
+        str,
+        typer.Option(
+            callback=check_name, help="The tenant that pays; created, without quotas, if it is new."
+        ),
     ] = "default",
     model: Annotated[
         list[str] | None, typer.Option(callback=check_names, help="Allow this model only; repeatable.")
