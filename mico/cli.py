@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,7 +49,7 @@ from mico.session import Session
 log = logging.getLogger(__name__)
 
 DEBUG_TIP = "mico --debug shows where"
-EXTRAS_TIP = "./dev setup in a checkout installs all; else install Mico with the extra that it belongs to"
+EXTRAS_TIP = "./dev setup in a checkout installs all; else install Mico with the extra "
 
 app = typer.Typer(
     name="mico",
@@ -119,6 +122,16 @@ def command_tree() -> Any:
     return typer.main.get_command(app)
 
 
+def extra_of(package: str) -> str:
+    """Return the first extra of Mico that brings a package, "" if none of them names it."""
+    with suppress(PackageNotFoundError):
+        for requirement in requires("mico") or ():
+            name, _, extra = requirement.partition("; extra == ")
+            if extra and re.split(r"[^\w-]", name)[0] == package:
+                return extra.strip("'\"")
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
@@ -131,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandFailed as failure:
         return report_failure(failure)
     except ModuleNotFoundError as error:
-        return report_failure(CommandFailed("a package is missing", cause=str(error), tip=EXTRAS_TIP))
+        extra = extra_of(error.name or "") or "that it belongs to"
+        return report_failure(CommandFailed("a package is missing", cause=str(error), tip=EXTRAS_TIP + extra))
     except OSError as error:
         cause = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         return report_failure(CommandFailed("the machine refused", cause=cause, tip=DEBUG_TIP))

@@ -103,7 +103,7 @@ def check_torch() -> Finding:
         return Finding(
             "torch",
             Verdict.WARN,
-            "not installed: no site can run here",
+            "not installed: sites here can only be in front of servers",
             "install the extra engine (in a checkout: ./dev setup)",
         )
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mico.cli import DEBUG_TIP, main
+from mico.cli import DEBUG_TIP, extra_of, main
 from mico.session import Session
 from tests.support.command_line import leave_environment, run
 
@@ -312,4 +312,5 @@ def test_a_command_whose_packages_are_not_installed_says_how_to_get_them(
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["error", "cause", "tip"]
     assert "pandas" in lines[1]
-    assert "./dev setup" in lines[2]
+    assert "./dev setup" in lines[2] and lines[2].endswith("with the extra train")
+    assert (extra_of("torch"), extra_of("boto3"), extra_of("nonsense")) == ("engine", "aws", "")
