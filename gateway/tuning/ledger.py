@@ -151,38 +151,36 @@ class Ledger:
 
     async def cancel(self, tenant: str, job_id: str) -> bool:
         """End a job as cancelled. Its run at a site is fenced at once; its holder tells the site."""
-        return await self._turn(tenant, job_id, JobStatus.CANCELLED, "The job was cancelled.")
+        values = {"status": JobStatus.CANCELLED, "finished_at": self.clock()}
+        return await self._turn(tenant, job_id, before(JobStatus.CANCELLED), values, "The job was cancelled.")
 
     async def pause(self, tenant: str, job_id: str) -> bool:
+        message = "The job was paused: it keeps its last snapshot."
         return await self._turn(
-            tenant, job_id, JobStatus.PAUSED, "The job was paused: it keeps its last snapshot."
+            tenant, job_id, before(JobStatus.PAUSED), {"status": JobStatus.PAUSED}, message
         )
 
     async def resume(self, tenant: str, job_id: str) -> bool:
-        """Queue a paused job."""
+        """Queue a paused job. One whose files are not checked yet has them checked first."""
+        is_checked = tuning_jobs.c.rows > 0
+        status = case((is_checked, JobStatus.QUEUED.value), else_=JobStatus.VALIDATING.value)
         return await self._turn(
-            tenant, job_id, JobStatus.QUEUED, "The job was resumed.", allowed=(JobStatus.PAUSED,)
+            tenant, job_id, (JobStatus.PAUSED,), {"status": status}, "The job was resumed."
         )
 
     async def _turn(
-        self,
-        tenant: str,
-        job_id: str,
-        status: JobStatus,
-        message: str,
-        allowed: Sequence[JobStatus] | None = None,
+        self, tenant: str, job_id: str, allowed: Sequence[JobStatus], values: dict[str, Any], message: str
     ) -> bool:
         where = and_(
             tuning_jobs.c.tenant == tenant,
             tuning_jobs.c.id == job_id,
-            tuning_jobs.c.status.in_(before(status) if allowed is None else allowed),
+            tuning_jobs.c.status.in_(allowed),
         )
-        values = {"status": status} | ({"finished_at": self.clock()} if status not in UNFINISHED else {})
         async with self._engine.begin() as connection:
             if not (await connection.execute(update(tuning_jobs).where(where).values(**values))).rowcount:
                 return False
-            if status not in UNFINISHED:
-                await self._record_usage(connection, job_id, status)
+            if "finished_at" in values:
+                await self._record_usage(connection, job_id, values["status"])
             await self._events.add(connection, job_id, INFO, message)
             return True
 

@@ -28,7 +28,9 @@ class JobStatus(StrEnum):
 
 
 _NEXT: Final[Mapping[JobStatus, frozenset[JobStatus]]] = {
-    JobStatus.VALIDATING: frozenset((JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLED)),
+    JobStatus.VALIDATING: frozenset(
+        (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED)
+    ),
     JobStatus.QUEUED: frozenset((JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED)),
     JobStatus.RUNNING: frozenset(
         (
@@ -39,7 +41,14 @@ _NEXT: Final[Mapping[JobStatus, frozenset[JobStatus]]] = {
             JobStatus.CANCELLED,
         )
     ),
-    JobStatus.PAUSED: frozenset((JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLED)),
+    JobStatus.PAUSED: frozenset(
+        (
+            JobStatus.VALIDATING,  # its files were not checked to the end
+            JobStatus.QUEUED,
+            JobStatus.FAILED,
+            JobStatus.CANCELLED,
+        )
+    ),
     JobStatus.SUCCEEDED: frozenset(),
     JobStatus.FAILED: frozenset(),
     JobStatus.CANCELLED: frozenset(),

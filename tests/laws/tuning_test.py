@@ -27,8 +27,8 @@ def test_every_unfinished_job_can_be_cancelled_and_can_fail() -> None:
 
 def test_a_job_succeeds_and_pauses_only_from_where_it_may() -> None:
     assert before(JobStatus.SUCCEEDED) == (JobStatus.RUNNING,)
-    assert set(before(JobStatus.PAUSED)) == {JobStatus.QUEUED, JobStatus.RUNNING}
-    assert before(JobStatus.VALIDATING) == ()
+    assert set(before(JobStatus.PAUSED)) == {JobStatus.VALIDATING, JobStatus.QUEUED, JobStatus.RUNNING}
+    assert before(JobStatus.VALIDATING) == (JobStatus.PAUSED,)
 
 
 def test_every_job_can_come_to_success() -> None:

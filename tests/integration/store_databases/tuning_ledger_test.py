@@ -214,6 +214,23 @@ def test_a_job_pauses_keeps_its_run_until_that_stopped_and_goes_on(url: str) -> 
     play(url, scenario)
 
 
+def test_a_job_that_pauses_while_its_files_are_checked_has_them_checked_when_it_is_resumed(url: str) -> None:
+    async def scenario(here: Books) -> None:
+        job = await here.create()
+        data = Content(job.id, Kind.DATA, 0, "d" * 64, 3, job.training_file_id, 0.0)
+        await here.one.lease(9)
+        assert await here.two.pause(job.tenant, job.id)
+        assert not await here.one.validated(job, 32, [data])
+        assert await here.two.resume(job.tenant, job.id)
+        assert (await here.get(job)).status is JobStatus.VALIDATING
+        assert await here.one.validated(job, 32, [data])
+        assert await here.two.pause(job.tenant, job.id)
+        assert await here.two.resume(job.tenant, job.id)
+        assert (await here.get(job)).status is JobStatus.QUEUED
+
+    play(url, scenario)
+
+
 def test_events_are_numbered_and_the_newest_are_kept(url: str) -> None:
     async def scenario(here: Books) -> None:
         job = await here.running()
