@@ -124,12 +124,12 @@ class Act(StrEnum):
 
 def next_act(status: JobStatus, seen: Seen, limits: TuningLimits) -> Act:
     """Return what to do about the current run of a job: to leave it, a running job goes on elsewhere."""
+    if seen.end is End.SUCCEEDED:  # also of a job that was paused too late to stop it
+        return Act.SUCCEED
+    if seen.end is End.FAILED:
+        return Act.FAIL
     lost = seen.silent_s > limits.lost_s or seen.unlinked_s > limits.unlinked_s
     if status is not JobStatus.RUNNING:  # paused, or resumed before the run had stopped
         gone = seen.end is not None or lost or seen.stopping_s > limits.stop_s
         return Act.LEAVE if gone else Act.STOP
-    if seen.end is End.SUCCEEDED:
-        return Act.SUCCEED
-    if seen.end is End.FAILED:
-        return Act.FAIL
     return Act.LEAVE if seen.end is not None or lost else Act.GO_ON

@@ -31,7 +31,15 @@ _NEXT: Final[Mapping[JobStatus, frozenset[JobStatus]]] = {
     JobStatus.VALIDATING: frozenset(
         (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED)
     ),
-    JobStatus.QUEUED: frozenset((JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.FAILED, JobStatus.CANCELLED)),
+    JobStatus.QUEUED: frozenset(
+        (
+            JobStatus.RUNNING,
+            JobStatus.PAUSED,
+            JobStatus.SUCCEEDED,  # it was paused and resumed as its run came to the end
+            JobStatus.FAILED,
+            JobStatus.CANCELLED,
+        )
+    ),
     JobStatus.RUNNING: frozenset(
         (
             JobStatus.QUEUED,  # its site was lost or gave up: it goes on elsewhere
@@ -45,6 +53,7 @@ _NEXT: Final[Mapping[JobStatus, frozenset[JobStatus]]] = {
         (
             JobStatus.VALIDATING,  # its files were not checked to the end
             JobStatus.QUEUED,
+            JobStatus.SUCCEEDED,  # its run came to the end before it had stopped
             JobStatus.FAILED,
             JobStatus.CANCELLED,
         )

@@ -26,7 +26,7 @@ def test_every_unfinished_job_can_be_cancelled_and_can_fail() -> None:
 
 
 def test_a_job_succeeds_and_pauses_only_from_where_it_may() -> None:
-    assert before(JobStatus.SUCCEEDED) == (JobStatus.RUNNING,)
+    assert set(before(JobStatus.SUCCEEDED)) == {JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED}
     assert set(before(JobStatus.PAUSED)) == {JobStatus.VALIDATING, JobStatus.QUEUED, JobStatus.RUNNING}
     assert before(JobStatus.VALIDATING) == (JobStatus.PAUSED,)
 
@@ -67,7 +67,10 @@ def test_a_run_is_left_once_its_site_is_silent_or_gone_too_long(silent_s: float,
     assert next_act(JobStatus.RUNNING, seen, limits) is (Act.LEAVE if lost else Act.GO_ON)
     assert next_act(JobStatus.PAUSED, seen, limits) is (Act.LEAVE if lost else Act.STOP)
     ended = Seen(End.SUCCEEDED, silent_s, unlinked_s)  # what a site has told stays true
-    assert next_act(JobStatus.RUNNING, ended, limits) is Act.SUCCEED
+    for status in (JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.QUEUED):
+        assert next_act(status, ended, limits) is Act.SUCCEED
+        assert next_act(status, ended._replace(end=End.FAILED), limits) is Act.FAIL
+    assert next_act(JobStatus.PAUSED, ended._replace(end=End.STOPPED), limits) is Act.LEAVE
 
 
 def test_a_site_whose_link_ended_is_lost_before_one_that_is_silent() -> None:

@@ -95,6 +95,25 @@ def test_a_job_that_is_over_when_the_month_is_spent_is_not_paused(url: str) -> N
     play(url, scenario)
 
 
+def test_a_job_that_is_paused_when_its_run_is_over_is_over(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        jobs = here.sdk().fine_tuning.jobs
+        for resumed in (False, True):
+            for end, status in ((pb.Training.SUCCEEDED, "succeeded"), (pb.Training.FAILED, "failed")):
+                job = await create(here)
+                run = await next_run(here)
+                await run.store(pb.StoreBegin.ADAPTER, 6, b"adapter")
+                await jobs.pause(job.id)
+                await stopped(here, run, snapshot=True)
+                if resumed:
+                    await jobs.resume(job.id)
+                await run.report(6, end=end)
+                assert (await reached(here, job.id, status)).trained_tokens == 600
+                await stopped(here, run, snapshot=False)
+
+    play(url, scenario)
+
+
 def test_a_job_that_is_resumed_while_the_month_is_spent_begins_no_run(url: str) -> None:
     async def scenario(here: Replica) -> None:
         quotas, jobs = here.scene.gateway.quotas, here.sdk().fine_tuning.jobs
