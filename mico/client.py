@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,27 @@ class Client:
             return self._request(
                 "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
             )
+
+    @contextmanager
+    def uploads(self, purpose: str) -> Generator[Callable[[Path], str]]:
+        """Yield what uploads a file and returns its id; delete the files if the gateway refuses the request
+        for which they are.
+        """
+        ids = list[str]()
+
+        def upload(path: Path) -> str:
+            ids.append(self.upload(path, purpose)["id"])
+            return ids[-1]
+
+        try:
+            yield upload
+        except GatewayUnavailable:  # which deletes nothing either
+            raise
+        except CommandFailed:
+            for file_id in ids:
+                with suppress(CommandFailed):
+                    self.delete(f"/v1/files/{file_id}")
+            raise
 
     def download(self, path: str, target: Path) -> None:
         """Download into `target`, which appears once it is complete; write to a pipe or device directly."""

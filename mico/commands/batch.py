@@ -230,11 +230,12 @@ def errors_path(output: Path) -> Path:
 
 
 def upload_and_submit(session: Session, client: Client, file: Path, endpoint: str, order: Order) -> Batch:
-    with session.terminal.spinner(f"uploading {file.name}, {file.stat().st_size:,} bytes"):
-        uploaded = client.upload(file, "batch")
-    body = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": "24h"}
     metadata = {} if order is Order.BLEND else {"metadata": {ORDER_KEY: order}}
-    return client.post("/v1/batches", body | metadata)
+    with client.uploads("batch") as upload:
+        with session.terminal.spinner(f"uploading {file.name}, {file.stat().st_size:,} bytes"):
+            file_id = upload(file)
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+        return client.post("/v1/batches", body | metadata)
 
 
 def wait_and_fetch(session: Session, client: Client, batch_id: str, output: Path, as_json: bool) -> None:

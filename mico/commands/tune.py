@@ -65,15 +65,16 @@ def create(
     }
     body: dict[str, Any] = {
         "model": model,
-        "training_file": client.upload(file, "fine-tune")["id"],
         "suffix": suffix or None,
         "seed": seed,
         "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
         "mico": {"rank": rank, "target": target.value},
     }
-    if valid is not None:
-        body["validation_file"] = client.upload(valid, "fine-tune")["id"]
-    job = client.post(JOBS, body)
+    with client.uploads("fine-tune") as upload:
+        body["training_file"] = upload(file)
+        if valid is not None:
+            body["validation_file"] = upload(valid)
+        job = client.post(JOBS, body)
     if as_json:
         session.terminal.json(job)
     else:

@@ -35,16 +35,23 @@ class Gateway:
         self.states = list(states)
         self.uploaded = b""
         self.submitted: dict[str, Any] = {}
+        self.refuses = False
+        self.deleted: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path == "/v1/files":
             self.uploaded = request.read()
             return httpx.Response(200, json={"id": "file-in"})
+        if request.method == "DELETE":
+            self.deleted.append(path)
+            return httpx.Response(200, json={"deleted": True})
         if path.endswith("/content"):
             return httpx.Response(200, content=OUTPUT if "out" in path else ERRORS)
         if request.method == "POST" and path == "/v1/batches":
             self.submitted = json.loads(request.read())
+            if self.refuses:
+                return httpx.Response(400, json={"error": {"message": "no"}})
             return httpx.Response(200, json=a_batch("validating"))
         if path.endswith("/cancel"):
             return httpx.Response(200, json=a_batch("cancelling"))
@@ -96,6 +103,18 @@ def test_run_submits_waits_and_writes_the_answers(
     assert b'name="purpose"\r\n\r\nbatch' in gateway.uploaded and b"{}\n" in gateway.uploaded
     assert gateway.submitted["completion_window"] == "24h"
     assert "in_progress: 1 of 2 answered" in err and "completed: 2 of 2 lines answered" in err
+
+
+def test_the_file_of_a_batch_that_is_refused_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = Gateway(DONE)
+    gateway.refuses = True
+    assert play(monkeypatch, capsys, gateway, "submit", "in.jsonl")[0] == 1
+    assert gateway.deleted == ["/v1/files/file-in"]
+    gateway.refuses = False
+    assert play(monkeypatch, capsys, gateway, "submit", "in.jsonl")[0] == 0
+    assert len(gateway.deleted) == 1
 
 
 def test_the_file_is_named_once_with_or_without_an_option(

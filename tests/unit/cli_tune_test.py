@@ -45,10 +45,13 @@ class Gateway:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.bodies: list[dict[str, Any]] = []
+        self.refuses: dict[str, int] = {}  # the status of paths
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.raw_path.decode()
         self.asked.append((request.method, path))
+        if path in self.refuses:
+            return httpx.Response(self.refuses[path], json={"error": {"message": "no"}})
         if path == "/v1/files":
             assert b"fine-tune" in request.read()
             return httpx.Response(200, json={"id": f"file-{len(self.asked)}"})
@@ -96,6 +99,13 @@ def test_a_missing_file_is_named_before_anything_is_sent(
     assert main(["tune", "create", "none.jsonl", "--model", "qwen"]) == 2
     assert "there is no file none.jsonl" in capsys.readouterr().err
     assert gateway.asked == []
+
+
+def test_the_files_of_a_job_that_is_refused_are_deleted(gateway: Gateway) -> None:
+    gateway.refuses = {"/v1/fine_tuning/jobs": 400, "/v1/files/file-1": 400}
+    assert main(["tune", "create", "rows.jsonl", "--valid", "rows.jsonl", "--model", "qwen"]) == 1
+    deleted = [path for method, path in gateway.asked if method == "DELETE"]
+    assert deleted == ["/v1/files/file-1", "/v1/files/file-2"]
 
 
 def test_jobs_are_listed_shown_and_told_of(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
