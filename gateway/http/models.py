@@ -6,6 +6,7 @@ Clients of Anthropic's API, which name its version in a header, get the fields o
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Final
 
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
@@ -20,6 +21,9 @@ from gateway.http.error_handler import database_errors
 from gateway.http.exchange import AnyRequest, from_anthropics
 from gateway.http.pagination import cursor_page, read_cursor_page
 from gateway.routing.model_routes import may_name
+
+LIFECYCLE: Final = "active"
+"""Stage of every model that is served, in Anthropic's terms."""
 
 
 def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
@@ -38,6 +42,8 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
         models = list((await usable(request)).values())
         if from_anthropics(request.scope):
             page = read_cursor_page(request)
+            if LIFECYCLE not in request.query_params.getall("lifecycle[]", [LIFECYCLE]):
+                models = []
             with database_errors(page):
                 models = _page_of(models, page)
             return json_response(cursor_page([_anthropic_card(model) for model in models], page))
@@ -74,7 +80,7 @@ def _anthropic_card(model: Model) -> dict[str, object]:
         "id": model.id,
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created_s, UTC),
-        "lifecycle": "active",
+        "lifecycle": LIFECYCLE,
         "max_input_tokens": model.context_tokens,
         "max_tokens": model.context_tokens,
     }

@@ -387,6 +387,18 @@ def test_clients_of_anthropics_api_page_through_models_in_both_directions() -> N
     run(scenario, models=lambda: served)
 
 
+def test_no_model_is_listed_to_clients_of_anthropics_api_that_ask_for_retired_ones() -> None:
+    async def scenario(edge: Edge) -> None:
+        models = anthropic.AsyncAnthropic(
+            api_key=KEY, base_url="http://edge", http_client=edge.http, max_retries=0
+        ).models
+        assert [each.id async for each in models.list(lifecycle=["retired"])] == []
+        both = models.list(lifecycle=["deprecated", "active"], limit=1)
+        assert [each.id async for each in both] == [MODEL, NESTED]
+
+    run(scenario)
+
+
 def test_pages_of_models_fit_together_where_each_gateway_has_them_in_another_order() -> None:
     served = [replace(MODELS[0], id=f"m-{number:02}") for number in range(45)]
     orders = random.Random(1)
