@@ -272,15 +272,21 @@ async def delete_in_steps(
 
 
 async def page_query(
-    connection: AsyncConnection, table: Any, conditions: list[ColumnElement[bool]], page: Page
+    connection: AsyncConnection,
+    table: Any,
+    conditions: list[ColumnElement[bool]],
+    page: Page,
+    gone_at: float | None = None,
 ) -> Any:
     """Select the rows of one page, by age and then by id, and one row more, which shows that there are more.
 
-    `conditions`: those of the whole list. Raises LookupError if the row `page.after` does not exist.
+    `conditions`: those of the whole list. `gone_at`: when the row `page.after` was created, in case it was
+    deleted. Raises LookupError if it does not exist, and that is None.
     """
     at, key = table.c.created_at, table.c.id
     if page.after is not None:
-        since = await connection.scalar(select(at).where(*conditions, key == page.after))
+        found = await connection.scalar(select(at).where(*conditions, key == page.after))
+        since = gone_at if found is None else found
         if since is None:
             raise LookupError(page.after)
         beyond = at < since if page.newest_first else at > since

@@ -4,6 +4,7 @@ the holder writes the outcome of a line, and only once.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -47,8 +48,7 @@ from gateway.store.tables import batch_lines, batches, files
 ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
 """Time after which another replica takes over from one that died."""
-
-
+MICROSECONDS: Final = 1_000_000
 NONE_RUN: Final[Mapping[str, RunningLines]] = {}
 _WORK: Final = func.sum(  # as `work_of` counts that of a line
     1
@@ -116,8 +116,10 @@ class Ledger:
         conditions = [batches.c.id.startswith(id_prefix, autoescape=True)] if id_prefix else []
         if tenant is not None:
             conditions.append(batches.c.tenant == tenant)
+        gone_at = None if page.after is None else _created_at(page.after)
         async with self._engine.connect() as connection:
-            rows = (await connection.execute(await page_query(connection, batches, conditions, page))).all()
+            query = await page_query(connection, batches, conditions, page, gone_at)
+            rows = (await connection.execute(query)).all()
             return [await _with_counts(connection, _batch(row)) for row in rows]
 
     async def cancel(self, tenant: str, batch_id: str) -> bool:
@@ -333,8 +335,15 @@ class Ledger:
             await connection.execute(delete(batches).where(batches.c.id == batch_id))
 
 
-def new_id(prefix: str = "batch_") -> str:
-    return prefix + secrets.token_hex(12)
+def new_id(at: float, prefix: str = "batch_") -> str:
+    """Return an id that tells when it was made: a list goes on after a batch that was deleted meanwhile."""
+    return f"{prefix}{int(at * MICROSECONDS):013x}{secrets.token_hex(6)[1:]}"
+
+
+def _created_at(batch_id: str) -> float | None:
+    """Return when the id of a batch was made, None if it is no such id."""
+    found = re.fullmatch(r"[a-z]+_([0-9a-f]{13})[0-9a-f]{11}", batch_id)
+    return None if found is None else int(found[1], 16) / MICROSECONDS
 
 
 def _input_file(batch: Batch) -> Select[Any]:

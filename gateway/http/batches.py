@@ -117,7 +117,7 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
         anchor, seconds = expires_after.text("anchor"), whole_number(expires_after.raw("seconds"))
         kept_s = read_expires_after(anchor, str(seconds), limits.kept_s, "output_expires_after")
     return Batch(
-        id=new_id(),
+        id=new_id(now),
         tenant=caller.tenant,
         key_id=caller.key_id,
         endpoint=endpoint,

@@ -132,7 +132,7 @@ def read_new_batch(body: dict[str, object], caller: Caller, now: float, limits: 
             problems.add(f"requests.{number}", f"is longer than {limits.line_bytes} bytes")
     problems.raise_any()
     batch = Batch(
-        id=new_id(ID_PREFIX),
+        id=new_id(now, ID_PREFIX),
         tenant=caller.tenant,
         key_id=caller.key_id,
         endpoint="/v1/messages",

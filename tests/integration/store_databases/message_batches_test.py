@@ -229,6 +229,23 @@ def test_message_batches_are_listed_in_both_directions_and_deleted(url: str) -> 
     asyncio.run(main())
 
 
+def test_batches_are_deleted_while_they_are_listed(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            batches = client(here).messages.batches
+            for backwards in (False, True):
+                made = [await submitted(here, request(number)) for number in range(5)]
+                for batch_id in made:
+                    await ended(here, batch_id)
+                first = {"before_id": made[0]} if backwards else {}
+                async for batch in batches.list(limit=2, **first):
+                    await batches.delete(batch.id)
+                left = [batch.id async for batch in batches.list()]
+                assert left == (made[:1] if backwards else [])
+
+    asyncio.run(main())
+
+
 def test_a_message_batch_that_runs_has_no_results_and_stays(url: str) -> None:
     async def main() -> None:
         async with replica(url) as here:
