@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import and_, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.files import expire, keep
 from gateway.store.tables import tuning_content, tuning_jobs
 from gateway.tuning.rows import content_columns, content_of, job_of
-from gateway.tuning.values import UNFINISHED, Content, Job, JobStatus, Kind
+from gateway.tuning.values import (
+    UNFINISHED,
+    Content,
+    Job,
+    JobStatus,
+    Kind,
+    TunedModel,
+    model_name,
+    tuned_model,
+)
 
 
 class Contents:
@@ -20,8 +28,6 @@ class Contents:
     def __init__(self, engine: AsyncEngine, checkpoints: int) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
-        self._models: list[tuple[Job, Content]] = []  # of all tenants, as of `_mark`
-        self._mark: tuple[int, float] | None = None
 
     async def of_job(self, job_id: str, *kinds: Kind) -> list[Content]:
         """Return what is stored of a job, the latest step first."""
@@ -70,24 +76,38 @@ class Contents:
 
     async def models(self, tenant: str) -> list[tuple[Job, Content]]:
         """Return the adapters of a tenant that may be served, with their jobs."""
+        content = [each.label(f"content_{each.name}") for each in tuning_content.c]
+        query = select(tuning_jobs, *content).select_from(_JOIN)
+        query = query.where(_IS_MODEL, tuning_jobs.c.tenant == tenant)
         async with self._engine.connect() as connection:
-            return _models(await connection.execute(_MODELS.where(tuning_jobs.c.tenant == tenant)))
+            rows = await connection.execute(query.order_by(tuning_content.c.at, tuning_content.c.step))
+            return [(job_of(row), content_of(row, "content_")) for row in rows]
 
-    async def models_of_all(self) -> list[tuple[Job, Content]]:
-        """Return the adapters of all tenants that may be served, with their jobs as they were when an adapter
-        last came or went: in the course of time they are thousands, and this is asked every few seconds.
+    async def tuned(self) -> list[TunedModel]:
+        """Return the adapters of jobs that succeeded, of all tenants, and their checkpoints.
+
+        Every replica asks every few seconds: no job is read as a whole.
         """
+        job, content = tuning_jobs.c, tuning_content.c
+        names = (job.model, job.tenant, job.suffix, job.id, content.kind, content.step)
+        query = select(*names, content.sha256, content.bytes).select_from(_JOIN)
+        query = query.where(_IS_MODEL, job.status == JobStatus.SUCCEEDED)
         async with self._engine.connect() as connection:
-            mark = tuple((await connection.execute(_MODELS_MARK)).one())
-            if mark != self._mark:
-                self._models = _models(await connection.execute(_MODELS))
-                self._mark = mark
-            return self._models
+            return [
+                TunedModel(
+                    model_name(tuned_model(base, tenant, suffix, job_id), kind, step), tenant, base, *rest
+                )
+                for base, tenant, suffix, job_id, kind, step, *rest in await connection.execute(
+                    query.order_by(content.at, content.step)
+                )
+            ]
 
-    async def unfinished(self) -> list[Job]:
-        query = select(tuning_jobs).where(tuning_jobs.c.status.in_(UNFINISHED))
+    async def unfinished(self) -> list[str]:
+        """Return the names of what jobs that are not over will have made."""
+        job = tuning_jobs.c
+        query = select(job.model, job.tenant, job.suffix, job.id).where(job.status.in_(UNFINISHED))
         async with self._engine.connect() as connection:
-            return [job_of(row) for row in await connection.execute(query)]
+            return [tuned_model(*row) for row in await connection.execute(query)]
 
     async def remove(self, content: Content) -> bool:
         """Forget content; its file expires, but for data, whose file is the client's."""
@@ -112,22 +132,6 @@ _IS_MODEL = or_(
     tuning_content.c.kind == Kind.CHECKPOINT,
     and_(tuning_content.c.kind == Kind.ADAPTER, tuning_jobs.c.status == JobStatus.SUCCEEDED),
 )
-_MODELS = (
-    select(tuning_jobs, *(each.label(f"content_{each.name}") for each in tuning_content.c))
-    .select_from(_JOIN)
-    .where(_IS_MODEL)
-    .order_by(tuning_content.c.at, tuning_content.c.step)
-)
-_MODELS_MARK = (
-    select(func.count(), func.coalesce(func.sum(tuning_content.c.at), 0.0))
-    .select_from(_JOIN)
-    .where(_IS_MODEL)
-)
-"""Differs once an adapter has come or gone."""
-
-
-def _models(rows: Iterable[Row[Any]]) -> list[tuple[Job, Content]]:
-    return [(job_of(row), content_of(row, "content_")) for row in rows]
 
 
 def _delete(content: Content) -> Any:

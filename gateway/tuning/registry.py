@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from gateway.tuning.contents import Contents
-from gateway.tuning.values import Content, Job, Kind, checkpoint_model
+from gateway.tuning.values import Content, Job, model_name
 
 
 def name_of(job: Job, content: Content) -> str:
     """Return the name by which clients ask for an adapter."""
-    is_checkpoint = content.kind is Kind.CHECKPOINT
-    return checkpoint_model(job.tuned_model, content.step) if is_checkpoint else job.tuned_model
+    return model_name(job.tuned_model, content.kind, content.step)
 
 
 async def find_model(contents: Contents, tenant: str, name: str) -> Content | None:

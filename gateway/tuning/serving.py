@@ -12,8 +12,7 @@ from gateway.errors import MicoError
 from gateway.federation.link import Link
 from gateway.federation.model_orders import ModelOrder
 from gateway.tuning.context import TuningContext
-from gateway.tuning.registry import name_of
-from gateway.tuning.values import Content, Job, JobStatus
+from gateway.tuning.values import TunedModel
 from wire import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,8 @@ class Serving:
         context, now_s = self._context, self._context.clock()
         self._again_s = {key: at_s for key, at_s in self._again_s.items() if at_s > now_s}
         unfinished = await context.contents.unfinished()  # first: what ends meanwhile is among the models
-        read = await context.contents.models_of_all()
-        models = {name_of(job, content): (job, content) for job, content in read}
-        known = {*models, *(job.tuned_model for job in unfinished)}
+        models = {model.name: model for model in await context.contents.tuned()}
+        known = {*models, *unfinished}
         sites, served = list[Site](), set[str]()
         for site in context.sites():
             is_down = site.state is SiteState.DOWN
@@ -55,9 +53,9 @@ class Serving:
             if not is_down:
                 sites.append(site)
                 served |= tuned
-        for name, (job, content) in models.items():
-            if job.status is JobStatus.SUCCEEDED and name not in served:
-                self._add(name, job, content, sites)
+        for name, model in models.items():
+            if name not in served:
+                self._add(model, sites)
 
     async def close(self) -> None:
         tasks = [*self._orders.values()]
@@ -65,21 +63,21 @@ class Serving:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add(self, name: str, job: Job, content: Content, sites: list[Site]) -> None:
+    def _add(self, model: TunedModel, sites: list[Site]) -> None:
         """Order one of the sites that can fetch adapters and serve the base: each replica takes the same."""
-        if any(model == name for _, model in self._orders):
+        if any(name == model.name for _, name in self._orders):
             return
         able = [
             site.name
             for site in sites
             if site.identity.trains is not None
-            and job.model in site.identity.models
-            and (site.name, name) not in self._again_s
+            and model.base in site.identity.models
+            and (site.name, model.name) not in self._again_s
         ]
         if able:
-            site = max(able, key=lambda each: hashlib.sha256(f"{each} {name}".encode()).digest())
-            fetched = pb.Content(sha256=bytes.fromhex(content.sha256), bytes=content.bytes)
-            order = ModelOrder("add", name, content=fetched, tenant=job.tenant, parent=job.model)
+            site = max(able, key=lambda each: hashlib.sha256(f"{each} {model.name}".encode()).digest())
+            fetched = pb.Content(sha256=bytes.fromhex(model.sha256), bytes=model.bytes)
+            order = ModelOrder("add", model.name, content=fetched, tenant=model.tenant, parent=model.base)
             self._begin(site, order, ADD_WITHIN_S)
 
     def _begin(self, site: str, order: ModelOrder, within_s: float) -> None:

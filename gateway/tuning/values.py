@@ -156,7 +156,11 @@ class Job:
     @property
     def tuned_model(self) -> str:
         """Return the name of the adapter that it makes."""
-        return ":".join(("ft", self.model, self.tenant, self.suffix, self.id.removeprefix("ftjob-")[:8]))
+        return tuned_model(self.model, self.tenant, self.suffix, self.id)
+
+
+def tuned_model(base: str, tenant: str, suffix: str, job_id: str) -> str:
+    return ":".join(("ft", base, tenant, suffix, job_id.removeprefix("ftjob-")[:8]))
 
 
 def checkpoint_model(tuned_model: str, step: int) -> str:
@@ -192,6 +196,11 @@ class Kind(StrEnum):
     ADAPTER = "adapter"
 
 
+def model_name(tuned_model: str, kind: Kind, step: int) -> str:
+    """Return the name by which clients ask for an adapter of the job that makes `tuned_model`."""
+    return checkpoint_model(tuned_model, step) if kind == Kind.CHECKPOINT else tuned_model
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """Content of a job, in the file `file_id`; `sha256` is hexadecimal."""
@@ -203,6 +212,16 @@ class Content:
     bytes: int
     file_id: str
     at: float
+
+
+class TunedModel(NamedTuple):
+    """An adapter that may be asked by its name, and its content."""
+
+    name: str
+    tenant: str
+    base: str
+    sha256: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

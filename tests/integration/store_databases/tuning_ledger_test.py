@@ -270,48 +270,23 @@ def test_a_newer_snapshot_replaces_the_older_and_checkpoints_are_bounded(url: st
         gone = [await add(content(job, Kind.CHECKPOINT, step, f"c{step}"), job.run) for step in (1, 2, 3)]
         assert gone == [[], [], ["c1"]]
         assert await add(content(job, Kind.ADAPTER, 3, "a3"), job.run) == []
-        models = await here.contents.models_of_all()
+        models = await here.contents.models("t")
         assert [each.file_id for _, each in models] == ["c2", "c3"]  # not what may still change
+        assert (await here.contents.tuned(), await here.contents.unfinished()) == ([], [job.tuned_model])
         assert await here.one.end(job, JobStatus.SUCCEEDED, "done")
         assert await add(content(job, Kind.ADAPTER, 3, "late"), job.run) is None
-        models = await here.contents.models_of_all()
+        models = await here.contents.models("t")
         assert {each.file_id for _, each in models} == {"c2", "c3", "a3"}
+        assert await here.contents.unfinished() == []
+        names = [job.tuned_model + f":ckpt-step-{step}" for step in (2, 3)] + [job.tuned_model]
+        tuned = await here.contents.tuned()
+        assert sorted(each.name for each in tuned) == sorted(names)
+        by_digest = {each.sha256: (each.name, each.tenant, each.base, each.bytes) for each in tuned}
+        assert by_digest["adapter3"] == (job.tuned_model, "t", "m", 3)
         leftovers = await here.contents.find_leftovers(9, checkpoints_before=0.0)
         assert {each.kind for each in leftovers} == {Kind.DATA, Kind.SNAPSHOT}
         leftovers = await here.contents.find_leftovers(9, checkpoints_before=here.now[0] + 1.0)
         assert {each.kind for each in leftovers} == {Kind.DATA, Kind.SNAPSHOT, Kind.CHECKPOINT}
-
-    play(url, scenario)
-
-
-def test_the_models_of_all_tenants_are_read_again_once_one_came_or_went(url: str) -> None:
-    """After some months they are thousands, and each replica looks at them every two seconds."""
-
-    async def scenario(here: Books) -> None:
-        job, contents = await here.running(), here.contents
-        assert job.run is not None
-
-        async def read() -> list[tuple[str, JobStatus]]:
-            found = await contents.models_of_all()
-            assert await contents.models_of_all() is found
-            return [(content.file_id, job.status) for job, content in found]
-
-        async def add(kind: Kind, step: int, file_id: str) -> None:
-            here.now[0] += 1.0
-            assert job.run is not None
-            await contents.add(replace(content(job, kind, step, file_id), at=here.now[0]), job.run)
-
-        assert await read() == []
-        await add(Kind.CHECKPOINT, 1, "c1")
-        assert await read() == [("c1", JobStatus.RUNNING)]
-        await add(Kind.CHECKPOINT, 1, "again")
-        assert await read() == [("again", JobStatus.RUNNING)]
-        await add(Kind.ADAPTER, 2, "a2")
-        assert await here.one.end(job, JobStatus.SUCCEEDED, "done")
-        assert await read() == [("again", JobStatus.SUCCEEDED), ("a2", JobStatus.SUCCEEDED)]
-        for _, each in await contents.models_of_all():
-            assert await contents.remove(each)
-        assert await read() == []
 
     play(url, scenario)
 

@@ -375,15 +375,15 @@ def test_a_model_that_is_served_by_the_time_the_models_are_read_is_not_ordered_a
         name = str((await reached(here, job.id, "succeeded")).fine_tuned_model)
         checkpoint = f"{name}:ckpt-step-3"
         site, order = await ordered(here, "order")
-        read, begun = Contents.models_of_all, asyncio.Semaphore(0)
+        read, begun = Contents.tuned, asyncio.Semaphore(0)
         served, again = asyncio.Event(), asyncio.Event()
 
-        async def models(self: Contents) -> Any:
+        async def tuned(self: Contents) -> Any:
             begun.release()
             await (again if served.is_set() else served).wait()
             return await read(self)
 
-        monkeypatch.setattr(Contents, "models_of_all", models)
+        monkeypatch.setattr(Contents, "tuned", tuned)
         await begun.acquire()
         await run.serve(name, checkpoint)
         await site.send(ordered=pb.Ordered(order_id=order.order_id))
