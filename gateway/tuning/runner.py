@@ -70,6 +70,7 @@ class Runner:
         self._poll_s, self._tick_s = poll_s, tick_s
         self._held: dict[str, Care] = {}
         self._polled_s = self._tidied_s = float("-inf")
+        self._runs: dict[str, int] | None = None  # of each site, as read in this turn
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._serving = Serving(context)
@@ -112,6 +113,7 @@ class Runner:
         if now_s - self._polled_s >= self._poll_s:
             self._polled_s = now_s
             await self._poll()
+        self._runs = None
         for care in [*self._held.values()]:
             try:
                 await self._look_after(care)
@@ -231,19 +233,21 @@ class Runner:
             await self._refresh(care)
             return
         care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
+        if self._runs is None:
+            self._runs = await context.ledger.runs()
         sites = of_same_base(context.sites(), job.model, job.revision)
         site = choose(
             [each for each in sites if each.name in context.links()],
             job.model,
             job.plan,
-            runs=await context.ledger.runs(),
+            runs=self._runs,
             avoided=care.avoided,
             now_s=now_s,
         )
         if site is None:
             await self._wait_for_site(care)
         elif await context.ledger.start(job, new_run(), site.name):
-            care.waits_since = None
+            care.waits_since, self._runs = None, None
             await self._refresh(care)
             await self._order(care)
 

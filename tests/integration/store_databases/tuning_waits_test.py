@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+
+import pytest
 
 from gateway.batches.values import DAY_S, HOUR_S
+from gateway.tuning.ledger import Ledger
+from gateway.tuning.runner import Runner
 from gateway.tuning.values import TuningLimits
 from tests.support.batch_replica import POLL_S, Replica, replica
+from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, next_run
 from tests.support.tuning_jobs import create, reached
 
@@ -57,5 +63,34 @@ def test_a_job_that_was_paused_waits_for_a_site_anew(url: str) -> None:
             assert (await jobs.retrieve(job_id)).status == "queued"
             here.pass_time(DAY_S + HOUR_S)
             await reached(here, job_id, "failed")
+
+    asyncio.run(main())
+
+
+def test_the_runs_of_sites_are_read_once_for_all_jobs_that_wait(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, read, turn = Counter[str](), Ledger.runs, Runner.turn
+
+    async def runs(self: Ledger) -> dict[str, int]:
+        called["runs"] += 1
+        return await read(self)
+
+    async def turn_once(self: Runner) -> None:
+        called["turns"] += 1
+        await turn(self)
+
+    monkeypatch.setattr(Ledger, "runs", runs)
+    monkeypatch.setattr(Runner, "turn", turn_once)
+
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS) as here:
+            await create(here)
+            await next_run(here)
+            for _ in range(3):
+                await waits(here, (await create(here)).id, 1)
+            called.clear()
+            await until(lambda: called["turns"] > 5, "some turns")
+            assert 0 < called["runs"] <= called["turns"] + 1
 
     asyncio.run(main())
