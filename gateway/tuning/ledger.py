@@ -325,10 +325,12 @@ class Ledger:
             await self._events.add(connection, job.id, INFO if error is None else ERROR, message)
             return True
 
-    async def add_event(self, job: Job, level: str, message: str) -> bool:
+    async def add_event(
+        self, job: Job, level: str, message: str, allowed: Sequence[JobStatus] = UNFINISHED
+    ) -> bool:
         """Add an event to a job that this owner holds."""
         async with self._engine.begin() as connection:
-            if not await self._change(connection, job.id, UNFINISHED, {"leased_by": self.owner}):
+            if not await self._change(connection, job.id, allowed, {"leased_by": self.owner}):
                 return False
             await self._events.add(connection, job.id, level, message)
             return True

@@ -267,7 +267,7 @@ class Runner:
         last = await context.events.list_page(job.id, Page(1))
         if last and last[0].message == WAITS:
             return last[0].at
-        await context.ledger.add_event(job, WARN, WAITS)
+        await context.ledger.add_event(job, WARN, WAITS, (JobStatus.QUEUED,))
         return context.unix_time()
 
     # ---- a run

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from gateway.batches.values import DAY_S, HOUR_S
 from gateway.tuning.ledger import Ledger
 from gateway.tuning.runner import Runner
-from gateway.tuning.values import TuningLimits
+from gateway.tuning.values import Job, TuningLimits
 from tests.support.batch_replica import POLL_S, Replica, replica
 from tests.support.fakes.federation import until
 from tests.support.training_site import TRAINS, next_run
@@ -63,6 +64,30 @@ def test_a_job_that_was_paused_waits_for_a_site_anew(url: str) -> None:
             assert (await jobs.retrieve(job_id)).status == "queued"
             here.pass_time(DAY_S + HOUR_S)
             await reached(here, job_id, "failed")
+
+    asyncio.run(main())
+
+
+def test_a_job_that_is_paused_meanwhile_is_not_said_to_wait(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=LIMITS) as here:
+            job_id = await begin(here)
+            read, looks = Ledger.lease, 0
+
+            async def lease(self: Ledger, *asked: Any) -> list[Job]:
+                nonlocal looks
+                found = await read(self, *asked)
+                looks += 1
+                if looks == 1:
+                    assert await self.pause("tenant-1", job_id)
+                    here.pass_time(DAY_S + HOUR_S)
+                return found
+
+            monkeypatch.setattr(Ledger, "lease", lease)
+            await until(lambda: looks > 3, "some looks at the job")
+            await waits(here, job_id, 1)
 
     asyncio.run(main())
 
