@@ -187,8 +187,9 @@ class Ledger:
     # ---- leases
 
     async def lease(self, max_jobs: int, served: Collection[str] | None = None) -> list[Job]:
-        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Queued jobs of
-        models that are not among those `served` come late, and jobs that rest paused last.
+        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Jobs that rest
+        paused come last, and before them queued jobs of models that are not among those `served`: their
+        leases are not renewed, and for as long again only replicas whose sites serve them may take them.
 
         Returns all jobs that this owner holds from now on.
         """
@@ -201,9 +202,9 @@ class Ledger:
         siteless = false() if served is None else and_(queued, table.c.model.not_in(served))
         free = or_(
             table.c.leased_by.is_(None),
-            ends < now,
             ends > now + 2 * self.lease_s,  # the database's clock was set back
-            is_ours,
+            and_(~siteless, or_(is_ours, ends < now)),
+            and_(siteless, ends < now - self.lease_s),
         )
         claimable = (
             select(table.c.id)

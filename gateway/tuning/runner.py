@@ -123,7 +123,8 @@ class Runner:
     async def _poll(self) -> None:
         context, now_s = self._context, self._context.clock()
         linked = [site for site in context.sites() if site.name in context.links()]
-        served = {model for site in linked for model in site.identity.models}
+        training = [site for site in linked if site.identity.trains is not None]
+        served = {model for site in training for model in site.identity.models}
         leased = {job.id: job for job in await context.ledger.lease(context.limits.replica_jobs, served)}
         for job_id in [job_id for job_id in self._held if job_id not in leased]:
             self._let_go(self._held.pop(job_id))

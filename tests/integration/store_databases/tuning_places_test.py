@@ -66,6 +66,23 @@ def test_jobs_of_a_model_that_no_site_has_keep_no_place_of_those_that_can_train(
     play(url, scenario)
 
 
+def test_a_job_goes_to_a_replica_that_has_a_site_for_it(url: str) -> None:
+    limits = replace(LIMITS, unlinked_s=0.2)
+
+    async def main() -> None:
+        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=limits) as first:
+            job = await create(first)
+            await (await next_run(first)).site.close()
+            await newest_event_says(first, job.id, "No site has room")
+            async with replica(url, name="r2", sites=("b",), trains=TRAINS, tuning_limits=limits) as other:
+                run = await next_run(other)
+                assert run.order.job_id == job.id
+                await run.succeed()
+                await reached(first, job.id, "succeeded")
+
+    asyncio.run(main())
+
+
 async def create_for(url: str, model: str, name: str, like: str) -> None:
     """Create a job of a model that no site serves, which once was served, with another job's file and key."""
     engine = open_engine(url)
