@@ -5,7 +5,9 @@ OpenAI's fields are not taken by every provider, nor all by OpenAI's own newer m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, TypeAlias
 
 from site_engine.remote.request import HttpRequest
@@ -25,16 +27,20 @@ class Fitting:
             request = change(request)
         return request
 
-    def keep(self, request: HttpRequest, changes: Iterable[Change]) -> None:
-        """Make changes with which a request was answered to those that follow. What a refusal says is not
-        enough: it may repeat words of the client.
+    def keep(self, request: HttpRequest, changes: Collection[Change]) -> None:
+        """Make changes with which a request was answered to those that follow, except one whose words the
+        refusal may have from the client: where several servers answer behind one address, the second try
+        proves nothing.
         """
-        self._needed.setdefault(request.body.get("model"), set()).update(changes)
+        if changes:
+            said = json.dumps(request.body)
+            wished = {change for words, change in _CHANGES.items() if not re.search(words, said)}
+            self._needed.setdefault(request.body.get("model"), set()).update(wished.intersection(changes))
 
 
 def wanted_change(request: HttpRequest, refusal: str) -> Change | None:
     """Return how a server wants to be asked, by the message of its refusal, None if it does not say."""
-    wanted = (change for words, change in _CHANGES.items() if words in refusal)
+    wanted = (change for words, change in _CHANGES.items() if re.search(words, refusal))
     return next((change for change in wanted if change(request) != request), None)
 
 
@@ -60,7 +66,8 @@ def tell_no_reasoning(request: HttpRequest) -> HttpRequest:
 _OPTIONS: Final = "stream_options"
 _CHANGES: Final[Mapping[str, Change]] = {
     "Use 'max_completion_tokens' instead": rename_limit,  # OpenAI's models that reason
-    _OPTIONS: ask_no_usage,  # Mistral, which tells the usage by itself
+    # Mistral, which tells the usage by itself; but not what repeats the whole request, as vLLM does
+    _OPTIONS + r"(?!['\"]: ?\{)": ask_no_usage,
     "property 'reasoning_content' is unsupported": tell_no_reasoning,  # Groq, in earlier turns
 }
-"""By words of a refusal."""
+"""By words of a refusal, as regular expressions."""

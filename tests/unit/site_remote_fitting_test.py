@@ -139,3 +139,24 @@ def test_a_refusal_that_repeats_words_of_the_client_teaches_nothing() -> None:
     asked, ends = ask(refuse, {**WITH_USAGE, "tool": "stream_options"}, WITH_USAGE)
     assert ends == [Reason.INVALID, Finish.LENGTH]
     assert asked[-1] == WITH_USAGE
+
+
+def test_a_refusal_that_repeats_the_whole_request_is_no_wish_of_the_server() -> None:
+    """As vLLM's, which has in it what was asked of each model: invalid requests were sent twice."""
+
+    def refuse(asked: Body) -> httpx.Response:
+        detail = [{"type": "value_error", "loc": ["body"], "msg": "no such tool", "input": asked}]
+        return httpx.Response(400, json={"error": {"message": str(detail), "code": 400}})
+
+    asked, ends = ask(refuse, WITH_USAGE)
+    assert ends == [Reason.INVALID]
+    assert asked == [WITH_USAGE]
+
+
+def test_words_of_a_client_teach_nothing_although_the_second_try_was_answered() -> None:
+    """By another replica behind the server's address, which takes what the first one refused."""
+    refusals = [httpx.Response(400, json={"message": "no grammar: stream_options"})]
+    odd = {**WITH_USAGE, "guided_grammar": "stream_options"}
+    asked, ends = ask(lambda _: refusals.pop() if refusals else None, odd, WITH_USAGE)
+    assert ends == [Finish.LENGTH] * 2
+    assert asked[-1] == WITH_USAGE
