@@ -217,7 +217,7 @@ class Client:
         cause = str(error) or type(error).__name__
         tip = "mico up starts one here; --base-url or MICO_BASE_URL names another"
         if "CERTIFICATE_VERIFY_FAILED" in cause:
-            tip = "SSL_CERT_FILE=FILE trusts the authorities in that file instead of the system's"
+            tip = "SSL_CERT_FILE=FILE trusts the authorities in that file instead of the public ones"
         return GatewayUnavailable(f"the gateway at {self.root} does not answer", cause=cause, tip=tip)
 
 
