@@ -161,7 +161,7 @@ class Service:
                 if missed >= MAX_MISSES:
                     self._lose(f"{missed} probes in a row failed, the last: {exc}")
                     return
-            if missed or self._discovery.has_metrics:
+            if missed or (self._discovery.has_metrics and not degraded):
                 await asyncio.sleep(POLL_EVERY_S)
             else:
                 await asyncio.sleep(LIST_EVERY_S if self._lists_models else PROBE_EVERY_S)
@@ -191,7 +191,7 @@ class Service:
         log.info("the server's models have changed: %d came, %d went", len(names - known), len(known - names))
 
     async def _poll(self, degraded: bool) -> bool:
-        """Poll once; return whether the metrics page, which was understood at first, no longer is."""
+        """Poll once; return whether the metrics page is not understood: it was at first, or will be later."""
         if self._lists_models:
             return degraded
         if not self._discovery.has_metrics:
@@ -203,6 +203,7 @@ class Service:
             self._engine.forget_load()
             if not degraded:
                 log.warning("load is estimated from what passes through: %s", exc)
+            await check_alive(self._server, self._discovery.probe)  # that page may outlive what it is about
             return True
         return False
 

@@ -44,6 +44,7 @@ class OpenAIServer:
         default_factory=dict
     )  # loaded now, as vLLM lists them, by name: the base
     owner: str = "somebody"
+    health: int = 404  # what /health answers
     metrics: str | None = None  # the page, None for 404; {running} and {waiting} are filled in
     key: str = ""
     repeats_keys: bool = False  # in what it says when it refuses one
@@ -128,8 +129,8 @@ class OpenAIServer:
             writer.transport.abort()
         elif path in self.pages:
             _whole(writer, 200, self.pages[path](json.loads(body or b"null")))
-        elif path == "/health" and not self.models:
-            _whole(writer, 200, "")
+        elif path == "/health":
+            _whole(writer, self.health if self.models else 200, "")
         elif path == "/v1/models":
             self._list(writer)
             await self._notify()

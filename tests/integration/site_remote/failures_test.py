@@ -161,6 +161,19 @@ def test_a_killed_server_fails_what_it_had_and_the_site_comes_back_with_it() -> 
     run(scenario, settings={"slots": 2})
 
 
+def test_a_server_whose_metrics_lack_one_is_lost_once_its_health_says_so() -> None:
+    """As of vLLM with --disable-log-stats, whose page stays after its engine has died."""
+
+    async def scenario(here: Scene) -> None:
+        here.server.health = 503
+        await here.session.over.wait()
+        assert "/health answers 503" in here.session.log[-1].bye.reason
+        here.server.health = 200
+        await here.gateway.joined()
+
+    run(scenario, owner="vllm", metrics="process_open_fds 9.0\n", health=200)
+
+
 def test_a_server_that_lives_but_fails_every_answer_is_left() -> None:
     async def scenario(here: Scene) -> None:
         here.server.mood = Mood.FAILING
