@@ -49,6 +49,9 @@ ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
 """Time after which another replica takes over from one that died."""
 MICROSECONDS: Final = 1_000_000
+IDS_TELL_SINCE: Final = 1_795_996_800.0
+"""30 November 2026: ids made before are random."""
+CLOCKS_DIFFER_S: Final = 86_400.0
 NONE_RUN: Final[Mapping[str, RunningLines]] = {}
 _WORK: Final = func.sum(  # as `work_of` counts that of a line
     1
@@ -116,7 +119,7 @@ class Ledger:
         conditions = [batches.c.id.startswith(id_prefix, autoescape=True)] if id_prefix else []
         if tenant is not None:
             conditions.append(batches.c.tenant == tenant)
-        gone_at = None if page.after is None else _created_at(page.after)
+        gone_at = None if page.after is None else _created_at(page.after, self._clock())
         async with self._engine.connect() as connection:
             query = await page_query(connection, batches, conditions, page, gone_at)
             rows = (await connection.execute(query)).all()
@@ -340,10 +343,11 @@ def new_id(at: float, prefix: str = "batch_") -> str:
     return f"{prefix}{int(at * MICROSECONDS):013x}{secrets.token_hex(6)[1:]}"
 
 
-def _created_at(batch_id: str) -> float | None:
-    """Return when the id of a batch was made, None if it is no such id."""
+def _created_at(batch_id: str, now: float) -> float | None:
+    """Return when the id of a batch was made, None if it does not tell."""
     found = re.fullmatch(r"[a-z]+_([0-9a-f]{13})[0-9a-f]{11}", batch_id)
-    return None if found is None else int(found[1], 16) / MICROSECONDS
+    at = 0.0 if found is None else int(found[1], 16) / MICROSECONDS
+    return at if IDS_TELL_SINCE <= at < now + CLOCKS_DIFFER_S else None
 
 
 def _input_file(batch: Batch) -> Select[Any]:

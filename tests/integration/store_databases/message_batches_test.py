@@ -242,6 +242,8 @@ def test_batches_are_deleted_while_they_are_listed(url: str) -> None:
                     await batches.delete(batch.id)
                 left = [batch.id async for batch in batches.list()]
                 assert left == (made[:1] if backwards else [])
+            older = "msgbatch_" + "6" + 23 * "0"  # of a random id, as before ids told when they were made
+            assert older in error_of(await here.raw("GET", f"{PATH}?after_id={older}"), 400)["message"]
 
     asyncio.run(main())
 
