@@ -32,7 +32,7 @@ from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.ruled_rows import Ranked, Ruled, RuledRows
 from site_engine.cuda.sampling import RULES
 from site_engine.model.logit_rules import LogitRules, to_device
-from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
+from site_engine.model.runner import NOT_FINITE, Forward, Logits, PackedRunner, StepTokens
 from site_engine.model.tensor_group import TensorGroup
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class DeviceStep:
         self._chosen, self._ids = chosen, ids
         self._unsampled = unsampled
         self._ranked: Ranked | None = None
-        self._failure = ""  # of what had to be sampled
+        self._failed: dict[int, str] = {}  # rows that could not be sampled by their rules, and why
         self._finished = False
         self._done = torch.cuda.Event() if chosen.device.type == "cuda" else None
         if unsampled is None:
@@ -119,7 +119,7 @@ class DeviceStep:
                 self._ranked = self._unsampled.sample()
             except Exception as error:
                 log.exception("rows of a step could not be sampled by their rules")
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failed = dict.fromkeys(self._unsampled.rows, f"{type(error).__name__}: {error}")
         self._ids.copy_(self._chosen, non_blocking=True)
         if self._done is not None:
             self._done.record()
@@ -130,12 +130,10 @@ class DeviceStep:
         if self._done is not None:
             self._done.synchronize()
         numbers: list[int] = self._ids[: len(self.requests)].tolist()
-        if self._failure and self._unsampled is not None:
-            return StepTokens(numbers, set(self._unsampled.rows), reason=self._failure)
         alternatives = self._ranked.read() if self._ranked is not None else None
         if min(numbers, default=0) >= 0:
-            return StepTokens(numbers, set(), alternatives)
-        broken = {row for row, number in enumerate(numbers) if number < 0}
+            return StepTokens(numbers, self._failed, alternatives)
+        broken = {row: NOT_FINITE for row, number in enumerate(numbers) if number < 0} | self._failed
         return StepTokens(
             [number if number >= 0 else -1 - number for number in numbers], broken, alternatives
         )

@@ -39,7 +39,7 @@ from site_engine.model.kv_inbox import KVInbox
 from site_engine.model.kv_swap import host_swap
 from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
-from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner, StepTokens
+from site_engine.model.runner import NOT_FINITE, Logits, OverlappedRunner, PendingStep, Runner, StepTokens
 from site_engine.model.sampler import Sampled, Sampler
 from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
@@ -320,7 +320,8 @@ class SiteEngine:
         for chunk, rows in logits.prompts:
             self._live.processors[chunk.request.id].read_prompt(chunk.start, rows)
         token_ids, broken, alternatives = sampled
-        return self._publish(logits.sampled, StepTokens(token_ids, set(broken), alternatives), now)
+        tokens = StepTokens(token_ids, dict.fromkeys(broken, NOT_FINITE), alternatives)
+        return self._publish(logits.sampled, tokens, now)
 
     def _publish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -342,7 +343,7 @@ class SiteEngine:
         A token is discarded when its request ended while the device computed one more, fails, or wanted its
         prompt evaluated alone.
         """
-        token_ids, broken, alternatives, reason = tokens
+        token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             processor = live.get(request.id)
@@ -350,7 +351,7 @@ class SiteEngine:
                 discarded += 1
                 continue
             if broken and row in broken:
-                self._live.fail(processor, reason)
+                self._live.fail(processor, broken[row])
                 discarded += 1
                 continue
             if request.guide is not None and request.guide.error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
 MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
+NOT_FINITE = "the model's output was not finite"
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [1, tokens], positions [1, tokens], wanted [rows]) -> logits [rows, vocabulary]."""
@@ -53,12 +54,11 @@ class Runner(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """One token id per row of a step, the rows that have none and why, log probabilities by row."""
+    """One token id per row of a step, why some rows have none, log probabilities by row."""
 
     token_ids: list[int]
-    broken: set[int]
+    broken: Mapping[int, str]  # the reasons, by row
     alternatives: dict[int, Alternatives] | None = None
-    reason: str = "the model's output was not finite"
 
 
 class PendingStep(Protocol):

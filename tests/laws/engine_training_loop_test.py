@@ -64,7 +64,7 @@ class LaunchedStep(NamedTuple):
     def wait(self) -> StepTokens:
         self.runner.running -= 1
         self.runner.clock.now_s = max(self.runner.clock.now_s, self.done_s)
-        return StepTokens([7] * len(self.requests), set())
+        return StepTokens([7] * len(self.requests), {})
 
 
 class LaunchingRunner(TimedRunner):

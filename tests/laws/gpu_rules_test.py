@@ -22,6 +22,7 @@ from site_engine.cuda.ruled_rows import RuledRows
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
+from site_engine.model.runner import NOT_FINITE
 from site_engine.text.grammar import Grammars
 from tests.support.engine_models import Collected, Ticks, drain, family, gather, greedy
 from tests.support.overlapped_engines import fused_family, overlapped, requests
@@ -176,8 +177,11 @@ def test_rows_with_grammars_have_the_tokens_of_the_host(pages: int) -> None:
 def test_rules_that_fail_end_their_row_with_the_reason_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     of = fused_family("llama")
     engine = overlapped(of, fused=True)
+    with torch.no_grad():
+        of.served.model.model.embed_tokens.weight[77] = float("nan")
     engine.submit(greedy("plain", [1, 2, 3], 6))
     engine.submit(greedy("ruled", [3, 2, 1], 6, presence_penalty=0.5))
+    engine.submit(greedy("sick", [77, 2, 3], 4))
     engine.step()
 
     def failing(*_: Any) -> None:
@@ -187,4 +191,6 @@ def test_rules_that_fail_end_their_row_with_the_reason_and_no_other(monkeypatch:
     got = drain(engine)
     last = got["ruled"].last
     assert last is not None and last.finish is Finish.FAILED and "no such rule" in last.error
+    sick = got["sick"].last
+    assert sick is not None and (sick.error, got["sick"].token_ids) == (NOT_FINITE, [])
     assert got["plain"].token_ids == of.generate([1, 2, 3], 6)
