@@ -366,7 +366,7 @@ class SiteEngine:
             discarded += not output.token_ids
             if output.finish is not None:
                 self._scheduler.reservation.factors.ended(request, request.generated)
-                self._live.end(request)
+                self._live.forget(request)
         return discarded
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> int:

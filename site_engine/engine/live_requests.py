@@ -68,15 +68,11 @@ class LiveRequests:
     def finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
         """End a request with an output of its own."""
         self.outputs.append(processor.end(finish, self._clock(), error))
-        self.end(processor.request)
-
-    def end(self, request: Request) -> None:
-        """Let go of a request that has had its last output."""
-        self.forget(request)
-        request.variant = None  # which is in memory as long as something refers to it
+        self.forget(processor.request)
 
     def forget(self, request: Request) -> None:
-        """Let go of a request without an output, as of one that goes on elsewhere."""
+        """Let go of a request that has had its last output, or goes on elsewhere."""
         self.needs_host.discard(request.id)
         self._scheduler.release(request)
         del self.processors[request.id]
+        request.variant = None  # which is in memory as long as something refers to it

@@ -293,6 +293,22 @@ def test_equal_parts_are_stored_once_and_go_with_the_last_that_has_them(tmp_path
     assert gone() is None, "its memory is free"
 
 
+def test_a_variant_goes_with_its_last_request_also_where_that_moves_away(tmp_path: Path) -> None:
+    model, plain = served()
+    made = lora(tmp_path / "a", plain)
+    engine = engine_for(model)
+    engine.add_variant(made.variant)
+    gone = weakref.ref(engine._variants.served["a"])
+    engine.submit(request("r", made, [1, 2, 3], 8))
+    for _ in range(3):
+        engine.step()
+    _, moved = engine.export("r")
+    assert moved is not None and moved.fingerprint
+    engine.remove_variant("a")
+    gc.collect()
+    assert gone() is None, "its memory is free"
+
+
 def test_a_variants_own_end_token_ends_its_answers_alone(tmp_path: Path) -> None:
     model, plain = served()
     made = lora(tmp_path / "ends", plain, rank=4, seed=9)
