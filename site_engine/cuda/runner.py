@@ -262,9 +262,6 @@ class DeviceRunner:
 
     def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Sections]:
         """Queue a plan; return its step, the requests of the sampled rows and its numbers."""
-        if self._unfinished is not None:
-            self._unfinished.finish()  # while its logits are there
-            self._unfinished = None
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         arenas = self._arenas
@@ -285,6 +282,9 @@ class DeviceRunner:
             arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan, shape.tokens)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
+        if self._unfinished is not None:
+            self._unfinished.finish()  # while its logits are there
+            self._unfinished = None
         step = self.play(shape, block)
         self._tables.applied(plan)
         return step, requests, to
