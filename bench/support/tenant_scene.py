@@ -57,6 +57,7 @@ class Replica:
             "name": name,
             "http_port": self.http_port,
             "grpc_port": self.grpc_port,
+            "metrics_port": free_port(),
             "database_url": database_url,
             "folder": str(self._folder),
             "site_tokens": [TOKEN],

@@ -47,6 +47,7 @@ class Replica:
     folder: Path
     http_port: int = field(default_factory=free_port)
     link_port: int = field(default_factory=free_port)
+    metrics_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     async def start(self, program: Path) -> str:
@@ -65,6 +66,7 @@ class Replica:
             "name": self.name,
             "http_port": self.http_port,
             "grpc_port": self.link_port,
+            "metrics_port": self.metrics_port,
             "database_url": self.database,
             "folder": str(self.folder),
             "site_tokens": [TOKEN],

@@ -104,6 +104,7 @@ class Federation:
     model: Path
     grpc_ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
     http_ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
+    metrics_ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
     keys: dict[int, str] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     builds: dict[str, Build] = field(default_factory=dict)  # of each process
@@ -155,6 +156,7 @@ class Federation:
             "name": f"gateway-{number}",
             "http_port": self.http_ports[number],
             "grpc_port": self.grpc_ports[number],
+            "metrics_port": self.metrics_ports[number],
             "database_url": sqlite_url(folder),
             "folder": str(folder),
             "site_tokens": [TOKEN],
