@@ -45,7 +45,7 @@ class Ruled(NamedTuple):
     rows: Sequence[int]
     requests: Sequence[Request]  # which may have ended or given up their slots since
     slots: Sequence[int]
-    ends: Sequence[int]  # tokens of each before the sampled one; the last may be known to the device alone
+    ends: Sequence[int]  # tokens of each before the sampled one
     draws: Numbers  # [RULES, rows]: how each is drawn, as of `SlotRules`
 
 

@@ -51,7 +51,7 @@ class Dialect:
     drops: frozenset[str] = frozenset()  # OpenAI's fields that it takes and does not honour
     raw_text: bool = True  # reads the prompt of /v1/completions as it is, without a template
     refuses_excess: bool = False  # of `max_tokens` over what fits; a chat without them may be as long as fits
-    untold_off: frozenset[str] = frozenset()  # fields that it misreads at the values that turn them off
+    omitted_defaults: frozenset[str] = frozenset()  # fields not sent at values that turn them off
     truncates: bool = False  # cuts a prompt to its context rather than refuse it
     alive_path: str = ""  # shows it alive, where it has no /health
 
@@ -118,7 +118,7 @@ SGLANG = Dialect(
 TGI = Dialect(
     name="tgi",
     # refuses a top_p of 1; makes a repetition penalty of 2 of a chat's presence penalty of 0
-    untold_off=frozenset({"top_p", "presence_penalty"}),
+    omitted_defaults=frozenset({"top_p", "presence_penalty"}),
     drops=frozenset({"logit_bias", "n", "presence_penalty", "prompt of token ids"}),
     metric_prefix="tgi_",
     metric_names=MetricNames(

@@ -21,10 +21,10 @@ from site_engine.remote import plain
 from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
 from site_engine.remote.count import TokenCounter
 from site_engine.remote.dialects import Dialect
-from site_engine.remote.fitting import Fitting, wanted_change
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
+from site_engine.remote.quirks import Quirks, change_for
 from site_engine.remote.request import HttpRequest, build_request, guess_tokens, without_limit
 from site_engine.remote.server import Server, ServerLost, ServerRefused, refused_in_stream
 from site_engine.remote.stream import FailedStream, MalformedStream, ResponseStream
@@ -93,7 +93,7 @@ class RemoteEngine:
         self._stall_watch = StallWatch()
         self._counter = TokenCounter(server)
         self._asking_plainly: asyncio.Task[None] | None = None
-        self._fitting = Fitting()
+        self._quirks = Quirks()
 
     # the interface of a site
 
@@ -150,7 +150,7 @@ class RemoteEngine:
         if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
-        tokens, http = prepared.guessed_tokens, self._fitting.fit(prepared.payload)
+        tokens, http = prepared.guessed_tokens, self._quirks.apply(prepared.payload)
         request = RemoteRequest(tuple(group), http, tokens, self._clock(), reply)
         room = max(1, self._profile.context_tokens - tokens)
         max_tokens = min(room, request.first.sampling.max_tokens or room)
@@ -296,7 +296,7 @@ class RemoteEngine:
             return
         now, stream = self._clock(), request.stream
         self._failures = 0
-        self._fitting.keep(request.http, request.changes)
+        self._quirks.learn(request.http, request.changes)
         self._throughput.tokens_total += stream.tokens - before
         self._throughput.prompt_tokens_total += stream.prompt_tokens or request.prompt_tokens
         if request.http.pooling is not None:
@@ -363,7 +363,7 @@ class RemoteEngine:
         request was sent again: a prompt too long is refused again.
         """
         again = None
-        if (change := wanted_change(request.http, refusal.message)) is not None:
+        if (change := change_for(request.http, refusal.message)) is not None:
             request.changes.append(change)
             again = change(request.http)
         elif refusal.reason is Reason.CONTEXT_LENGTH and self._profile.dialect.refuses_excess:

@@ -11,8 +11,8 @@ from itertools import takewhile
 from site_engine.core.request import Admission, Request, Timings
 from site_engine.core.request_queue import STARVING_AFTER_S, STARVING_EVERY
 from site_engine.errors import NotServed
-from site_engine.remote.fitting import Change
 from site_engine.remote.pooling import PoolingResponse
+from site_engine.remote.quirks import Change
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.stream import ResponseStream
 

@@ -150,7 +150,7 @@ def sampling_fields(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
         for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         if name not in sampling.left_out
     }
-    for name in dialect.untold_off:
+    for name in dialect.omitted_defaults:
         if fields.get(name) == getattr(_OFF, name):
             del fields[name]
     for name in ("max_tokens", "seed"):

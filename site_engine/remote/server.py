@@ -154,8 +154,8 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     if status in {400, 413, 422}:
         said = f"{code} {message}"
         too_long = status == 413 or _CONTEXT.search(said)
-        unless = Reason.UNSUPPORTED if _NOT_HERE.search(said) else Reason.INVALID
-        reason = Reason.CONTEXT_LENGTH if too_long else unless
+        refused = Reason.UNSUPPORTED if _NOT_HERE.search(said) else Reason.INVALID
+        reason = Reason.CONTEXT_LENGTH if too_long else refused
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503, OVERLOADED}:
         return ServerRefused(NotServed(Reason.FULL, text), retry_after_s_of(headers))

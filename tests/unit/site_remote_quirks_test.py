@@ -15,7 +15,7 @@ from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import UNKNOWN
 from site_engine.remote.engine import RemoteEngine, ServerProfile
-from site_engine.remote.fitting import Fitting, wanted_change
+from site_engine.remote.quirks import Quirks, change_for
 from site_engine.remote.request import HttpRequest
 from site_engine.remote.server import Server
 
@@ -121,13 +121,13 @@ def test_earlier_reasoning_is_not_told() -> None:
 
 
 def test_what_a_model_needs_of_chats_changes_no_other_request() -> None:
-    fitting = Fitting()
+    quirks = Quirks()
     refused = HttpRequest("/v1/chat/completions", {"model": "m", "messages": [{"reasoning_content": "so"}]})
-    change = wanted_change(refused, GROQ["error"]["message"])
+    change = change_for(refused, GROQ["error"]["message"])
     assert change is not None
-    fitting.keep(refused, [change])
+    quirks.learn(refused, [change])
     completion = HttpRequest("/v1/completions", {"model": "m", "prompt": "a"})
-    assert fitting.fit(completion) == completion
+    assert quirks.apply(completion) == completion
 
 
 def test_a_refusal_that_repeats_words_of_the_client_teaches_nothing() -> None:
