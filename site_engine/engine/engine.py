@@ -56,9 +56,8 @@ class SiteEngine:
     `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
     before the one that runs is read: tokens stay on the device as the next inputs, so the host plans and
     publishes while the device computes. The end of a request is then known one iteration late; its row
-    computes one more token, which is discarded. What a grammar allows next is computed on a thread once the
-    token before is read, while the device computes the logits; only the log probabilities of a prompt make
-    all rows wait.
+    computes one more token, which is discarded. What a grammar allows next is computed once the token before
+    is read, while the device computes the logits; only the log probabilities of a prompt make all rows wait.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class SiteEngine:
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         if plan:
             try:
-                self._rules.begin(plan)
                 logits = self.runner.run(plan)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
@@ -173,8 +171,6 @@ class SiteEngine:
                     if len(left.chunks) > 1:  # one alone has failed, and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
-        if self._pending is not None:
-            self._rules.begin(self._pending.plan)
         return self._live.take_outputs()
 
     # ---- between iterations
@@ -374,7 +370,6 @@ class SiteEngine:
 
         Returns the number of the plan's tokens that were not made, or discarded.
         """
-        self._rules.begin(plan)
         chunks, made = plan.chunks, 0
         lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
         for chunk in chunks:

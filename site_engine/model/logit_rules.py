@@ -15,7 +15,6 @@ import torch
 from site_engine.core.request import Grammar, Guide, Request
 
 if TYPE_CHECKING:
-    from site_engine.core.schedule_plan import SchedulePlan
     from site_engine.model.grammar_bitmask import GrammarBitmask
 
 NEG_INF = float("-inf")
@@ -65,11 +64,6 @@ class LogitRules:
             self.masks = GrammarBitmask(slots, vocab_size)
         return grammar.start()
 
-    def begin(self, plan: SchedulePlan) -> None:
-        """Start computing, on a thread, which tokens grammars allow after this plan."""
-        if self.masks is not None:
-            self.masks.begin(chunk.request for chunk in plan.chunks if chunk.samples)
-
     def apply(self, requests: Sequence[Request], logits: torch.Tensor) -> bool:
         """Change logits [rows, vocabulary] in place, one row per request; return whether any rule applied.
 
@@ -95,12 +89,13 @@ class LogitRules:
     ) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
         """Return the bits of the tokens that grammars allow, by row of those that follow one.
 
-        `slots`: those of the requests when `begin` was called for them.
+        `slots`: those of the requests in the step that is sampled.
         """
         guided = self._kinds(requests).guided
         if not guided or self.masks is None:
             return {}
-        return dict(zip(guided, self.masks.allowed([slots[row] for row in guided]), strict=True))
+        lines = self.masks.allowed([requests[row] for row in guided], [slots[row] for row in guided])
+        return dict(zip(guided, lines, strict=True))
 
     def edits(
         self, requests: Sequence[Request], ends: Sequence[int], slots: Sequence[int]

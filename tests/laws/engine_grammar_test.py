@@ -298,7 +298,6 @@ def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
     for row, request in enumerate(requests):
         request.row, request.guide = 2 - row, following(POINT).start()
     masks = GrammarBitmask(4, size)
-    masks.begin(requests)
     here, there = torch.randn(4, size), torch.zeros(4, size)
     there[:] = here
     masks.allow(requests, [0, 2], here)
