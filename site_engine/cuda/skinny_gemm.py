@@ -12,7 +12,7 @@ import torch
 
 from site_engine.cuda.architecture import architecture
 from site_engine.cuda.attention_launch import pdl_kwargs
-from site_engine.cuda.kernels import adapter_kernels, skinny_gemm_kernels
+from site_engine.cuda.kernels import adapted_gemm_kernels, skinny_gemm_kernels
 
 MAX_ROWS = 128
 MAX_ADAPTED_ROWS = 64  # where some have adapters
@@ -25,6 +25,7 @@ NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with 
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
 GATED_SHRUNK_PARTS = 1  # there, since the product takes long
+FEW_EXPAND_STAGES = 1  # few rows have few slots; without stages more programs have room for their registers
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
@@ -167,7 +168,7 @@ def owned(
     (rows, depth), columns = hidden.shape, weight.shape[0]
     out = hidden.new_empty(rows, columns)
     tile = OWNED_TILE
-    adapter_kernels.owned_gemm_rows[(-(-rows // OWNED_ROWS), -(-columns // tile.columns))](
+    adapted_gemm_kernels.owned_gemm_rows[(-(-rows // OWNED_ROWS), -(-columns // tile.columns))](
         hidden, weight, weight if bias is None else bias, out, versions.own, versions.slots,
         rows, columns, depth, versions.own.stride(0), ROWS_PAD=OWNED_ROWS, COLUMNS=tile.columns,
         DEPTH=tile.depth, BIAS=bias is not None, EVEN=depth % tile.depth == 0,
@@ -215,12 +216,14 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
     shrunk_depth = -(-blocks // (GATED_SHRUNK_PARTS if common["GATED"] else SHRUNK_PARTS)) * tile.depth
     shrunk_parts = -(-depth // shrunk_depth)
     shrunk = hidden.new_empty(shrunk_parts, rows, groups * rank, dtype=torch.float32)
-    adapter_kernels.adapted_gemm_rows[(count * groups // together * shrunk_parts + grid[0] * grid[1],)](
+    adapted_gemm_kernels.adapted_gemm_rows[(count * groups // together * shrunk_parts + grid[0] * grid[1],)](
         *given, down, up, scales, biases, *which, shrunk, arrived, arrived if own is None else own,
         rows, columns, depth, part_depth, shrunk_depth, grid[1], count, *ends,
         down.stride(0), up.stride(0), scales.stride(0), biases.stride(0),
         0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
-        TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts, BIASED=biases.shape[1] > 0,
+        TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts,
+        PARTS_PAD=1 << (shrunk_parts - 1).bit_length(),
+        EXPAND_STAGES=FEW_EXPAND_STAGES if rows <= FEW_ROWS else tile.stages, BIASED=biases.shape[1] > 0,
         OWN=own is not None, ROWS_PAD=_padded(rows), **common,
     )  # fmt: skip
 

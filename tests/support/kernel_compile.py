@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from site_engine.cuda.kernels import (
+    adapted_gemm_kernels,
     adapter_kernels,
     attention_kernels,
     layer_kernels,
@@ -75,10 +76,11 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     }
     base = thin | {"ROWS": 16, "MORE": 0, "WEIGHT_FIRST": True, "SPLIT": False, "GATED": False}
     adapted = {
-        "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "GATED": False, "BIASED": False, "SPLIT": False,
-        "OWN": False, "TOGETHER": 1,
+        "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "PARTS_PAD": 4, "EXPAND_STAGES": 1, "GATED": False,
+        "BIASED": False, "SPLIT": False, "OWN": False, "TOGETHER": 1,
     }  # fmt: skip
     own = {"OWN": True}
+    adapted_rows = adapted_gemm_kernels.adapted_gemm_rows
     decode = [
         (
             attention_kernels.decode_rows,
@@ -99,13 +101,13 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (adapter_kernels.expand_rows, {"PARTS": 4, "COLUMNS": 128, "BIASED": False}),
             (adapter_kernels.expand_rows, {"PARTS": 1, "COLUMNS": 128, "BIASED": True}),
             (
-                adapter_kernels.adapted_gemm_rows,
+                adapted_rows,
                 thin | adapted | {"GROUPS": 3, "BIASED": True, "COLUMNS": 32},
             ),
-            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
-            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "TOGETHER": 2, "GATED": True}),
-            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"SPLIT": True} | own),
-            (adapter_kernels.adapted_gemm_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),
+            (adapted_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
+            (adapted_rows, thin | adapted | {"GROUPS": 2, "TOGETHER": 2, "GATED": True}),
+            (adapted_rows, thin | adapted | {"SPLIT": True} | own),
+            (adapted_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),
         )
     ]
     large = {"SIZE": 4096, "SIZE_PAD": 4096}
@@ -134,7 +136,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (adapter_kernels.prepare_rows, {"COUNT_PAD": 64, "COUNTERS_PAD": 128, "FEW": True}, {"num_warps": 4}),
         (
-            adapter_kernels.owned_gemm_rows,
+            adapted_gemm_kernels.owned_gemm_rows,
             {"ROWS_PAD": 64, "COLUMNS": 128, "DEPTH": 64, "BIAS": True, "EVEN": True},
             {"num_warps": 4, "num_stages": 3},
         ),

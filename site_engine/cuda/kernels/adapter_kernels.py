@@ -8,18 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from site_engine.cuda.kernels.skinny_gemm_kernels import (
-    LINE,
-    fetch_lines,
-    fetch_weight,
-    product,
-    store_product,
-)
-from site_engine.cuda.kernels.version_kernels import at_version, versions_of
-
 TILE_ROWS = tl.constexpr(16)
-LEAST = tl.constexpr(-(1 << 62))
-NOWHERE = tl.constexpr(-2)  # the slot of no row
 
 
 @triton.jit
@@ -44,22 +33,23 @@ def shrink_rows(
     tile = tiles + tl.program_id(0) * (1 + TILE_ROWS)
     slot = tl.load(tile)
     if slot >= 0:
-        _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, tl.program_id(1) * TOGETHER,
+        rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
+        shrink_tile(x, down, scales, rows, slot.to(tl.int64), shrunk, tl.program_id(1) * TOGETHER,
                 tl.program_id(2), tokens, depth, slot_stride, scale_stride, part_depth, RANK, GROUPS,
                 TOGETHER, WIDTH, DEPTH)  # fmt: skip
 
 
 @triton.jit
-def _shrink(
-    x, down, scales, tile, slot, shrunk, group, part, tokens, depth, slot_stride, scale_stride, part_depth,
+def shrink_tile(
+    x, down, scales, rows, slot, shrunk, group, part, tokens, depth, slot_stride, scale_stride, part_depth,
     RANK: tl.constexpr, GROUPS: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.load(tile + 1 + tl.arange(0, TILE_ROWS))
     real = rows >= 0
     at = tl.where(real, rows, 0).to(tl.int64)
     exists = tl.arange(0, WIDTH) < TOGETHER * RANK
     ranks = group * RANK + tl.where(exists, tl.arange(0, WIDTH), 0)
+    scale = tl.load(scales + slot * scale_stride + ranks // RANK)
     k = tl.arange(0, DEPTH)
     begin = part * part_depth
     end = tl.minimum(begin + part_depth, depth)
@@ -75,7 +65,6 @@ def _shrink(
             other=0.0,
         )
         total = tl.dot(some, factor, total, input_precision="ieee")
-    scale = tl.load(scales + slot * scale_stride + ranks // RANK)
     to = shrunk + (part * tokens + at[:, None]) * (GROUPS * RANK) + ranks[None, :]
     tl.store(to, total * scale[None, :], mask=real[:, None] & exists[None, :])
 
@@ -123,269 +112,6 @@ def expand_rows(
         written = real[:, None] & exists[None, :]
         added += tl.load(to, mask=written, other=0.0).to(tl.float32)
         tl.store(to, added.to(out.dtype.element_ty), mask=written)
-
-
-# compile once for any number of rows and tiles, and for any layer's place in `scales` and `own`
-@triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=["scales", "own"])
-def adapted_gemm_rows(
-    x,  # [rows, depth]
-    weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
-    bias,  # [columns], only if BIAS
-    out,  # [rows, columns]; SPLIT: [parts, rows, columns] in float32
-    down,  # [slots, layers, GROUPS * RANK, depth], from the layer on, as `up`, `scales` and `biases`
-    up,  # [slots, layers, columns (GATED: twice as many), RANK]
-    scales,  # [slots, layers, GROUPS] in float32
-    biases,  # [slots, layers, columns], only if BIASED
-    tiles,  # [count, 1 + TILE_ROWS]: slot, or -1 for the base; tokens, or -1 for none
-    slots,  # [rows]: of each row, or -1 for the base
-    used,  # [count]: the slots of the step's rows, each once
-    counts,  # [2]: tiles with a slot, slots in `used`
-    shrunk,  # [SHRUNK_PARTS, rows, GROUPS * RANK] in float32
-    arrived,  # [1]: 0; counts the programs that have shrunk rows
-    own,  # [slots, layers, numbers], only if OWN: where the slot's version of `weight` lies
-    rows,
-    columns,
-    depth,
-    part_depth,
-    shrunk_part_depth,
-    part_count,
-    count,
-    first_end,  # columns of the first group
-    second_end,  # and of the second
-    down_stride,
-    up_stride,
-    scale_stride,
-    bias_stride,
-    own_stride,
-    ROWS_PAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,  # of several adapters, that one dot expands
-    GROUPS: tl.constexpr,
-    TOGETHER: tl.constexpr,  # groups that one program shrinks
-    WIDTH: tl.constexpr,  # at least their ranks
-    SHRUNK_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIASED: tl.constexpr,  # adapters change the bias
-    SPLIT: tl.constexpr,
-    EVEN: tl.constexpr,
-    OWN: tl.constexpr,  # some rows have own versions of the weight, each of which is read once
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
-    """Compute the base's product and add what adapters make of the same rows.
-
-    The first programs shrink rows to the rank. The others compute the base's product, then wait for the
-    first, which the device starts before them, and expand. Tiles without a slot wait for nothing, so that
-    programs of products take their place while the kernel before runs.
-    """
-    jobs: tl.constexpr = GROUPS // TOGETHER * SHRUNK_PARTS  # of a tile
-    number = tl.program_id(0) - count * jobs
-    if number < 0:
-        job = tl.program_id(0)
-        tile = tiles + job % count * (1 + TILE_ROWS)
-        slot = tl.load(tile)
-        if slot >= 0:
-            if PDL:
-                tl.extra.cuda.gdc_launch_dependents()
-                _fetch_down(down + slot.to(tl.int64) * down_stride, job // count // SHRUNK_PARTS * TOGETHER,
-                            job // count % SHRUNK_PARTS * shrunk_part_depth, depth, shrunk_part_depth, RANK,
-                            TOGETHER, WIDTH, DEPTH)  # fmt: skip
-                tl.extra.cuda.gdc_wait()
-            _shrink(x, down, scales, tile, slot.to(tl.int64), shrunk, job // count // SHRUNK_PARTS * TOGETHER,
-                    job // count % SHRUNK_PARTS, rows, depth, down_stride, scale_stride, shrunk_part_depth,
-                    RANK, GROUPS, TOGETHER, WIDTH, DEPTH)  # fmt: skip
-            tl.debug_barrier()  # every thread's stores come before the counter
-            tl.atomic_add(arrived, 1, sem="release")
-    else:
-        blocks = tl.cdiv(columns, COLUMNS)
-        part = number // blocks
-        begin = part * part_depth
-        end = tl.minimum(begin + part_depth, depth)
-        n = number % blocks * COLUMNS + tl.arange(0, COLUMNS)
-        exists = n < columns
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            fetch_weight(weight, n, exists, begin, columns, depth, GATED, PREFETCH)
-        its_slots = tl.load(slots + tl.arange(0, ROWS_PAD), mask=tl.arange(0, ROWS_PAD) < rows, other=-1)
-        expanded = tl.load(counts + 1)
-        shrinking = tl.load(counts) * jobs
-        if PDL:
-            first = number % blocks * COLUMNS
-            _fetch_up(up, used, part, part_count, expanded, first, columns, up_stride, RANK, RANKS,
-                      COLUMNS)  # fmt: skip
-            if GATED:
-                _fetch_up(up, used, part, part_count, expanded, columns + first, 2 * columns, up_stride,
-                          RANK, RANKS, COLUMNS)  # fmt: skip
-            tl.extra.cuda.gdc_wait()
-        if not OWN:
-            _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists,
-                             tl.arange(0, ROWS_PAD) < rows, its_slots, shrinking, expanded, part, begin, end,
-                             rows, columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
-                             ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, GATED, BIAS, BIASED,
-                             SPLIT, EVEN, PDL)  # fmt: skip
-        else:
-            version = versions_of(own, its_slots, own_stride)
-            left = tl.arange(0, ROWS_PAD) < rows
-            while tl.sum(left.to(tl.int32), 0) > 0:
-                its = tl.max(tl.where(left, version, LEAST), 0)
-                mine = left & (version == its)
-                left = left & (version != its)
-                _adapted_product(x, at_version(weight, its), bias, out, up, biases, used, shrunk, arrived, n,
-                                 exists, mine, tl.where(mine, its_slots, -1), shrinking, expanded, part,
-                                 begin, end, rows, columns, depth, part_count, first_end, second_end,
-                                 up_stride, bias_stride, ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS,
-                                 SHRUNK_PARTS, GATED, BIAS, BIASED, SPLIT, EVEN, PDL)  # fmt: skip
-
-
-@triton.jit
-def _adapted_product(
-    x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists, real, its_slots, shrinking, expanded,
-    part, begin, end, rows, columns, depth, part_count, first_end, second_end, up_stride, bias_stride,
-    ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, GROUPS: tl.constexpr, SHRUNK_PARTS: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute the product of the `real` rows by one version of the weight, and what their adapters add."""
-    total, other = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS,
-                           DEPTH, GATED, EVEN)  # fmt: skip
-    # of a product in parts, each part adds what some of the slots do
-    at = part * (RANKS // RANK)
-    step = part_count * (RANKS // RANK)
-    if at < expanded:
-        _wait(arrived, shrinking, PDL)
-        if GATED:
-            total = _expand(total, shrunk, up, used, its_slots, 0, at, expanded, step, n, exists, rows,
-                            up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS)  # fmt: skip
-            other = _expand(other, shrunk, up + columns * RANK, used, its_slots, 1, at, expanded, step, n,
-                            exists, rows, up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS)  # fmt: skip
-        else:
-            its_group = (n >= first_end).to(tl.int32) + (n >= second_end).to(tl.int32)
-            for group in range(tl.min(its_group, 0), tl.max(tl.where(exists, its_group, 0), 0) + 1):
-                total = _expand(total, shrunk, up, used, its_slots, group, at, expanded, step, n,
-                                exists & (its_group == group), rows, up_stride, RANK, RANKS, GROUPS,
-                                SHRUNK_PARTS)  # fmt: skip
-    if BIASED:
-        its = biases + its_slots[:, None].to(tl.int64) * bias_stride + n[None, :]
-        has = (its_slots >= 0)[:, None] & exists[None, :]
-        total += tl.load(its, mask=has, other=0.0).to(tl.float32)
-    store_product(out, bias, total, other, n, exists, real, part, rows, columns, GATED, BIAS,
-                  SPLIT)  # fmt: skip
-
-
-@triton.jit
-def _fetch_down(
-    down, group, begin, depth, part_depth,
-    RANK: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Fetch what a part of the depth is shrunk by."""
-    ranks = group * RANK + tl.minimum(tl.arange(0, WIDTH), TOGETHER * RANK - 1)
-    for block in range(begin, tl.minimum(begin + part_depth, depth), DEPTH):
-        line = tl.minimum(block + tl.arange(0, DEPTH // LINE) * LINE, depth - 1)
-        fetch_lines(down + ranks[:, None] * depth + line[None, :])
-
-
-@triton.jit
-def _fetch_up(
-    up, used, part, part_count, expanded, first, columns, up_stride,
-    RANK: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Fetch what a part of the slots expands to the columns from `first` on."""
-    for begin in range(part * (RANKS // RANK), expanded, part_count * (RANKS // RANK)):
-        number = tl.minimum(begin + tl.arange(0, RANKS // RANK), expanded - 1)
-        slot = tl.load(used + number).to(tl.int64)
-        at = tl.minimum(first * RANK + tl.arange(0, COLUMNS * RANK // LINE) * LINE, columns * RANK - 1)
-        fetch_lines(up + slot[:, None] * up_stride + at[None, :])
-
-
-@triton.jit
-def _expand(
-    total, shrunk, up, used, slots, group, first, expanded, step, n, exists, rows, up_stride,
-    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Return `total` [rows, columns] with what slots from `first` on expand the shrunk rows of a group to.
-
-    The ranks of several slots are side by side in one dot; a row has zeros at those of other slots.
-    """
-    m = tl.arange(0, slots.shape[0])
-    at = shrunk + (m * GROUPS + group)[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    given = tl.zeros([slots.shape[0], RANK], tl.float32)
-    for part in tl.static_range(PARTS):  # `.cg`: other programs have written them since this one began
-        given += tl.load(at + part * rows * GROUPS * RANK, mask=(slots >= 0)[:, None], other=0.0,
-                         cache_modifier=".cg")  # fmt: skip
-    given = given.to(up.dtype.element_ty)[:, None, :]
-    given = tl.reshape(tl.broadcast_to(given, [slots.shape[0], RANKS // RANK, RANK]), [slots.shape[0], RANKS])
-    rank = tl.arange(0, RANKS) % RANK
-    for begin in range(first, expanded, step):
-        number = begin + tl.arange(0, RANKS) // RANK
-        slot = tl.load(used + number, mask=number < expanded, other=NOWHERE)
-        factor = tl.load(
-            up + slot.to(tl.int64)[:, None] * up_stride + (n[None, :] * RANK + rank[:, None]),
-            mask=(slot >= 0)[:, None] & exists[None, :],
-            other=0.0,
-        )
-        its = tl.where(slots[:, None] == slot[None, :], given, 0.0)
-        total = tl.dot(its, factor, total, input_precision="ieee")
-    return total
-
-
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["own"])
-def owned_gemm_rows(
-    x,  # [rows, depth]
-    weight,  # [columns, depth], the base's
-    bias,  # [columns], only if BIAS
-    out,  # [rows, columns]
-    own,  # as of `adapted_gemm_rows`, as what follows
-    slots,
-    rows,
-    columns,
-    depth,
-    own_stride,
-    ROWS_PAD: tl.constexpr,  # of one program
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Compute the product of any number of rows, each by its own version of the weight."""
-    block = tl.program_id(0).to(tl.int64) * ROWS_PAD  # side by side, so that all read the same weights
-    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = n < columns
-    m = tl.arange(0, ROWS_PAD)
-    left = block + m < rows
-    its_slots = tl.load(slots + block + m, mask=left, other=-1)
-    version = versions_of(own, its_slots, own_stride)
-    rows -= block.to(tl.int32)
-    x += block * depth
-    while tl.sum(left.to(tl.int32), 0) > 0:
-        its = tl.max(tl.where(left, version, LEAST), 0)
-        mine = left & (version == its)
-        left = left & (version != its)
-        total, other = product(x, at_version(weight, its), n, exists, 0, depth, rows, columns, depth,
-                               ROWS_PAD, COLUMNS, DEPTH, False, EVEN)  # fmt: skip
-        store_product(out + block * columns, bias, total, other, n, exists, mine, 0, rows, columns, False,
-                      BIAS, False)  # fmt: skip
-
-
-@triton.jit
-def _wait(counter, count, ACQUIRE: tl.constexpr):
-    """Wait until `counter` is `count`, and see all that was written before it was counted up."""
-    seen = _seen(counter, ACQUIRE)
-    while seen < count:
-        seen = _seen(counter, ACQUIRE)
-
-
-@triton.jit
-def _seen(counter, ACQUIRE: tl.constexpr):
-    if ACQUIRE:  # a load that many programs repeat holds nobody up, as atomics would
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    else:  # noqa: RET505 - Triton takes no return after a constant branch
-        return tl.atomic_add(counter, 0, sem="acquire")
 
 
 @triton.jit
