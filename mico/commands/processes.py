@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from mico.errors import CommandFailed, ExitCode
+from mico.local.processes import bound_log
 from mico.options import Json
 from mico.session import session_of
 from mico.terminal import Terminal
@@ -32,6 +33,7 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run one gateway: HTTP for clients, gRPC for sites. Shuts down gracefully on SIGTERM."""
     from site_engine.first_import import first_import
 
+    bound_log()
     with first_import("gateway.app"):
         from gateway.config import ConfigError, load
         from gateway.store.errors import StoreError
@@ -68,6 +70,7 @@ def site(
     """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""
     if context.invoked_subcommand:
         return
+    bound_log()
     from site_engine.config_sources import load_groups
     from site_engine.engine.process_spawn import prestarted, spawn
     from site_engine.errors import ConfigError

@@ -1,19 +1,27 @@
-"""Child processes, identified by pid and start time: a reused pid is never signalled."""
+"""Child processes, identified by pid and start time: a reused pid is never signalled. Each bounds its log."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 MAX_READ_BYTES = 64 * 1024
-"""Of the end of a log, which has gigabytes after some weeks."""
+"""Of the end of a log."""
+MAX_LOG_BYTES = 32 * 2**20
+"""Of a log, and of the one before it: a gateway writes half a KB a query."""
+LOG_CHECK_S = 1.0
+LOG_VARIABLE = "MICO_UP_LOG"
+"""Passes the path of its log to a process of `mico up`: the log of another process is not ours to bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +40,20 @@ class Process:
 
 
 def start(name: str, role: str, arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Process:
-    """Run `mico ARGUMENTS` in a session of its own: Ctrl-C does not reach it, we end it in order."""
-    with log.open("wb") as output:
+    """Run `mico ARGUMENTS` in a session of its own: Ctrl-C does not reach it, we end it in order.
+
+    Its log starts empty; that of the process before it is kept as `LOG.1`.
+    """
+    with suppress(FileNotFoundError):
+        log.replace(previous_log(log))
+    with log.open("ab") as output:  # appends, so that what is written after a truncation is at the start
         child = subprocess.Popen(
             [sys.executable, "-m", "mico", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, LOG_VARIABLE: str(log)},
         )
     return Process(name, role, child.pid, start_stamp(child.pid) or "", str(log))
 
@@ -94,6 +107,34 @@ def wait_for_end(processes: Sequence[Process], timeout_s: float) -> list[Process
         time.sleep(0.05)
         left = [process for process in left if process.alive]
     return left
+
+
+def bound_log() -> None:
+    """Bound the log of this process from a thread, if `mico up` started it."""
+    log = os.environ.pop(LOG_VARIABLE, "")
+    if log:
+        threading.Thread(target=_watch_log, args=(Path(log),), name="log", daemon=True).start()
+
+
+def _watch_log(log: Path) -> None:
+    while True:
+        with suppress(OSError):  # no room for the copy, or the folder was removed
+            if log.stat().st_size > MAX_LOG_BYTES:
+                roll_log(log)
+        time.sleep(LOG_CHECK_S)
+
+
+def roll_log(log: Path) -> None:
+    """Move the lines of a log to `LOG.1`, and keep the file, which its writers have open.
+
+    What is written between the end of the copy and the truncation is lost: microseconds in many hours.
+    """
+    shutil.copyfile(log, previous_log(log))
+    os.truncate(log, 0)
+
+
+def previous_log(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 def last_lines(log: str, count: int = 15) -> str:

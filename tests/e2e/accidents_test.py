@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import APIError, NotFoundError, OpenAI
 
+from mico.local.processes import MAX_LOG_BYTES, previous_log
 from tests.support.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
@@ -139,6 +142,8 @@ def test_a_site_that_dies_under_load_costs_at_most_the_answers_it_had_begun(
     federation.wait_until_ready()
     federation.wait_until_idle()
     assert victim in federation.sites()
+    site = next(each for each in federation.running.sites if each.name == victim)
+    assert previous_log(Path(site.log)).stat().st_size > 0, "what it wrote before it died is kept"
 
 
 def test_up_says_which_options_it_does_not_apply_to_what_runs(federation: LocalFederation) -> None:
@@ -147,6 +152,21 @@ def test_up_says_which_options_it_does_not_apply_to_what_runs(federation: LocalF
     up = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, check=True)
     assert "not applied to what runs: --sites\n" in up.stderr
     assert len(federation.running.sites) == 3
+
+
+def test_a_log_that_grows_long_is_moved_aside_while_its_process_writes_it(
+    federation: LocalFederation,
+) -> None:
+    log = Path(federation.running.gateways[0].log)
+    before, earlier = log.read_bytes(), previous_log(log)
+    assert before
+    os.truncate(log, MAX_LOG_BYTES + 1)  # as after some hours, of zeros
+    eventually(lambda: log.stat().st_size <= MAX_LOG_BYTES, "the log is bounded")
+    assert earlier.read_bytes().startswith(before)
+    with federation.http() as http:
+        request_id = http.get("/v1/no-such-thing").headers["x-request-id"]
+    eventually(lambda: request_id.encode() in log.read_bytes(), "the gateway writes on")
+    assert log.read_bytes()[:1] == b"{"  # without the zeros up to where it had been
 
 
 def test_a_model_that_nobody_serves_is_not_found(federation: LocalFederation) -> None:
