@@ -146,9 +146,12 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
     @get("/admin/api/quotas")
     async def list_quotas(request: AnyRequest) -> dict[str, Any]:
+        """List the quotas of which most is used, at most `limit`."""
         await access.operator(request)
+        limit = read_page(request, MAX_ENTRIES, MAX_ENTRIES).limit
         async with translated_errors():
-            return {"quotas": [quota_facts(quota) for quota in await store.quotas.quotas()]}
+            found = await store.quotas.most_used(limit + 1)
+        return {"quotas": [quota_facts(each) for each in found[:limit]], "has_more": len(found) > limit}
 
     @post("/admin/api/quotas", status_code=200)
     async def set_quotas(request: AnyRequest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, and_, case, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.limits import Kind, LimitId, Scope
@@ -23,6 +23,8 @@ from gateway.store.key_changes import next_number
 from gateway.store.slices import id_of, known
 from gateway.store.tables import keys, quota_slices, quotas, tenants
 
+_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
+_SLICE_ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 STAMP_BITS: Final = 40
 MAX_AMOUNT: Final = 2**53
 """Largest integer that JSON carries exactly."""
@@ -81,6 +83,11 @@ class QuotaTable:
         async with self._engine.connect() as connection:
             return await self._quotas(connection)
 
+    async def most_used(self, limit: int) -> list[Quota]:
+        """Return at most `limit` quotas, those first of which the largest share is in use."""
+        async with self._engine.connect() as connection:
+            return await self._quotas(connection, most_used=limit)
+
     async def set_quotas(
         self, scope: Scope, subject: str, amounts: Mapping[Kind, int | None], act: Act
     ) -> list[Quota]:
@@ -110,25 +117,23 @@ class QuotaTable:
         return found
 
     async def _of(self, connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
-        return await self._quotas(
-            connection, lambda columns: (columns.scope == scope, columns.subject == subject)
-        )
+        return await self._quotas(connection, quotas.c.scope == scope, quotas.c.subject == subject)
 
     async def _quotas(
-        self,
-        connection: AsyncConnection,
-        only: Callable[[Any], tuple[ColumnElement[bool], ...]] = lambda _: (),
+        self, connection: AsyncConnection, *only: ColumnElement[bool], most_used: int | None = None
     ) -> list[Quota]:
-        """Return the quotas of the subjects that the condition on a table's columns leaves, with use."""
+        """Return quotas with their use, which the database adds up: many rows would hold the event loop."""
         month = month_of(await database_time(connection, self._clock))
         counts = quota_slices.c.period.in_([0, month])  # 0: of a kind without a calendar
-        used: dict[LimitId, int] = {}
-        slices = select(quota_slices).where(known(quota_slices.c), counts, *only(quota_slices.c))
-        for row in await connection.execute(slices):
-            used[id_of(row)] = used.get(id_of(row), 0) + row.used
-        listed = select(quotas).where(known(quotas.c), *only(quotas.c))
-        found = await connection.execute(listed.order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
-        return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
+        same = (ours == theirs for ours, theirs in zip(_ID, _SLICE_ID, strict=True))
+        in_use = func.coalesce(func.sum(quota_slices.c.used), 0)
+        listed = select(quotas, in_use.label("in_use")).outerjoin(quota_slices, and_(*same, counts))
+        listed = listed.where(known(quotas.c), *only).group_by(*_ID)
+        if most_used is not None:
+            share = case((quotas.c.amount == 0, 1.0), else_=1.0 * in_use / quotas.c.amount)
+            listed = listed.order_by(share.desc()).limit(most_used)
+        found = await connection.execute(listed.order_by(*_ID))
+        return [Quota(id_of(row), row.amount, int(row.in_use)) for row in found]
 
 
 async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:

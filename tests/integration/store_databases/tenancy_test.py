@@ -12,12 +12,17 @@ from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy import insert
 
 from gateway.admin.access import Access
 from gateway.admin.tenancy import tenancy_routes
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
+from gateway.quotas.limits import Kind, Scope
+from gateway.quotas.meter import month_of
+from gateway.store.audit import Act
 from gateway.store.store import Store, open_store
+from gateway.store.tables import quota_slices
 from tests.support.command_line import run
 from tests.support.fakes.edge import error_of, scripted
 from tests.support.fakes.store import outcome
@@ -122,6 +127,45 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
                         "usage": [],
                         "idle_usd": 0,
                     }
+
+    asyncio.run(main())
+
+
+def test_the_quotas_of_which_most_is_used_come_first_and_a_list_has_an_end(url: str, tmp_path: Path) -> None:
+    """A page that is open asks every 10 s: 10,000 rows, and twice as many slices, held the loop 0.15 s."""
+    month = month_of(time.time())
+
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            slices = []
+            for name, amount, used in (("a", 10, 0), ("b", 0, 0), ("c", 1_000, 600), ("d", 10, 9)):
+                await store.quotas.set_tenant(name, best_priority=0, act=Act("ops"))
+                await store.quotas.set_quotas(Scope.TENANT, name, {Kind.MONTH: amount}, Act("ops"))
+                row = {"scope": Scope.TENANT, "subject": name, "kind": Kind.MONTH, "used_at": 0.0, "want": 0}
+                row |= {"amount": used, "used": used}
+                slices += [row | {"replica": each, "period": month} for each in ("one", "two")[: used // 5]]
+                slices += [row | {"replica": "gone", "period": month - 1}]
+            async with store.quotas._engine.begin() as connection:
+                await connection.execute(insert(quota_slices), slices)
+            async with admin_api(store, secret) as client:
+                first = await get(client, "quotas?limit=3")
+                assert [(each["subject"], each["in_use"]) for each in first["quotas"]] == [
+                    ("c", 1_200),
+                    ("b", 0),
+                    ("d", 9),
+                ]
+                assert first["has_more"]
+                assert [each["subject"] for each in (await get(client, "quotas"))["quotas"]] == [*"cbda"]
+                assert not (await get(client, "quotas?limit=4"))["has_more"]
+                assert (await client.get("/admin/api/quotas?limit=0")).status_code == 400
+            by_name = await store.quotas.quotas()
+            assert [(each.id.subject, each.in_use) for each in by_name] == [
+                ("a", 0),
+                ("b", 0),
+                ("c", 1_200),
+                ("d", 9),
+            ]
 
     asyncio.run(main())
 

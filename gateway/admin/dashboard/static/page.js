@@ -164,9 +164,8 @@ async function drawRecords() {
     await drawTraining($("training-section"));
     await drawModels($("models-section"), page.snapshot.sites);
     drawSpending(await request("spending"));
-    const { quotas } = await request("quotas");
-    quotas.sort((a, b) => usedShare(b) - usedShare(a));
-    fill("quotas", quotas.slice(0, 8).map(quotaCells), "No tenant or key has a quota.");
+    const { quotas } = await request("quotas?limit=8");
+    fill("quotas", quotas.map(quotaCells), "No tenant or key has a quota.");
   } catch {
     // The feed shows whether the gateway responds.
   }
