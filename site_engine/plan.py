@@ -116,6 +116,8 @@ def plan_groups(configs: Iterable[SiteConfig], gpus: Gpus) -> list[Plan]:
     """Plan the groups of a process, each with what those before it leave. Raises ConfigError."""
     plans: list[Plan] = []
     for config in configs:
+        if on_cpu(config) and gpus.name in GPU_MIB:
+            raise ConfigError("device is cpu: --gpus 64GiB would be the memory of its machine")
         left = gpus._replace(bytes=gpus.bytes - sum(each.used_bytes for each in plans))
         plans.append(plan(config, left)._replace(gpus=gpus))
     return plans
@@ -125,7 +127,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     """Plan one group. Raises ConfigError where its base cannot be read."""
     if config.engine != "native":
         raise ConfigError(f"{config.site} is in front of a server, and a server has no weights to plan here")
-    folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 2)
+    folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 4 if on_cpu(config) else 2)
     ranks = max(len(each.split("+")) for each in config.devices or (config.device,))
     refused = {}
     try:
@@ -140,7 +142,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         own, refused[str(folder)] = base, str(exc)
     shared = sum(map(prod, own.values())) * item
     left = max(0, gpus.bytes - shared - slots.bytes)
-    tokens = config.kv_tokens or kv_room(left, needed) // per_token
+    tokens = config.kv_tokens or (left // 4 if on_cpu(config) else kv_room(left, needed)) // per_token
     room = left - tokens * per_token
     if room < 0 or tokens < config.page_size:
         refused[str(folder)] = (
@@ -167,6 +169,10 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     named = names_of_devices(config, gpus, refused)
     each = [PlannedDevice(name, weights, tokens * per_token, max(0, room)) for name in named]
     return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused, each, ranks)
+
+
+def on_cpu(config: SiteConfig) -> bool:
+    return {*(config.devices or (config.device,))} == {"cpu"}
 
 
 def names_of_devices(config: SiteConfig, gpus: Gpus, refused: dict[str, str]) -> list[str]:
@@ -201,7 +207,7 @@ class AdapterSlots(NamedTuple):
 
 def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
     """Return the slots that an engine makes for the variants of a site, which orders may bring, too."""
-    if {*(config.devices or (config.device,))} == {"cpu"}:
+    if on_cpu(config):
         return AdapterSlots()
     families = configuration(Path(config.model).expanduser()).get("architectures") or [""]
     if not (config.variants or config.models_from or config.training) or families[0] not in FAMILIES:

@@ -97,7 +97,9 @@ def site(
 def plan_site(
     context: typer.Context,
     config: ConfigFile = None,
-    gpus: Annotated[str, typer.Option(help="COUNTxNAME, such as H200, or COUNTxSIZEGiB.")] = "H200",
+    gpus: Annotated[
+        str, typer.Option(help="COUNTxNAME, such as H200, or COUNTxSIZEGiB; of a CPU the memory, as 64GiB.")
+    ] = "H200",
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

@@ -87,7 +87,7 @@ def of_adapter(folder: Path, name: str = "lora") -> VariantConfig:
 
 def test_bytes_are_those_of_the_tensors_and_the_rest_holds_keys_and_values(folder: Path) -> None:
     tuned = VariantConfig("tuned", model=str(folder / "tuned"))
-    found = planned(folder, "H200", of_adapter(folder), tuned, device="cpu")
+    found = planned(folder, "H200", of_adapter(folder), tuned, device="cpu", dtype="bfloat16")
     own = 2 * sum(map(prod, adapter(16).values()))
     assert (found.shared_bytes, found.kv_bytes_per_token) == (2 * NUMBERS, PER_TOKEN)
     assert [(each.id, each.own_bytes) for each in found.variants] == [("lora", own), ("tuned", 2 * NUMBERS)]
@@ -95,7 +95,20 @@ def test_bytes_are_those_of_the_tensors_and_the_rest_holds_keys_and_values(folde
     assert not found.refused
     held = found.shared_bytes + found.own_bytes + found.kv_tokens * PER_TOKEN
     assert held <= found.gpus.bytes
-    assert found.kv_tokens == int((found.gpus.bytes - 2 * NUMBERS) * 0.85) // PER_TOKEN
+    assert found.kv_tokens == (found.gpus.bytes - 2 * NUMBERS) // 4 // PER_TOKEN
+    on_gpu = planned(folder, "H200")
+    assert on_gpu.kv_tokens == int((on_gpu.gpus.bytes - 2 * NUMBERS) * 0.85) // PER_TOKEN
+
+
+def test_numbers_on_a_cpu_have_four_bytes_and_no_gpu_lends_it_memory(folder: Path) -> None:
+    found = planned(folder, "40GiB", of_adapter(folder), device="cpu")
+    assert (found.shared_bytes, found.kv_bytes_per_token) == (4 * NUMBERS, 2 * PER_TOKEN)
+    assert found.own_bytes == 4 * sum(map(prod, adapter(16).values())) and not found.refused
+    assert planned(folder, "24GiB", device="cpu").refused
+    site = SiteConfig(site="a", gateways=("g:1",), model=str(folder / "base"), device="cpu")
+    with pytest.raises(ConfigError, match="device is cpu: --gpus 64GiB would be"):
+        plan_groups([site], parse_gpus("H200"))
+    assert not plan_groups([site], parse_gpus("64GiB"))[0].refused
 
 
 def test_no_plan_exceeds_memory_and_who_finds_no_room_is_told_both_numbers(folder: Path) -> None:
@@ -103,10 +116,10 @@ def test_no_plan_exceeds_memory_and_who_finds_no_room_is_told_both_numbers(folde
     found = planned(folder, "H200", *tuned, device="cpu")
     assert 0 < len(found.variants) < len(tuned)
     assert len(found.variants) + len(found.refused) == len(tuned)
-    assert found.shared_bytes + found.own_bytes + found.kv_tokens * PER_TOKEN <= found.gpus.bytes
+    assert found.used_bytes <= found.gpus.bytes
     reason = found.refused["tuned-8"]
-    assert f"it needs {2 * NUMBERS:,} bytes, and " in reason and "kv_tokens may be fewer" in reason
-    assert not planned(folder, "H200", *tuned[:6], kv_tokens=1000, device="cpu").refused
+    assert f"it needs {4 * NUMBERS:,} bytes, and " in reason and "kv_tokens may be fewer" in reason
+    assert not planned(folder, "H200", *tuned[:3], kv_tokens=1000, device="cpu").refused
 
 
 def test_a_base_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
