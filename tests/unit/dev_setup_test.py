@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,14 @@ def test_a_benchmark_that_is_not_there_is_told(checkout: Path, capsys: pytest.Ca
     (checkout / "bench/studies").mkdir(parents=True)
     assert dev(checkout).bench(["nope"]) == dev(checkout).bench(["studies.nope"]) == 2
     assert "error: there is no benchmark nope\ntip: ./dev bench lists them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_of_the_help_ends_it_in_silence(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, str(ROOT / "dev"), "help"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
