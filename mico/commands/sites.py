@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -12,6 +12,9 @@ from mico.errors import CommandFailed
 from mico.options import GatewayOptions, Json, Limit, SiteName, with_option_groups
 from mico.session import session_of
 from mico.terminal import format_seconds
+
+if TYPE_CHECKING:
+    from mico.client import Client
 
 app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 
@@ -40,11 +43,7 @@ def show_site(
 ) -> None:
     """Show everything that the gateway knows about one site."""
     session = session_of(context)
-    sites = session.client(*gateway).get("/admin/api/sites").objects("sites")
-    site = next((site for site in sites if site["name"] == name), None)
-    if site is None:
-        names = ", ".join(site["name"] for site in sites) or "none"
-        raise CommandFailed(f"there is no site {name}", tip=f"sites now: {names}")
+    site = find_site(session.client(*gateway), name)
     if as_json:
         session.terminal.json(site)
     else:
@@ -66,14 +65,27 @@ def site_events(
     """List a site's joins and leaves with reasons, and operators' orders, at every gateway; newest first."""
     session = session_of(context)
     path = f"/admin/api/sites/{quote(name, safe='')}/events?limit={limit}"
-    events = session.client(*gateway).get(path)["events"]
+    client = session.client(*gateway)
+    events = client.get(path)["events"]
+    if not events:
+        find_site(client, name)
     if as_json:
         session.terminal.json([{**event, "at": format_time(event["at"])} for event in events])
     elif events:
         rows = [[format_time(each["at"]), each["who"] or each["replica"], each["text"]] for each in events]
         session.terminal.table(["at", "by", "what"], rows)
     else:
-        session.terminal.info(f"nothing is kept of a site {name}")
+        session.terminal.info(f"nothing is kept of {name}")
+
+
+def find_site(client: Client, name: str) -> dict[str, Any]:
+    """Return what the gateway knows of a site. Raises CommandFailed if it lists none of this name."""
+    sites = client.get("/admin/api/sites").objects("sites")
+    for site in sites:
+        if site["name"] == name:
+            return site
+    names = ", ".join(site["name"] for site in sites) or "none"
+    raise CommandFailed(f"there is no site {name}", tip=f"sites now: {names}")
 
 
 def table_row(site: dict[str, Any]) -> dict[str, str]:

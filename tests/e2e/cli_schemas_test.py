@@ -205,9 +205,10 @@ def test_people_read_what_happened_to_a_site(run: Run, federation: LocalFederati
     name = federation.running.sites[0].name
     federation.wait_until_ready()
     assert eventually(lambda: "joined" in run("sites", "events", name)[1], "its coming is stored")
-    status, out, err = run("sites", "events", "nobody")
-    assert (status, out) == (0, "")
-    assert "nothing is kept of a site nobody" in err
+    for more in ((), ("--json",)):
+        status, out, err = run("sites", "events", "nobody", *more)
+        assert (status, out) == (1, "")
+        assert "there is no site nobody" in err and name in err
 
 
 def test_a_canary_is_taken_out_by_one_command_and_its_route_removed(
