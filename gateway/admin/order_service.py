@@ -65,17 +65,28 @@ class OrderService:
                 await self._task
 
     def preview(self, action: Action) -> Preview:
-        """Return the expected effect of an act. Raises BadRequest where the act makes no sense."""
+        """Return the expected effect of an act. Raises BadRequest where the act makes no sense.
+
+        An order can be lifted that is for a site or a model that is not there any more.
+        """
         sites = (
             self._publisher.tick().sites
             if self._publisher.snapshot is None
             else self._publisher.snapshot.sites
         )
         site = next((site for site in sites if site.name == action.site), None)
+        lifts = order_of(action, "", 0.0) is None and any(
+            each.site == action.site and each.subject == subject_of(action) for each in self.orders
+        )
+        if site is None and lifts:
+            text = (
+                f"{action.verb.value} {action.site}: it is not listed now, and will join without this order."
+            )
+            return Preview(text, [], None, None, 0, None, [], [])
         if site is None:
             names = ", ".join(site.name for site in sites) or "none"
             raise BadRequest(f"there is no site {action.site!r}; sites now: {names}", param="site")
-        if action.verb in (Verb.PIN_OFF, Verb.UNPIN) and action.model not in site.models:
+        if action.verb in (Verb.PIN_OFF, Verb.UNPIN) and action.model not in site.models and not lifts:
             served = ", ".join(site.models)
             raise BadRequest(
                 f"{site.name} does not serve {action.model!r}; it serves: {served}", param="model"

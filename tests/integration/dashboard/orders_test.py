@@ -216,3 +216,30 @@ def test_a_site_is_drained_and_told_of_whatever_its_name(url: str, name: str) ->
         error_of(await o.http.get(f"/admin/api/sites/{quoted}", headers=BEARER), 404)
 
     play(url, scenario)
+
+
+def test_orders_for_what_is_not_there_any_more_can_be_lifted(url: str) -> None:
+    """A site is not listed any more after a day, and may come back without a model."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), scene() as before, scene() as after:
+            for name in ("a", "b"):
+                await before.site(name)
+            async with open_replica(before, url) as o:
+                o.publisher.tick()
+                assert (await o.act("a", "pause")).status_code == 200
+                for name in ("a", "b"):
+                    assert (await o.act(name, "pin-off", model="m")).status_code == 200
+            await after.site("b", model="other")
+            async with open_replica(after, url) as o:
+                o.publisher.tick()
+                for act in ("drain", "weight", "pin-off"):
+                    assert (await o.act("a", act, weight=100, model="m")).status_code == 400, "not an order"
+                assert (await o.act("b", "pin-off", model="m")).status_code == 400
+                for site, act in (("a", "resume"), ("a", "unpin"), ("b", "unpin")):
+                    lifted = await o.act(site, act, model="m")
+                    assert lifted.status_code == 200 and lifted.json()["preview"]["warnings"] == []
+                    assert (await o.act(site, act, model="m")).status_code == 400, "there is none any more"
+                assert await o.book.orders() == []
+
+    asyncio.run(main())
