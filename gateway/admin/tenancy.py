@@ -14,6 +14,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from gateway.admin.access import Access, AnyRequest
 from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.http.body import decode_as
+from gateway.http.error_handler import database_errors
 from gateway.http.pagination import read_page
 from gateway.operator_orders import clean_reason
 from gateway.prices import NANO_USD
@@ -71,16 +72,42 @@ class NewQuotas(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def tenancy_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
-    return [*_key_routes(access, store), *_quota_routes(access, store), *_record_routes(access, store)]
+    changes = [*_key_routes(access, store), *_quota_routes(access, store)]
+    return [*_list_routes(access, store), *changes, *_record_routes(access, store)]
+
+
+def _list_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    @get("/admin/api/keys")
+    async def list_keys(request: AnyRequest) -> dict[str, Any]:
+        """List at most `limit` keys, newest first; those that follow the key `after`, if it is given."""
+        await access.operator(request)
+        page = read_page(request, MAX_ENTRIES, MAX_ENTRIES)
+        with database_errors(page):
+            found = await store.keys.list_newest(page.limit + 1, page.after)
+        return {
+            "keys": [key_facts(each) for each in found[: page.limit]],
+            "has_more": len(found) > page.limit,
+        }
+
+    @get("/admin/api/tenants")
+    async def list_tenants(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        async with translated_errors():
+            return {"tenants": msgspec.to_builtins(await store.quotas.tenants())}
+
+    @get("/admin/api/quotas")
+    async def list_quotas(request: AnyRequest) -> dict[str, Any]:
+        """List the quotas of which most is used, at most `limit`."""
+        await access.operator(request)
+        limit = read_page(request, MAX_ENTRIES, MAX_ENTRIES).limit
+        async with translated_errors():
+            found = await store.quotas.most_used(limit + 1)
+        return {"quotas": [quota_facts(each) for each in found[:limit]], "has_more": len(found) > limit}
+
+    return [list_keys, list_tenants, list_quotas]
 
 
 def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
-    @get("/admin/api/keys")
-    async def list_keys(request: AnyRequest) -> dict[str, Any]:
-        await access.operator(request)
-        async with translated_errors():
-            return {"keys": [key_facts(key) for key in await store.keys.list_keys()]}
-
     @post("/admin/api/keys", status_code=200)
     async def create_key(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
@@ -121,16 +148,10 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
             raise NotFound(f"there is no key {key_id!r}")
         return key_facts(key)
 
-    return [list_keys, create_key, rotate_key, revoke_key]
+    return [create_key, rotate_key, revoke_key]
 
 
 def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
-    @get("/admin/api/tenants")
-    async def list_tenants(request: AnyRequest) -> dict[str, Any]:
-        await access.operator(request)
-        async with translated_errors():
-            return {"tenants": msgspec.to_builtins(await store.quotas.tenants())}
-
     @post("/admin/api/tenants", status_code=200)
     async def set_tenant(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
@@ -144,15 +165,6 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         facts: dict[str, Any] = msgspec.to_builtins(set_to)
         return facts
 
-    @get("/admin/api/quotas")
-    async def list_quotas(request: AnyRequest) -> dict[str, Any]:
-        """List the quotas of which most is used, at most `limit`."""
-        await access.operator(request)
-        limit = read_page(request, MAX_ENTRIES, MAX_ENTRIES).limit
-        async with translated_errors():
-            found = await store.quotas.most_used(limit + 1)
-        return {"quotas": [quota_facts(each) for each in found[:limit]], "has_more": len(found) > limit}
-
     @post("/admin/api/quotas", status_code=200)
     async def set_quotas(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
@@ -162,7 +174,7 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
             found = await store.quotas.set_quotas(new.scope, new.subject, limits, act(who, new.reason))
         return {"quotas": [quota_facts(quota) for quota in found]}
 
-    return [list_tenants, set_tenant, list_quotas, set_quotas]
+    return [set_tenant, set_quotas]
 
 
 def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy import Row, func, insert, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import SHADOW_TENANT
@@ -171,6 +171,21 @@ async def list_all(engine: AsyncEngine) -> list[KeyInfo]:
     async with engine.connect() as connection:
         found = await connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id))
         return [_info(row) for row in found]
+
+
+async def newest(engine: AsyncEngine, limit: int, before: str | None) -> list[KeyInfo]:
+    """Return at most `limit` keys, newest first, that are older than the key `before`, if it is given.
+
+    Raises LookupError where there is no such key.
+    """
+    listed = select(keys).order_by(keys.c.created_at.desc(), keys.c.id.desc()).limit(limit)
+    async with engine.connect() as connection:
+        if before is not None:
+            key = await _get(connection, before)
+            if key is None:
+                raise LookupError(before)
+            listed = listed.where(tuple_(keys.c.created_at, keys.c.id) < tuple_(key.created_at, key.id))
+        return [_info(row) for row in await connection.execute(listed)]
 
 
 async def _get(connection: AsyncConnection, key_id: str) -> KeyInfo | None:

@@ -171,6 +171,10 @@ class KeyRing:
     async def list_keys(self) -> list[KeyInfo]:
         return await key_table.list_all(self._engine)
 
+    async def list_newest(self, limit: int, before: str | None) -> list[KeyInfo]:
+        """Return a page of the keys, newest first. Raises LookupError if there is no key `before`."""
+        return await key_table.newest(self._engine, limit, before)
+
     async def rotate_key(
         self, key_id: str, overlap_s: float, act: Act = BY_COMMAND
     ) -> tuple[KeyInfo, str] | None:
