@@ -78,6 +78,11 @@ class Caller:
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
+    def may_ask(self, model: Model) -> bool:
+        """Return whether the key may use a model: by its name, or as its tenant's own by the base's name."""
+        is_own = model.tenant == self.tenant != ""
+        return self.may_use(model.id) or (is_own and self.may_use(model.parent))
+
 
 SHADOW_TENANT: Final = "(shadow)"
 """The tenant of copied queries."""

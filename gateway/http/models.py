@@ -32,7 +32,7 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
 
         def may_name_it(model: Model) -> bool:
             route = routes.get(model.id)
-            return caller.may_use(model.id) if route is None else may_name(caller.may_use, route)
+            return caller.may_ask(model) if route is None else may_name(caller.may_use, route)
 
         shown = (model for model in backend.models() if model.tenant in ("", caller.tenant))
         return {model.id: model for model in shown if may_name_it(model)}

@@ -75,17 +75,19 @@ def check_model(query: Query, *, models: Mapping[str, Model], fleet_complete: bo
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
     model, caller = models.get(query.model), query.caller
-    exists = model is not None and exists_for(caller, model)
-    if not exists and not fleet_complete:
+    if model is not None and not exists_for(caller, model):
+        model = None
+    if model is None and not fleet_complete:
         raise NoSite(
             f"no site that serves {query.model[:100]!r} has joined yet; this gateway has just started",
             retry_after_s=RETRY_AFTER_S,
         )
-    if not exists:
-        own = [each.id for each in models.values() if exists_for(caller, each)]
-        known = ", ".join(sorted(filter(caller.may_use, own))[:10]) or "none for this key"
+    if model is None:
+        own = [each for each in models.values() if exists_for(caller, each)]
+        allowed = sorted(each.id for each in own if caller.may_ask(each))
+        known = ", ".join(allowed[:10]) or "none for this key"
         raise ModelNotFound(
             f"the model {query.model[:100]!r} does not exist; served here: {known}", param="model"
         )
-    if not caller.may_use(query.model):
+    if not caller.may_ask(model):
         raise Forbidden(f"this key may not use the model {query.model!r}", param="model")

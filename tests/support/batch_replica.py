@@ -42,6 +42,9 @@ CALLERS = {
     "one": Caller("key-1", "tenant-1"),
     "two": Caller("key-2", "tenant-2"),
     "boss": Caller("key-3", "ops", admin=True),
+    "one-base": Caller("key-4", "tenant-1", models=frozenset({"m"})),
+    "one-other": Caller("key-5", "tenant-1", models=frozenset({"other"})),
+    "two-base": Caller("key-6", "tenant-2", models=frozenset({"m"})),
 }
 CALLERS_BY_ID = {caller.key_id: caller for caller in CALLERS.values()}
 LEASE_S = 0.6

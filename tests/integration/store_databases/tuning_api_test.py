@@ -136,6 +136,35 @@ def test_another_tenant_sees_nothing_of_a_job_or_its_model(url: str) -> None:
     play(url, scenario)
 
 
+def test_a_key_that_may_use_the_base_may_use_what_its_tenant_trained_from_it(url: str) -> None:
+    """It could train a model, and not ask it. No other key of the tenant may, and no other tenant."""
+
+    async def scenario(here: Replica) -> None:
+        job = await create(here, key="one-base")
+        await (await next_run(here)).succeed()
+        model = str((await reached(here, job.id, "succeeded", key="one-base")).fine_tuned_model)
+        chat = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        answers = {
+            key: (await here.raw("POST", "/v1/chat/completions", key, json=chat)).status_code
+            for key in ("one", "one-base", "one-other", "two", "two-base", "boss")
+        }
+        assert answers == {
+            "one": 200,
+            "one-base": 200,
+            "one-other": 403,
+            "two": 404,
+            "two-base": 404,
+            "boss": 404,
+        }
+        for key, listed in (("one-base", {"m", model}), ("one-other", set()), ("two-base", {"m"})):
+            found = (await here.raw("GET", "/v1/models", key)).json()["data"]
+            assert {each["id"] for each in found} == listed
+            shown = await here.raw("GET", f"/v1/models/{model}", key)
+            assert shown.status_code == (200 if model in listed else 404)
+
+    play(url, scenario)
+
+
 REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": None}, 400, "model"),
     ({"model": "nope"}, 404, None),
