@@ -108,6 +108,11 @@ def test_compose_opens_ports_to_this_machine_alone_and_holds_no_secret() -> None
     assert re.search(r"^\.env$", (ROOT / ".gitignore").read_text(), re.M)
 
 
+def test_no_log_of_a_container_grows_without_end() -> None:
+    """A gateway writes half a KB a query, and the engine keeps all of it unless a size is set."""
+    assert {name for name, each in SERVICES.items() if "max-size" not in each["logging"]["options"]} == set()
+
+
 def test_prometheus_scrapes_services_and_reads_the_shipped_rules() -> None:
     config = yaml.safe_load((ROOT / "infra/compose/prometheus.yaml").read_text())
     static = [each for job in config["scrape_configs"] for each in job["static_configs"]]
