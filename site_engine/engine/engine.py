@@ -166,7 +166,7 @@ class SiteEngine:
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before, again_s = None, self._clock()
-                if left := self._still_running(plan):
+                if left := plan.of(lambda request: request.row >= 0):  # without those that have ended
                     discarded = self._isolate(left, error)
                     if len(left.chunks) > 1:  # one alone has failed, and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
@@ -342,10 +342,10 @@ class SiteEngine:
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            processor = live.get(request.id)
-            if processor is None or processor.request is not request:
+            if request.state is State.FINISHED:
                 discarded += 1
                 continue
+            processor = live[request.id]
             if broken and row in broken:
                 self._live.fail(processor, broken[row])
                 discarded += 1
@@ -389,15 +389,6 @@ class SiteEngine:
         for request in [one for one in self._scheduler.running if not lost.isdisjoint(one.pages)]:
             self._scheduler.restart(request)
         return plan.samples - made
-
-    def _still_running(self, plan: SchedulePlan) -> SchedulePlan:
-        """Return the plan without the requests that ended with the tokens of the step before."""
-
-        def runs(request: Request) -> bool:
-            processor = self._live.processors.get(request.id)
-            return processor is not None and processor.request is request and request.row >= 0
-
-        return plan.of(runs)
 
     def _measure_last(self, now: float) -> None:
         """Measure the last synchronous iteration, up to the start of the next if there is more to do.
