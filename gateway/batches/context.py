@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.batches.files import Files
 from gateway.batches.ledger import Ledger
@@ -12,15 +11,6 @@ from gateway.batches.values import Batch, BatchLimits
 from gateway.domain import Answer, Caller, Model, Query, Site
 from gateway.side_work import SideWork
 from predictor.forecast import Forecast
-
-
-def asked_model(batch: Batch) -> str:
-    """Return the model of a batch where no name stands for another."""
-    return batch.model or ""
-
-
-async def no_refresh() -> None:
-    """Read no keys: all of them are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +27,15 @@ class BatchContext:
     answer: Answer
     models: Callable[[], Sequence[Model]]
     knows_sites: Callable[[], bool]
-    model_of: Callable[[Batch], str] = asked_model
+    model_of: Callable[[Batch], str]
     sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]
-    refresh_keys: Callable[[], Awaitable[None]] = no_refresh
+    refresh_keys: Callable[[], Awaitable[None]]
     dispatched: Callable[[str], bool]
     files: Files
     ledger: Ledger
-    side_work: SideWork = field(default_factory=SideWork)
-    clock: Callable[[], float] = time.monotonic
-    unix_time: Callable[[], float] = time.time
-    limits: BatchLimits = field(default_factory=BatchLimits)
+    side_work: SideWork
+    clock: Callable[[], float]
+    unix_time: Callable[[], float]
+    limits: BatchLimits

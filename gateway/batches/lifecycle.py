@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, NamedTuple
 from uuid import uuid4
 
-from gateway.batches.context import BatchContext, no_refresh
+from gateway.batches.context import BatchContext
 from gateway.batches.expiry import expire_for_ever
 from gateway.batches.files import Files
 from gateway.batches.ledger import LEASE_S, Ledger
@@ -42,12 +41,12 @@ async def open_batches(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
-    unix_time: Callable[[], float] = time.time,
+    refresh_keys: Callable[[], Awaitable[None]],
+    unix_time: Callable[[], float],
+    side_work: SideWork,
     limits: BatchLimits = LIMITS,
     lease_s: float = LEASE_S,
     poll_s: float = POLL_S,
-    side_work: SideWork | None = None,
 ) -> AsyncIterator[Batches]:
     """Open the files, the ledger and the runner, on database connections of their own.
 
@@ -70,7 +69,7 @@ async def open_batches(
         dispatched=partial(_is_dispatched, query_context),
         files=files,
         ledger=ledger,
-        side_work=side_work or SideWork(),
+        side_work=side_work,
         clock=query_context.clock,
         unix_time=unix_time,
         limits=limits,

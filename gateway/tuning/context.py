@@ -19,11 +19,10 @@ from gateway.tuning.values import TuningLimits
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningContext:
     """`links`: the sites that are linked to this replica. `forget_model` takes a model that was deleted from
-    a site that is down, both by name. `caller` looks up a key by its id, without I/O;
-    None once it is revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads
-    them again, and raises StoreUnavailable. `charge` counts trained tokens and their cost against the quotas
-    of the month, and returns the refusal once one is spent. `clock` is monotonic, `unix_time`
-    dates what is stored.
+    a site that is down, both by name. `caller` looks up a key by its id, without I/O; None once it is
+    revoked, or where it was made elsewhere since the keys were read: `refresh_keys` reads them again, and
+    raises StoreUnavailable. `charge` counts trained tokens and their cost against the quotas of the month,
+    and returns the refusal once one is spent. `clock` is monotonic, `unix_time` dates what is stored.
     """
 
     ledger: Ledger

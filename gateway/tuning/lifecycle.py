@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
@@ -10,7 +9,6 @@ from uuid import uuid4
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.batches.context import no_refresh
 from gateway.batches.files import Files
 from gateway.domain import Caller
 from gateway.query.context import QueryContext
@@ -40,8 +38,8 @@ async def open_tuning(
     *,
     query_context: QueryContext,
     caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
-    unix_time: Callable[[], float] = time.time,
+    refresh_keys: Callable[[], Awaitable[None]],
+    unix_time: Callable[[], float],
     limits: TuningLimits = LIMITS,
     lease_s: float = LEASE_S,
     poll_s: float = POLL_S,

@@ -19,7 +19,6 @@ from sqlalchemy.exc import OperationalError
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
 from gateway.admin.tuning import tuning_reads
-from gateway.batches.context import no_refresh
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
@@ -32,6 +31,7 @@ from gateway.http.message_batches import message_batch_routes
 from gateway.query.answer import answer
 from gateway.query.targets import NamedModels
 from gateway.routing.model_routes import ModelRoute
+from gateway.side_work import SideWork
 from gateway.tuning.lifecycle import Tuning, open_tuning
 from gateway.tuning.values import TuningLimits
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
@@ -172,6 +172,10 @@ def to_vector(text: str) -> bytes:
     return b64decode(to_base64(embed(text, 8)))
 
 
+async def no_refresh() -> None:
+    """Read no keys: all of them are known."""
+
+
 @asynccontextmanager
 async def replica(
     url: str,
@@ -209,6 +213,7 @@ async def replica(
                 caller=caller,
                 refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
+                side_work=SideWork(),
                 limits=BatchLimits(**limits),
                 lease_s=LEASE_S,
                 poll_s=batch_poll_s,
