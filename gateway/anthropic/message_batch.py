@@ -27,10 +27,7 @@ def read_batch_requests(fields: Fields, url: str) -> list[bytes]:
         fields.refuse("requests", f"holds 1 to {MAX_REQUESTS} requests, got {len(items)}")
         return []
     lines, custom_ids, models = list[bytes](), set[str](), set[str]()
-    for number, item in enumerate(items):
-        request = fields.nested(f"requests.{number}", item)
-        if request is None:
-            continue
+    for request in fields.objects("requests", items):
         custom_id = _custom_id(request, custom_ids)
         params = request.required("params")
         if params is not None and (message := request.child("params")) is not None:

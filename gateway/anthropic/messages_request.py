@@ -17,7 +17,7 @@ from gateway.openai.content_parts import Content, content_of, read_content
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.image_data import Image
 from gateway.openai.request import GenerationRequest, StreamOptions
-from gateway.openai.sampling import MAX_COUNT, left_out
+from gateway.openai.sampling import MAX_COUNT, left_out, stop_strings
 from gateway.openai.text_parts import read_text
 from gateway.openai.tools import ToolChoice, Tools, distinct_names, offered_tools, read_tool_items
 from gateway.prompt import Chat, Message
@@ -55,7 +55,7 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
         temperature=fields.number("temperature", 0, 2, 1.0),
         top_p=fields.number("top_p", 0, 1, 1.0),
         top_k=fields.integer("top_k", 0, MAX_COUNT, 0),
-        stop=_stop(fields),
+        stop=stop_strings(fields, "stop_sequences", fields.items("stop_sequences"), MAX_STOPS),
         guided_json=_output_schema(fields),
         left_out=left_out(fields),
     )
@@ -110,8 +110,7 @@ def _turn(message: Fields) -> list[Message]:
     if not isinstance(content, list):
         message.refuse("content", f"must be a string or a list of blocks, got {echo(content)}", WRONG_TYPE)
         return []
-    blocks = [message.nested(f"content.{number}", block) for number, block in enumerate(content)]
-    read = [_block(block, str(role)) for block in blocks if block is not None]
+    read = [_block(block, str(role)) for block in list(message.objects("content", content))]
     between = "" if role == "assistant" else BETWEEN_BLOCKS
     shown = content_of([part for part in read if isinstance(part, str | Image)], between)
     calls = [part for part in read if isinstance(part, dict)]
@@ -215,18 +214,6 @@ def _read_choice(fields: Fields, names: set[str]) -> tuple[ToolChoice, bool]:
 
 
 # ---- other fields
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    items = fields.items("stop_sequences")
-    if len(items) > MAX_STOPS:
-        fields.refuse("stop_sequences", f"holds at most {MAX_STOPS} strings, got {len(items)}")
-        return ()
-    for number, item in enumerate(items):
-        if not isinstance(item, str) or not item:
-            message = f"must be a string of at least one character, got {echo(item)}"
-            fields.refuse(f"stop_sequences.{number}", message, WRONG_TYPE)
-    return tuple(item for item in items if isinstance(item, str))
 
 
 def _effort(fields: Fields) -> str:

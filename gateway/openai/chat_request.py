@@ -93,17 +93,8 @@ def _refuse_unsupported_by_chat(fields: Fields) -> None:
 
 def read_messages(fields: Fields) -> Iterator[Fields]:
     """Yield the messages, none of them where there are too many."""
-    if fields.required("messages") is None:
-        return
-    items = fields.items("messages")
-    if fields.raw("messages") == []:
-        fields.refuse("messages", "must hold at least one message")
-    if len(items) > MAX_MESSAGES:
-        fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
-        return
-    for number, item in enumerate(items):
-        if (message := fields.nested(f"messages.{number}", item)) is not None:
-            yield message
+    if fields.required("messages") is not None:
+        yield from fields.bounded_objects("messages", MAX_MESSAGES, "message")
 
 
 def _message(message: Fields) -> Message:
@@ -148,9 +139,7 @@ def _role(message: Fields) -> str:
 
 def _tool_calls(message: Fields) -> str:
     """Return OpenAI's array as JSON, with only the fields that a template reads."""
-    items = message.items("tool_calls")
-    calls = (message.nested(f"tool_calls.{number}", item) for number, item in enumerate(items))
-    read = [_tool_call(call) for call in calls if call is not None]
+    read = [_tool_call(call) for call in message.objects("tool_calls", message.items("tool_calls"))]
     return msgspec.json.encode(read).decode() if read else ""
 
 

@@ -43,8 +43,7 @@ def read_content(
     if not isinstance(content, list):
         owner.refuse(name, f"must be a string or a list of parts, got {echo(content)}", WRONG_TYPE)
         return Content()
-    parts = (owner.nested(f"{name}.{number}", item) for number, item in enumerate(content))
-    return content_of([_read_part(part, kinds, image) for part in parts if part is not None], between)
+    return content_of([_read_part(part, kinds, image) for part in owner.objects(name, content)], between)
 
 
 def content_of(parts: Sequence[str | Image], between: str) -> Content:

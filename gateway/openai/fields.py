@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from gateway.errors import BadRequest
@@ -184,6 +184,22 @@ class Fields:
             self.problems.count_object(path)
             return Fields(value, self.problems, path)
         return self._wrong_type(name, "an object", value, None)
+
+    def objects(self, name: str, items: Iterable[object]) -> Iterator[Fields]:
+        """Yield the objects among the items of the list `name`; any other item is a problem."""
+        for number, item in enumerate(items):
+            if (found := self.nested(f"{name}.{number}", item)) is not None:
+                yield found
+
+    def bounded_objects(self, name: str, most: int, noun: str) -> Iterator[Fields]:
+        """Yield the objects of a list that must hold one to `most`, none of them where there are more."""
+        items = self.items(name)
+        if self.raw(name) == []:
+            self.refuse(name, f"must hold at least one {noun}")
+        if len(items) > most:
+            self.refuse(name, f"holds at most {most} {noun}s, got {len(items)}")
+            return
+        yield from self.objects(name, items)
 
     def _wrong_type(self, name: str, expected: str, value: object, default: D) -> D:
         self.refuse(name, f"must be {expected}, got {echo(value)}", WRONG_TYPE)

@@ -152,22 +152,10 @@ def _messages(fields: Fields, instructions: str) -> tuple[Message, ...]:
             fields.refuse("input", "must not be empty")
         conversation.add(Message("user", value))
     elif value is not None:
-        _read_items(fields, conversation)
+        for item in fields.bounded_objects("input", MAX_ITEMS, "item"):
+            _read_item(item, conversation)
     conversation.end_calls()
     return tuple(conversation.messages)
-
-
-def _read_items(fields: Fields, conversation: _Conversation) -> None:
-    items = fields.items("input")
-    if fields.raw("input") == []:
-        fields.refuse("input", "must hold at least one item")
-    if len(items) > MAX_ITEMS:
-        fields.refuse("input", f"holds at most {MAX_ITEMS} items, got {len(items)}")
-        return
-    for number, value in enumerate(items):
-        item = fields.nested(f"input.{number}", value)
-        if item is not None:
-            _read_item(item, conversation)
 
 
 def _read_item(item: Fields, conversation: _Conversation) -> None:

@@ -125,11 +125,10 @@ def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: lis
     shown_inside: list[dict[str, object]] = []
     inside: list[dict[str, object]] = []
     item.required("tools")
-    for number, value in enumerate(item.items("tools")):
-        tool = item.nested(f"tools.{number}", value)
-        if tool is not None and tool.raw("type") == "namespace":
+    for tool in item.objects("tools", item.items("tools")):
+        if tool.raw("type") == "namespace":
             tool.refuse("type", "can't be 'namespace' inside a namespace", UNSUPPORTED)
-        elif tool is not None:
+        else:
             _read_tool(tool, shown_inside, inside)
     shown.append({"type": "namespace", "name": namespace, "description": description, "tools": shown_inside})
     functions += [

@@ -57,22 +57,7 @@ MODEL_DEFAULTS = (
 """Fields for which a model or a server may have defaults of its own, which hold where a client gives none."""
 
 SAMPLING_FIELDS = frozenset(
-    {
-        "min_tokens",
-        "seed",
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logit_bias",
-    }
+    {*MODEL_DEFAULTS, "min_tokens", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logit_bias"}
 )
 """Fields that `read_sampling` reads; a request that has none of them leaves all to the defaults."""
 
@@ -147,15 +132,20 @@ def refuse_unsupported(fields: Fields, names: frozenset[str]) -> None:
 
 def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.raw("stop")
-    items = [value] if isinstance(value, str) else fields.items("stop")
-    if len(items) > MAX_STOPS:
-        fields.refuse("stop", f"holds at most {MAX_STOPS} strings, got {len(items)}")
+    return stop_strings(
+        fields, "stop", [value] if isinstance(value, str) else fields.items("stop"), MAX_STOPS
+    )
+
+
+def stop_strings(fields: Fields, name: str, items: list[object], most: int) -> tuple[str, ...]:
+    """Read the strings of the list `name`, none of them where there are more than `most`."""
+    if len(items) > most:
+        fields.refuse(name, f"holds at most {most} strings, got {len(items)}")
         return ()
     for number, item in enumerate(items):
         if not isinstance(item, str) or not item:
-            fields.refuse(
-                f"stop.{number}", f"must be a string of at least one character, got {echo(item)}", WRONG_TYPE
-            )
+            message = f"must be a string of at least one character, got {echo(item)}"
+            fields.refuse(f"{name}.{number}", message, WRONG_TYPE)
     return tuple(item for item in items if isinstance(item, str))
 
 

@@ -17,9 +17,7 @@ def read_text(
     if not isinstance(content, list):
         owner.refuse(name, f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE)
         return ""
-    parts = (owner.nested(f"{name}.{number}", item) for number, item in enumerate(content))
-    texts = [text_of(part, kinds) for part in parts if part is not None]
-    return between.join(filter(None, texts))
+    return between.join(filter(None, [text_of(part, kinds) for part in owner.objects(name, content)]))
 
 
 def text_of(part: Fields, kinds: tuple[str, ...], others: tuple[str, ...] = ()) -> str:

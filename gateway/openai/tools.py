@@ -41,8 +41,7 @@ def read_tool_items(fields: Fields) -> list[Fields]:
     if len(items) > MAX_TOOLS:
         fields.refuse("tools", f"holds at most {MAX_TOOLS} tools, got {len(items)}")
         return []
-    nested = [fields.nested(f"tools.{number}", item) for number, item in enumerate(items)]
-    return [item for item in nested if item is not None]
+    return list(fields.objects("tools", items))
 
 
 def distinct_names(fields: Fields, functions: Sequence[dict[str, object]]) -> set[str]:
@@ -76,8 +75,7 @@ def read_allowed(allowed: Fields, name_of: Callable[[Fields], str]) -> ToolChoic
     mode = "auto" if allowed.raw("mode") is None else allowed.raw("mode")
     if mode not in ("auto", "required"):
         allowed.refuse("mode", f"can be 'auto' or 'required', got {echo(mode)}")
-    tools = [allowed.nested(f"tools.{number}", tool) for number, tool in enumerate(allowed.items("tools"))]
-    names = frozenset(name_of(tool) for tool in tools if tool is not None)
+    names = frozenset(map(name_of, list(allowed.objects("tools", allowed.items("tools")))))
     if not names:
         allowed.refuse("tools", "must name at least one tool")
     return ToolChoice(str(mode), allowed=names)
