@@ -19,6 +19,7 @@ from gateway.operator_orders import SERVICE, Action, AuditEntry, Order, Verb, or
 from gateway.site_events import OPERATOR, Event
 from gateway.store.database import reason
 from gateway.store.orders import OrderTable
+from gateway.tasks import cancel
 from gateway.telemetry.publisher import SnapshotPublisher
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,7 @@ class OrderService:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await cancel(self._task)
 
     def preview(self, action: Action) -> Preview:
         """Return the expected effect of an act. Raises BadRequest where the act makes no sense.

@@ -21,6 +21,7 @@ from gateway.query.context import QueryContext
 from gateway.query.targets import NamedModels, model_of_batch
 from gateway.side_work import SideWork
 from gateway.store.database import open_engine
+from gateway.tasks import cancel
 
 LIMITS: Final = BatchLimits()
 FINISH_WITHIN_S: Final = 10.0
@@ -81,8 +82,7 @@ async def open_batches(
         yield Batches(files, ledger, runner, limits)
     finally:
         await runner.close(FINISH_WITHIN_S)
-        expiring.cancel()
-        await asyncio.gather(expiring, return_exceptions=True)
+        await cancel(expiring)
         await engine.dispose()
 
 

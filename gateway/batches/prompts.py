@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from gateway.domain import Answer, AnswerEvent, Query
 from gateway.errors import AboveQuota, ClientMistake, TooMany
 from gateway.openai.merge import Pieces, answer_all
+from gateway.tasks import cancel
 
 Kept = dict[int, list[AnswerEvent]]
 """The answers of a line's prompts, by their place among them."""
@@ -43,9 +44,7 @@ async def _keep_answers(answer: Answer, queries: Sequence[Query], kept: Kept) ->
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
             errors += [error for task in done if (error := task.exception()) is not None]
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await cancel(*pending)
     if errors:
         raise next(filter(_is_final, errors), errors[0])
 

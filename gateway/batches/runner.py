@@ -13,6 +13,7 @@ from gateway.batches.job import InFlight, Job
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.values import Batch
 from gateway.store.database import DATABASE_ERRORS, reason
+from gateway.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,11 @@ class Runner:
     async def close(self, within_s: float = 0.0) -> None:
         """Wait `within_s` for running lines. Batches that still run are released: another replica goes on."""
         self.drain()
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
+        await cancel(self._polling)
         tasks = [task for _, task in self._jobs.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         for batch_id in self._jobs:
             with suppress(*DATABASE_ERRORS):
                 await self._context.ledger.release(batch_id)

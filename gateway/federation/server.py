@@ -24,6 +24,7 @@ from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.federation.stream_pace import StreamPace
 from gateway.federation.training import trains_of
 from gateway.security.pki.authority import SiteCertificate
+from gateway.tasks import cancel
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -223,9 +224,7 @@ class Federation(rpc.FederationServicer):
             reason = next(iter(done)).result()
         finally:
             self._unlink(link, reason)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         return reason
 
     def _unlink(self, link: Link, reason: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from msgspec.structs import replace
 
 from gateway.domain import Answer, AnswerEvent, Delta, Opening, Query, Usage
+from gateway.tasks import cancel
 
 QUEUE_PIECES = 64
 """Per query; when the reader is slow, a full queue holds back the answers themselves."""
@@ -31,9 +32,7 @@ async def _answer_concurrently(answer: Answer, queries: Sequence[Query]) -> Piec
         async for piece in _merge(queue, len(queries), queries[0].sampling.n):
             yield piece
     finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await cancel(*pumps)
 
 
 async def _pump(

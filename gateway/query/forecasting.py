@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from gateway.domain import Lane, Query
 from gateway.outcome import Outcome, Status
 from gateway.prompt import Chat
+from gateway.tasks import cancel
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
@@ -236,9 +237,7 @@ class ForecastService(Collector):
             yield family
 
     async def close(self) -> None:
-        if self._reload_task is not None:
-            self._reload_task.cancel()
-            await asyncio.gather(self._reload_task, return_exceptions=True)
+        await cancel(self._reload_task)
         if self._thread is not None:
             self._requests.close()
             await asyncio.to_thread(self._thread.join)

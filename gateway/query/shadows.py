@@ -26,6 +26,7 @@ from gateway.query.forecasting import NO_ANSWER
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.model_routes import Shadow, is_shadowed
+from gateway.tasks import cancel
 from gateway.telemetry.route_figures import Copied
 
 log = logging.getLogger(__name__)
@@ -56,10 +57,7 @@ class Shadows:
                 loop.call_soon(self._copy, query, shadow, outcome, context=Context())
 
     async def close(self) -> None:
-        tasks = [task for task, _ in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(task for task, _ in self._running.values()))
 
     def _is_copied(self, shadow: Shadow, query: Query, outcome: Outcome) -> bool:
         caller, model = query.caller, self._context.directory.models.get(shadow.model)

@@ -16,6 +16,7 @@ from typing import Final
 from gateway.quotas.ledger import QuotaLedger
 from gateway.quotas.limits import LimitId, WhenAway
 from gateway.quotas.slices import NameTaken, Slices, SlicesUnavailable
+from gateway.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class Leases:
     async def close(self) -> None:
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
         self._task = None
         with suppress(SlicesUnavailable, NameTaken):
             await self._renew_once()  # what was used since the last round counts, of a month at least

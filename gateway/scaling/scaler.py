@@ -16,6 +16,7 @@ from gateway.domain import Site
 from gateway.scaling.groups import Group, GroupFailed
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.sizing import SERVING_STATES, Stabilizer, busy_machines, by_pool, desired_machines
+from gateway.tasks import cancel
 from gateway.telemetry.snapshot import Pool
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ async def scaling(
         try:
             yield scaler
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel(running)
 
 
 class Scaler(Collector):

@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.store.database import database_time, reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import site_certificates as table
+from gateway.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +70,7 @@ class CertificateRegistry:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def has(self, site: str) -> bool:
         """Return whether anything was ever issued to a site of this name, or revoked."""

@@ -35,6 +35,7 @@ from gateway.store.key_changes import (
 )
 from gateway.store.key_table import DEFAULT_TENANT, KeyInfo, NewKey
 from gateway.store.pepper import Pepper, looks_like_a_secret
+from gateway.tasks import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +100,7 @@ class KeyRing:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel(self._task)
 
     def authenticate(self, secret: str) -> Caller | None:
         """Return the caller; None for a key that is unknown, revoked or expired.

@@ -27,6 +27,7 @@ from gateway.routing.model_routes import ModelRoute, Target, When, check_route, 
 from gateway.store.audit import Act, add_entry, key_label
 from gateway.store.database import lock_table, reason
 from gateway.store.tables import model_routes as table
+from gateway.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,7 @@ class RouteTable:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel(self._task)
 
     async def put(self, route: ModelRoute, act: Act) -> None:
         """Set a route, here at once. Raises BadRequest for one that can't be beside the others."""

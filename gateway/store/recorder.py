@@ -35,6 +35,7 @@ from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable
 from gateway.store.journal import LIMIT_BYTES, SEGMENT_BYTES, Journal
 from gateway.store.rows import EventRow, Record, event_row, from_line, record_of, to_line
 from gateway.store.writer import Writer
+from gateway.tasks import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +111,7 @@ class Recorder:
 
     async def close(self) -> None:
         """Store what is possible within CLOSE_S; the rest stays in the journal for the next start."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._tasks = []
         if self._journal is None:
             return

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import reason
 from gateway.store.tables import audit, decisions, site_events, site_hours, usage
+from gateway.tasks import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,7 @@ class Retention:
         self._task = asyncio.create_task(self._sweep_for_ever())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel(self._task)
 
     async def sweep(self) -> int:
         """Delete all rows that are too old; return their number. Several replicas may sweep at once."""

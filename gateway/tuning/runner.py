@@ -12,6 +12,7 @@ from gateway.batches.files import Page
 from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import DATABASE_ERRORS, reason
+from gateway.tasks import cancel
 from gateway.tuning.context import TuningContext
 from gateway.tuning.events import ERROR, WARN
 from gateway.tuning.ledger import new_run
@@ -85,11 +86,7 @@ class Runner:
 
     async def close(self) -> None:
         """Give the leases back: another replica goes on with the same runs."""
-        tasks = [self._running, *(care.task for care in self._held.values())]
-        live = [task for task in tasks if task is not None]
-        for task in live:
-            task.cancel()
-        await asyncio.gather(*live, return_exceptions=True)
+        await cancel(self._running, *(care.task for care in self._held.values()))
         await self._serving.close()
         with suppress(*DATABASE_ERRORS):
             await self._context.ledger.release()

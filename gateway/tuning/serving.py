@@ -11,6 +11,7 @@ from gateway.domain import Site, SiteState
 from gateway.errors import MicoError
 from gateway.federation.link import Link
 from gateway.federation.model_orders import ModelOrder
+from gateway.tasks import cancel
 from gateway.tuning.context import TuningContext
 from gateway.tuning.values import TunedModel
 from wire import federation_pb2 as pb
@@ -58,10 +59,7 @@ class Serving:
                 self._add(model, sites)
 
     async def close(self) -> None:
-        tasks = [*self._orders.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._orders.values())
 
     def _add(self, model: TunedModel, sites: list[Site]) -> None:
         """Order one of the sites that can fetch adapters and serve the base: each replica takes the same."""
