@@ -332,9 +332,7 @@ class Group:
         async def fetch_and_serve(reply: Reply) -> None:
             try:
                 archive = await tuning.fetch(content)
-                self._check_new(
-                    order.model
-                )  # meanwhile another gateway may have ordered it, or a run made it
+                self._check_new(order.model)  # which another gateway has ordered, or a run made, meanwhile
                 error = await self.serve_adapter(order.model, order.tenant, archive)
             except (TransferFailed, VariantRefused) as exc:
                 error = str(exc)

@@ -59,9 +59,8 @@ class PrefixGroups:
         counts = np.frombuffer(self._counts, np.uint8).astype(np.int64)
         begins = counts.cumsum() - counts
         group, common_bytes, saved = np.arange(len(counts)), np.zeros(len(counts)), np.zeros(len(counts))
-        for depth, end in enumerate(
-            ENDS[: max(self._counts, default=0)]
-        ):  # prompts share hashes of one depth
+        # prompts share hashes of one depth
+        for depth, end in enumerate(ENDS[: max(self._counts, default=0)]):
             lines = np.flatnonzero(counts > depth)
             _, first, which, times = np.unique(
                 hashes[begins[lines] + depth], return_index=True, return_inverse=True, return_counts=True

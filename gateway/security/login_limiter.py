@@ -19,9 +19,8 @@ class LoginLimiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # level of the bucket, and when it was computed
+        # by address: the level of the bucket, and when it was computed
+        self._seen = OrderedDict[str, tuple[float, float]]()
 
     def wait_s(self, address: str) -> float:
         """Return 0.0 if the address may try now, else the time until it may."""

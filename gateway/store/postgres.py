@@ -31,9 +31,8 @@ class TimeoutConnection(AsyncConnection[Any]):
 
     async def wait(self, gen: PQGen[T], interval: float = 0.1, **more: Any) -> T:  # type: ignore[override]
         """Wait for the answer. Raises OperationalError when none comes in time."""
-        within_s = (
-            PING_TIMEOUT_S if self.autocommit else ANSWER_TIMEOUT_S
-        )  # only SQLAlchemy's pings use autocommit
+        is_ping = self.autocommit  # nothing else uses it
+        within_s = PING_TIMEOUT_S if is_ping else ANSWER_TIMEOUT_S
         try:
             async with asyncio.timeout(within_s):
                 return await wait_async(gen, self.pgconn.socket, interval=interval, **more)

@@ -64,9 +64,8 @@ class Retention:
         return removed + await self._remove(audit, audit.c.at, self._periods.audit_days)
 
     async def _remove(self, table: Table, at: Column[float], days: float) -> int:
-        key = tuple(
-            table.primary_key.columns
-        )  # the whole key, so that no replica deletes a row that another has locked
+        # the whole key, so that no replica deletes a row that another has locked
+        key = tuple(table.primary_key.columns)
         too_old = (
             select(*key)
             .where(at < self._clock() - days * DAY_S)

@@ -46,9 +46,8 @@ tenants = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("created_at", Double, nullable=False),
-    Column(
-        "best_priority", Integer, nullable=False, server_default="0"
-    ),  # no query of the tenant gets a better priority
+    # no query of the tenant gets a better priority
+    Column("best_priority", Integer, nullable=False, server_default="0"),
     Column("stamp", BigInteger, nullable=False, server_default="0"),  # as that of keys
 )
 
@@ -149,9 +148,7 @@ quotas = Table(
     Column("subject", String, primary_key=True),  # the tenant's name or the first id of the key
     Column("kind", String, primary_key=True),
     Column("amount", BigInteger, nullable=False),
-    Column(
-        "stamp", BigInteger, nullable=False
-    ),  # random at every change: the sum over all rows reveals any change
+    Column("stamp", BigInteger, nullable=False),  # random at every change: the sum of all reveals any change
 )
 
 model_routes = Table(
@@ -169,12 +166,9 @@ replicas = Table(
     "replicas",
     metadata,
     Column("name", String, primary_key=True),
-    Column(
-        "boot_id", String, nullable=False
-    ),  # distinguishes a restarted process from another of the same name
-    Column(
-        "expires_at", Double, nullable=False
-    ),  # on the database's clock: its leases end then; negative: it counts as gone since
+    Column("boot_id", String, nullable=False),  # tells a restarted process from another of the same name
+    # on the database's clock: its leases end then; negative: it counts as gone since
+    Column("expires_at", Double, nullable=False),
 )
 
 quota_slices = Table(
@@ -291,12 +285,9 @@ batches = Table(
     Column("total", Integer, nullable=False),
     Column("completed", Integer, nullable=False),  # set at the end; until then the lines are counted
     Column("failed", Integer, nullable=False),
-    Column(
-        "outline", JSON(none_as_null=True)
-    ),  # what its lines are expected to take; null until it is validated
-    Column(
-        "in_flight", Integer, nullable=False, server_default="0"
-    ),  # lines, at the last renewal of the lease
+    Column("outline", JSON(none_as_null=True)),  # what its lines should take; null until it is validated
+    # lines, at the last renewal of the lease
+    Column("in_flight", Integer, nullable=False, server_default="0"),
     Column("ends_at", Double),  # expected, at that time
     Column("usage", JSON(none_as_null=True)),  # OpenAI's, of its answers; null until it has ended
     Column("errors", JSON(none_as_null=True)),  # why the file is not a valid batch
@@ -318,9 +309,8 @@ batch_lines = Table(
     Column("size", Integer, nullable=False),
     Column("prompt_tokens", Integer, nullable=False),  # estimated
     Column("response_tokens", Double, nullable=False),
-    Column(
-        "group", Integer, nullable=False, server_default="0"
-    ),  # number of the first line that begins alike
+    # number of the first line that begins alike
+    Column("group", Integer, nullable=False, server_default="0"),
     Column("shared_tokens", Integer, nullable=False, server_default="0"),  # of the prompt, with its group
     Column("runs", Integer, nullable=False),  # runs that ended without an outcome
     Column("failures", Integer, nullable=False),  # of those, how many were the fault of a site or the gateway

@@ -241,9 +241,8 @@ class Ledger:
         async with self._engine.begin() as connection:
             if not await self._change(connection, job.id, (JobStatus.VALIDATING,), values):
                 return False
-            await connection.execute(
-                delete(tuning_content).where(tuning_content.c.job_id == job.id)
-            )  # of an earlier try
+            of_earlier_try = tuning_content.c.job_id == job.id
+            await connection.execute(delete(tuning_content).where(of_earlier_try))
             await connection.execute(insert(tuning_content), [content_columns(each) for each in contents])
             await self._events.add(
                 connection, job.id, INFO, f"The files are good: {rows} rows. The job waits for a site."

@@ -86,9 +86,8 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
         }
         for sites, load in product(comparison.sites, [0.0] if trace == DAY else comparison.loads):
             specs = sites_of(sites)
-            max_tokens = min(
-                spec.kv_tokens for spec in specs
-            )  # longer queries are left out, also of `queries`
+            # longer queries are left out, also of `queries`
+            max_tokens = min(spec.kv_tokens for spec in specs)
             fitting = [
                 query for query in queries if query.prompt_tokens + query.response_tokens <= max_tokens
             ]

@@ -168,9 +168,8 @@ class Identity:
         return certificate
 
     def _signing_request(self) -> bytes:
-        shown = self._enrolment.site.encode()[:64].decode(
-            errors="ignore"
-        )  # a common name has 64 bytes at most
+        at_most_64 = self._enrolment.site.encode()[:64]  # bytes of a common name
+        shown = at_most_64.decode(errors="ignore")
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, shown)])
         csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(self._key, hashes.SHA256())
         return csr.public_bytes(serialization.Encoding.PEM)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -144,7 +145,6 @@ class Link:
             return
         first_s, longest_s = self._timeouts.backoff_first_s, self._timeouts.backoff_longest_s
         backoff_s = max(first_s, min(longest_s, first_s * 2 ** min(self._failures - 1, 16)) - waited_s)
-        self._changed.clear()
 
         async def closed() -> None:
             while self._bye is None:
@@ -209,9 +209,7 @@ class Link:
 
     async def _read(self, stream: Any, connection: Connection) -> None:
         while True:
-            while (
-                connection.attempts.outbox.full
-            ):  # read nothing from a gateway that does not read its answers
+            while connection.attempts.outbox.full:  # of answers that the gateway does not read
                 self._room_made.clear()
                 await self._room_made.wait()
             message = await stream.read()
@@ -262,11 +260,9 @@ class Link:
         wait_s = None if due_s is None else due_s - self._clock()
         if wait_s is not None and wait_s <= 0:
             return
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
 
 
 class Links:

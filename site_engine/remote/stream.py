@@ -205,9 +205,7 @@ class ResponseStream:
             raise self._fault
         if not self.is_ended:
             raise MalformedStream("the stream broke off in the middle of an answer")
-        if (
-            self._total is not None
-        ):  # the server reports only the sum: tokens beyond the chunks go to the last
+        if self._total is not None:  # of all choices: what is beyond their chunks goes to the last
             self._choices[-1].tokens += max(0, self._total - self.tokens)
         return [
             Output(
