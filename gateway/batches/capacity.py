@@ -57,17 +57,17 @@ def startable_lines(site: Site) -> int:
     return _most_lines(site) - load.running - load.pending - site.credit.requests
 
 
-def lines_at_once(sites: Sequence[Site], model: str, at_least: int) -> int:
-    """Return how many lines may run: as many as all sites of a model take, within MAX_AT_ONCE."""
+def lines_at_once(sites: Sequence[Site], model: str) -> int:
+    """Return how many lines may run: as many as all sites of a model take, within 1 and MAX_AT_ONCE."""
     taken = sum(_most_lines(site) for site in sites if model in site.identity.models)
-    return max(at_least, min(taken, MAX_AT_ONCE))
+    return max(1, min(taken, MAX_AT_ONCE))
 
 
 def lines_of_batch(sites: Sequence[Site], model: str, sharing: Sharing, at_least: int) -> int:
     """Return how many lines of one batch may run: its share of what its sites take, within its share of
     MAX_AT_ONCE; `at_least` is for all batches of this replica.
     """
-    share = min(lines_at_once(sites, model, 1) // sharing.sites, MAX_AT_ONCE // sharing.replica)
+    share = min(lines_at_once(sites, model) // sharing.sites, MAX_AT_ONCE // sharing.replica)
     return max(at_least // sharing.replica, share)
 
 

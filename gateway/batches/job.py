@@ -260,7 +260,7 @@ class Job:
             lines_of_batch(sites, model, sharing, limits.in_flight) - len(self._running),
             max(1, limits.starting // sharing.replica) - starting,
         )
-        at_sites, waiting_there = lines_at_once(sites, model, 1) // sharing.sites, lines_waiting(sites, model)
+        at_sites, waiting_there = lines_at_once(sites, model) // sharing.sites, lines_waiting(sites, model)
         size = sum(line.size for line in self._running.values())
         lines: list[Line] = []
         while len(lines) < max_lines:

@@ -65,7 +65,7 @@ async def validate(batch: Batch, context: BatchContext) -> tuple[str, OrderedLin
         state.errors.append(BatchError("empty_file", "The input file has no lines."))
     if state.errors:
         raise InvalidInputFile(state.errors)
-    at_once = lines_at_once(context.sites(), context.model_of(replace(batch, model=state.model)), 1)
+    at_once = lines_at_once(context.sites(), context.model_of(replace(batch, model=state.model)))
     return state.model, await asyncio.to_thread(state.lines.in_order, batch.order, at_once)
 
 

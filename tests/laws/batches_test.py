@@ -214,10 +214,10 @@ def test_a_batch_is_expected_to_end_when_it_does_once_as_much_has_ended_as_runs(
 def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:
     """Two sites of 256 slots take 640 lines, those that wait there included; 512 would leave slots idle."""
     two = [site("a", slots=256, running=256), site("b", slots=256)]
-    assert lines_at_once(two, "m", 512) == 640
-    assert lines_at_once(two[:1], "m", 512) == 512
-    assert lines_at_once(two, "another", 512) == 512
-    assert lines_at_once([site("c", slots=10**9)], "m", 512) == MAX_AT_ONCE
+    assert lines_at_once(two, "m") == 640
+    assert lines_at_once(two[:1], "m") == 320
+    assert lines_at_once(two, "another") == 1
+    assert lines_at_once([site("c", slots=10**9)], "m") == MAX_AT_ONCE
 
 
 def test_a_batch_runs_as_many_lines_as_its_own_sites_take_whatever_others_run_elsewhere() -> None:
