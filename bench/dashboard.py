@@ -25,6 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from litestar import get
 
+from gateway.admin.access import Access
 from gateway.admin.routes import AdminContext, admin_routes
 from gateway.domain import Caller, Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
@@ -136,9 +137,9 @@ async def serve(port: int, sites: int) -> None:
         publisher=publisher,
         order_service=None,
         reads=None,
-        still_valid=lambda _: caller,
-        session_key=b"k" * 32,
     )
+
+    access = Access(backend, lambda _: caller, b"k" * 32)
 
     @get("/admin/api/batches")
     async def batches() -> dict[str, list[str]]:
@@ -148,7 +149,7 @@ async def serve(port: int, sites: int) -> None:
     async def quotas() -> dict[str, list[str]]:
         return {"quotas": []}
 
-    app = create_http(backend, [*admin_routes(backend, context), batches, quotas])
+    app = create_http(backend, [*admin_routes(backend, access, context), batches, quotas])
     server = http_server(app, host="127.0.0.1", port=port, end_within_s=1)
     await publisher.start()
     serving = asyncio.create_task(server.serve())

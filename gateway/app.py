@@ -110,7 +110,9 @@ async def serve(config: GatewayConfig) -> int:
         core.metrics.register(RecorderMetrics(store.recorder))
         core.publisher.pools = scaler.pools
         backend = _backend(config, core, store, side_work)
-        routes = [*admin_routes(backend, admin), *_tenants_routes(backend, admin, batches, tuning.service)]
+        access = Access(backend, store.keys.still_valid, store.keys.session_key, store.ended_sessions)
+        tenants_routes = _tenants_routes(backend, access, batches, tuning.service)
+        routes = [*admin_routes(backend, access, admin), *tenants_routes]
         server = _http(config, backend, routes, credentials)
         operators_server = _operators_http(config, core, backend)
         set_up_collector()
@@ -171,9 +173,6 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
             publisher=publisher,
             order_service=order_service,
             reads=store.read,
-            still_valid=store.keys.still_valid,
-            session_key=store.keys.session_key,
-            ended_sessions=store.ended_sessions,
             store=store,
             routes=store.routes,
             models=SiteModels(directory, links, store.orders, clock),
@@ -193,10 +192,9 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
 
 
 def _tenants_routes(
-    backend: Backend, admin: AdminContext, batches: Batches, tuning: TuningService
+    backend: Backend, access: Access, batches: Batches, tuning: TuningService
 ) -> list[HTTPRouteHandler]:
     """Return the routes of files, batches and fine-tuning, of tenants and of the operator."""
-    access = Access(backend, admin.still_valid, admin.session_key, admin.ended_sessions)
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from litestar.handlers import HTTPRouteHandler
@@ -17,10 +16,8 @@ from gateway.admin.session import session_routes
 from gateway.admin.sites import site_routes
 from gateway.admin.stream import stream_routes
 from gateway.admin.tenancy import tenancy_routes
-from gateway.domain import Caller
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
-from gateway.store.ended_sessions import EndedSessions
 from gateway.store.model_routes import RouteTable
 from gateway.store.queries import OperatorReads
 from gateway.store.store import Store
@@ -29,25 +26,18 @@ from gateway.telemetry.publisher import SnapshotPublisher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminContext:
-    """The parts of the gateway that the operator's API uses.
-
-    `still_valid` looks a key up by its id, without I/O.
-    """
+    """The parts of the gateway that the operator's API uses."""
 
     directory: Directory
     publisher: SnapshotPublisher
     order_service: OrderService | None
     reads: OperatorReads | None
-    still_valid: Callable[[str], Caller | None]
-    session_key: bytes
-    ended_sessions: EndedSessions | None = None
     store: Store | None = None
     routes: RouteTable | None = None
     models: SiteModels | None = None
 
 
-def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandler]:
-    access = Access(backend, context.still_valid, context.session_key, context.ended_sessions)
+def admin_routes(backend: Backend, access: Access, context: AdminContext) -> list[HTTPRouteHandler]:
     return [
         *page_routes(),
         *session_routes(access),

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 
+from gateway.admin.access import Access
 from gateway.admin.models import SiteModels
 from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
@@ -102,15 +103,14 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         publisher=publisher,
         order_service=order_service,
         reads=reads,
-        still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
-        session_key=b"k" * 32,
-        ended_sessions=EndedSessions(engine, unix_time=unix_time),
         routes=routes,
         models=SiteModels(here.gateway.directory, here.gateway.federation.links, book),
     )
+    ended_sessions = EndedSessions(engine, unix_time=unix_time)
+    access = Access(backend, lambda key_id: callers.get(by_id.get(key_id, "")), b"k" * 32, ended_sessions)
     await routes.start()
     here.gateway.routes = publisher.route_figures.routes = lambda: routes.current
-    transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, context)))
+    transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, access, context)))
     await order_service.start()
     await publisher.start()
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
