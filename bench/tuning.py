@@ -292,7 +292,9 @@ def train_here(folder: Path, steps: int) -> None:
         for _, event in engine.training.take_events():
             if isinstance(event, Snapshot):
                 last = event
-                snapshots.save(snapshots.encode(event), state)
+                staging = state.with_suffix(".new")  # a kill leaves the snapshot before
+                staging.write_bytes(snapshots.encode(event))
+                staging.replace(state)
                 print("saved", event.step, flush=True)
             else:
                 print(event, flush=True)

@@ -30,10 +30,6 @@ class Dataset(NamedTuple):
     examples: tuple[Example, ...]
     faults: tuple[Fault, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(example.ids) for example in self.examples)
-
 
 class Answer(NamedTuple):
     """The ids of what a template writes for an answer, of which the first `learned` are learned.

@@ -7,9 +7,7 @@ adapter, the optimizer's moments and the number of steps.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors
@@ -59,19 +57,3 @@ def decode(data: bytes) -> Snapshot:
         return Snapshot(int(note["step"]), note["about"], tensors)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise TrainingRefused(f"the snapshot can't be read: {error}") from error
-
-
-def save(data: bytes, path: Path) -> None:
-    """Write a file whole: a process that is killed meanwhile leaves the one before. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".new")
-    with staging.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
