@@ -234,11 +234,10 @@ class QueryRun:
 
     async def relay(self, attempt: LiveAttempt) -> AsyncGenerator[AnswerEvent, None]:
         """Yield the site's output as it came. Raises AttemptFailed, DeadlinePassed and ShuttingDown."""
-        state, has_begun = self.state, False
+        state = self.state
         try:
             while deltas := await attempt.next():
-                if not has_begun:
-                    has_begun = True
+                if attempt.id not in state.first_token_s:
                     if not state.opened:
                         yield state.open(attempt)
                     state.record_first(attempt)
@@ -277,7 +276,7 @@ class QueryRun:
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
         """Decide by the first way of resuming that some site supports."""
         excluded = self._excluded(planned)
-        for needs in (None,) if planned.resume is None else resume_options(self.query, planned.resume):
+        for needs in resume_options(self.query, planned.resume):
             demand = demand_of(self.context, self.state, planned, needs)
             placed = self.context.place(demand, planned, excluded)
             if placed.site is not None:
