@@ -345,13 +345,11 @@ class SiteEngine:
             if request.state is State.FINISHED:
                 discarded += 1
                 continue
-            processor = live[request.id]
-            if broken and row in broken:
-                self._live.fail(processor, broken[row])
-                discarded += 1
-                continue
-            if request.guide is not None and request.guide.error:
-                self._live.fail(processor, f"the answer's grammar: {request.guide.error}")
+            processor, fault = live[request.id], broken.get(row)
+            if fault is None and request.guide is not None and request.guide.error:
+                fault = f"the answer's grammar: {request.guide.error}"
+            if fault is not None:
+                self._live.fail(processor, fault)
                 discarded += 1
                 continue
             if request.first_token_s is None:
