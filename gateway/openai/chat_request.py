@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from gateway.openai.answer_schema import read_format
 from gateway.openai.chat_tools import read_chat_tools
 from gateway.openai.content_parts import CHAT_IMAGE, Content, read_content
 from gateway.openai.custom_tools import custom_arguments
@@ -17,7 +18,6 @@ from gateway.openai.reasoning import (
     refuse_hidden_reasoning,
 )
 from gateway.openai.request import GenerationRequest, read_stream_options
-from gateway.openai.response_format import read_format
 from gateway.openai.sampling import (
     MAX_COUNT,
     UNSUPPORTED_FIELDS,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
+from gateway.openai.answer_schema import ANY_OBJECT, read_schema
 from gateway.openai.content_parts import RESPONSE_IMAGE, Content, read_content
 from gateway.openai.custom_tools import custom_arguments
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.reasoning import read_effort, read_template_kwargs
 from gateway.openai.request import GenerationRequest, StreamOptions
-from gateway.openai.response_format import ANY_OBJECT, read_schema
 from gateway.openai.responses_tools import encode_once, qualified_name, read_response_tools
 from gateway.openai.sampling import (
     MAX_COUNT,
