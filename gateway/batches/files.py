@@ -7,11 +7,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select, union_all, update
+from sqlalchemy import ColumnElement, Row, Select, and_, delete, func, insert, or_, select, union_all, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.values import DAY_S, HOUR_S, UNFINISHED, File
+from gateway.batches.values import DAY_S, HOUR_S, UNFINISHED, File, Purpose
 from gateway.store.tables import batches, file_parts, files, tenants, tuning_jobs
 
 PART_BYTES: Final = 64 * 2**10
@@ -235,6 +235,11 @@ async def lock_tenant(connection: AsyncConnection, tenant: str) -> None:
     """Lock the tenant's row until this transaction ends. The update changes nothing."""
     lock = update(tenants).where(tenants.c.name == tenant).values(stamp=tenants.c.stamp)
     await connection.execute(lock)
+
+
+def file_of(tenant: str, file_id: str, purpose: Purpose) -> Select[Any]:
+    """Select the id of a tenant's file, if it is complete and has this purpose."""
+    return select(files.c.id).where(_visible_to(tenant), files.c.id == file_id, files.c.purpose == purpose)
 
 
 async def publish(connection: AsyncConnection, file: File) -> None:

@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
+from gateway.batches.files import Page, delete_in_steps, file_of, lock_tenant, page_query, publish
 from gateway.batches.order import PREFILL_HEAVY
 from gateway.batches.values import (
     UNFINISHED,
@@ -43,7 +43,7 @@ from gateway.batches.values import (
 )
 from gateway.routing.fleet import PROMPT_TOKEN_WORK
 from gateway.store.database import database_time
-from gateway.store.tables import batch_lines, batches, files
+from gateway.store.tables import batch_lines, batches
 
 ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
@@ -100,7 +100,7 @@ class Ledger:
             await lock_tenant(connection, batch.tenant)
             if new_file is not None:
                 await publish(connection, new_file)
-            if await connection.scalar(_input_file(batch)) is None:
+            if await connection.scalar(file_of(batch.tenant, batch.input_file_id, Purpose.BATCH)) is None:
                 raise InputFileNotFound
             if int(await connection.scalar(_count_unfinished(batch.tenant)) or 0) >= max_unfinished:
                 raise TooManyBatches
@@ -348,15 +348,6 @@ def _created_at(batch_id: str, now: float) -> float | None:
     found = re.fullmatch(r"[a-z]+_([0-9a-f]{13})[0-9a-f]{11}", batch_id)
     at = 0.0 if found is None else int(found[1], 16) / MICROSECONDS
     return at if IDS_TELL_SINCE <= at < now + CLOCKS_DIFFER_S else None
-
-
-def _input_file(batch: Batch) -> Select[Any]:
-    return select(files.c.id).where(
-        files.c.tenant == batch.tenant,
-        files.c.id == batch.input_file_id,
-        files.c.complete,
-        files.c.purpose == Purpose.BATCH,
-    )
 
 
 def _count_unfinished(tenant: str) -> Select[Any]:

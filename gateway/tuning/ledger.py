@@ -24,10 +24,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.files import Page, lock_tenant, page_query, publish
+from gateway.batches.files import Page, file_of, lock_tenant, page_query, publish
 from gateway.batches.values import File, Purpose
 from gateway.store.database import database_time, insert_new
-from gateway.store.tables import files, tuning_content, tuning_events, tuning_jobs, usage
+from gateway.store.tables import tuning_content, tuning_events, tuning_jobs, usage
 from gateway.tuning.events import ERROR, INFO, Events, printable
 from gateway.tuning.rows import content_columns, job_columns, job_of, usage_columns
 from gateway.tuning.values import (
@@ -109,11 +109,11 @@ class Ledger:
         """Insert a job. Raises UnknownFile or TooManyJobs."""
         async with self._engine.begin() as connection:
             await lock_tenant(connection, job.tenant)
-            if await connection.scalar(_tuning_file(job.tenant, job.training_file_id)) is None:
-                raise UnknownFile("training_file")
-            validation = _tuning_file(job.tenant, job.validation_file_id or job.training_file_id)
-            if await connection.scalar(validation) is None:
-                raise UnknownFile("validation_file")
+            training = job.training_file_id
+            named = {"training_file": training, "validation_file": job.validation_file_id or training}
+            for param, file_id in named.items():
+                if await connection.scalar(file_of(job.tenant, file_id, Purpose.FINE_TUNE)) is None:
+                    raise UnknownFile(param)
             if int(await connection.scalar(_count_unfinished(job.tenant)) or 0) >= self._limits.tenant_jobs:
                 raise TooManyJobs(f"{self._limits.tenant_jobs} jobs are not over yet")
             if int(await connection.scalar(_count_models(job.tenant)) or 0) >= self._limits.tenant_models:
@@ -411,15 +411,6 @@ def new_run() -> str:
 
 def _is_about(job: Job, about: Mapping[str, str] | None) -> bool:
     return not job.about if about is None else about.items() <= (job.about or {}).items()
-
-
-def _tuning_file(tenant: str, file_id: str) -> Select[Any]:
-    return select(files.c.id).where(
-        files.c.tenant == tenant,
-        files.c.id == file_id,
-        files.c.complete,
-        files.c.purpose == Purpose.FINE_TUNE,
-    )
 
 
 def _count_unfinished(tenant: str) -> Select[Any]:
