@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -57,6 +57,22 @@ class Terminal:
             table.add_row(*(Text(str(cell), style=STATE_COLOURS.get(str(cell), "")) for cell in row))
         piped = None if sys.stdout.isatty() else 10_000
         Console(width=piped, highlight=False).print(table)
+
+    def listing(
+        self,
+        found: Sequence[dict[str, Any]],
+        row_of: Callable[[dict[str, Any]], Mapping[str, object]],
+        nothing: str,
+        *,
+        as_json: bool,
+    ) -> None:
+        """Print what was found as JSON or as a table; if that is nothing, the line `nothing` on stderr."""
+        if as_json:
+            self.json(found)
+        elif found:
+            self.records([row_of(each) for each in found])
+        else:
+            self.info(nothing)
 
     def records(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Print a table of rows by column; all have the columns of the first. There is at least one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -21,25 +21,20 @@ def list_adapters(context: typer.Context, *, gateway: GatewayOptions, as_json: J
     """List tuned models and checkpoints, and whether a site serves them now."""
     session = session_of(context)
     found = session.client(*gateway).get("/v1/fine_tuning/models").objects("data")
-    if as_json:
-        session.terminal.json(found)
-    elif found:
-        columns = ["adapter", "base", "rank", "step", "bytes", "served", "created"]
-        rows = [
-            [
-                each["id"],
-                each["model"],
-                each["rank"],
-                each["step_number"],
-                f"{each['bytes']:,}",
-                "yes" if each["served"] else "no",
-                format_unix_time(each["created_at"]),
-            ]
-            for each in found
-        ]
-        session.terminal.table(columns, rows)
-    else:
-        session.terminal.info("there is no adapter yet: mico tune create makes one")
+    nothing = "there is no adapter yet: mico tune create makes one"
+    session.terminal.listing(found, table_row, nothing, as_json=as_json)
+
+
+def table_row(adapter: dict[str, Any]) -> dict[str, object]:
+    return {
+        "adapter": adapter["id"],
+        "base": adapter["model"],
+        "rank": adapter["rank"],
+        "step": adapter["step_number"],
+        "bytes": f"{adapter['bytes']:,}",
+        "served": "yes" if adapter["served"] else "no",
+        "created": format_unix_time(adapter["created_at"]),
+    }
 
 
 @app.command("remove")

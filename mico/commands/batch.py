@@ -133,12 +133,7 @@ def list_batches(
     """List the newest batches and their progress."""
     session = session_of(context)
     found = session.client(*gateway).get(f"/v1/batches?limit={limit}").objects("data")
-    if as_json:
-        session.terminal.json(found)
-    elif found:
-        session.terminal.records([table_row(batch) for batch in found])
-    else:
-        session.terminal.info("no batch was submitted yet")
+    session.terminal.listing(found, table_row, "no batch was submitted yet", as_json=as_json)
 
 
 @app.command("show")

@@ -25,12 +25,7 @@ def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json
     """List every site with its place, state and load."""
     session = session_of(context)
     sites = session.client(*gateway).get("/admin/api/sites").objects("sites")
-    if as_json:
-        session.terminal.json(sites)
-    elif sites:
-        session.terminal.records([table_row(site) for site in sites])
-    else:
-        session.terminal.info("no site has joined")
+    session.terminal.listing(sites, table_row, "no site has joined", as_json=as_json)
 
 
 @app.command("show")

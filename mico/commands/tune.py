@@ -93,12 +93,7 @@ def list_jobs(
     """List the newest jobs and their progress."""
     session = session_of(context)
     found = session.client(*gateway).get(f"{JOBS}?limit={limit}").objects("data")
-    if as_json:
-        session.terminal.json(found)
-    elif found:
-        session.terminal.records([table_row(job) for job in found])
-    else:
-        session.terminal.info("no job was created yet")
+    session.terminal.listing(found, table_row, "no job was created yet", as_json=as_json)
 
 
 @app.command("show")
