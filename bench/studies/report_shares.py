@@ -162,7 +162,7 @@ class Shares(Federation):
 
 
 def share_alone(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, turn: int) -> Candidates:
-    drawn = candidates.may & fleet.share  # type: ignore[attr-defined]
+    drawn = candidates.allowed & fleet.share  # type: ignore[attr-defined]
     if np.count_nonzero(drawn) < min(decide.MIN_DRAWN, len(candidates.places)):
         return candidates
     return candidates.narrowed(drawn)

@@ -33,7 +33,7 @@ from gateway.federation.unreported import UnreportedDemands
 from gateway.prices import FREE
 from gateway.routing.demand import Demand
 from gateway.routing.failover import NATIVE, same_weights
-from gateway.routing.filters import may
+from gateway.routing.filters import allowed_sites
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
@@ -301,7 +301,7 @@ class Link:
         demand, fleet = attempt.demand, self._directory.fleet
         if attempt.started:
             demand = replace(demand, needs=demand.needs | attempt.needs_to_resume)
-        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.excluded))
+        takers = allowed_sites(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.excluded))
         return any(
             not attempt.started or same_weights(self.identity, fleet.sites[place].identity, demand.model)
             for place in np.flatnonzero(takers)

@@ -15,28 +15,28 @@ from gateway.routing.fleet import Figures, Numbers, least
 
 
 class Candidates(NamedTuple):
-    """The sites that can serve a demand: vectors over the whole fleet. `may[i]` is whether site `i` can, and
-    `places` are the indices of those that can, never empty for a policy.
+    """The sites that can serve a demand: vectors over the whole fleet. `allowed[i]` is whether site `i` can,
+    and `places` are the indices of those that can, never empty for a policy.
     """
 
     sites: list[Site]
-    may: NDArray[np.bool_]
+    allowed: NDArray[np.bool_]
     places: NDArray[np.intp]
     at: Figures
     estimates: Estimates
     now_s: float
 
-    def narrowed(self, may: NDArray[np.bool_]) -> Candidates:
+    def narrowed(self, allowed: NDArray[np.bool_]) -> Candidates:
         """Return fewer of the candidates."""
-        return self._replace(may=may, places=may.nonzero()[0])
+        return self._replace(allowed=allowed, places=allowed.nonzero()[0])
 
     def least_of(self, values: Numbers) -> float:
         """Return the least value of a site that can serve the demand."""
-        return least(values[self.may])
+        return least(values[self.allowed])
 
     def least(self, cost: Numbers, turn: int) -> int:
         """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""
-        costs = cost[self.may]
+        costs = cost[self.allowed]
         equals = (costs == np.asarray(least(costs))).nonzero()[0]
         return int(self.places[equals[turn % len(equals)]])
 

@@ -16,7 +16,7 @@ from gateway.prices import MAX_NANO_USD, NANO_USD
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import Estimates, estimates, estimates_at, price_usd, sizes
-from gateway.routing.filters import may, why_not
+from gateway.routing.filters import allowed_sites, why_not
 from gateway.routing.fleet import Figures, Fleet
 from gateway.routing.policies import REPORTS_EVERY_S
 
@@ -68,7 +68,7 @@ def decide(
     `gateways`: how many decide by the same reports.
     """
     at = fleet.figures
-    allowed = may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
+    allowed = allowed_sites(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
     if tried:
         allowed = _reported_lately(allowed, at, now_s)
     found = _with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet)
@@ -80,7 +80,7 @@ def decide(
         listed = "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items()))
         return Placement(None, f"no site can serve it: {listed or 'no site has joined'}", (), reasons)
     preferred = fleet.place(preferred_site) if preferred_site is not None else None
-    if preferred is None or not candidates.may[preferred]:
+    if preferred is None or not candidates.allowed[preferred]:
         drawn = _drawn(demand, candidates, fleet, gateways, turn) if gateways > 1 else candidates
         choice = policy(demand, drawn, turn)
     elif (narrowed := _with_more_cached(demand, candidates, fleet, preferred)) is not None:
@@ -97,7 +97,7 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
 
     Gateways that decide by the same reports would all choose the same few sites until the next ones.
     """
-    allowed = candidates.may
+    allowed = candidates.allowed
     count = len(candidates.places)
     keep = max(MIN_DRAWN, ceil(DRAWN_TIMES * count / gateways))
     if keep >= count:
@@ -122,11 +122,11 @@ def _with_more_cached(
     if demand.lane is not Lane.BATCH or not demand.cached.by_site:
         return None
     at, least = candidates.at, demand.cached.at(candidates.sites[preferred].name)
-    kept = np.zeros(len(candidates.may), dtype=bool)
+    kept = np.zeros(len(candidates.allowed), dtype=bool)
     for site, tokens in demand.cached.by_site.items():
         place = fleet.place(site)
         if place is not None and tokens > least and at.requests[place] < at.slots[place]:
-            kept[place] = candidates.may[place]
+            kept[place] = candidates.allowed[place]
     if not np.count_nonzero(kept):
         return None
     kept[preferred] = True
@@ -162,7 +162,7 @@ def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: i
     """Return the cost of so long an answer at the dearest site that can serve the demand now."""
     at = fleet.figures
     size = sizes(demand, fleet)._replace(response_tokens=response_tokens, cached_tokens=0.0)
-    usd = price_usd(size, at).max(where=may(demand, fleet, at, now_s), initial=0.0)
+    usd = price_usd(size, at).max(where=allowed_sites(demand, fleet, at, now_s), initial=0.0)
     return min(MAX_NANO_USD, round(NANO_USD * float(usd)))
 
 
@@ -171,7 +171,7 @@ def _best_estimates(
 ) -> tuple[Estimate, ...]:
     found, cost, sites = candidates.estimates, choice.cost, candidates.sites
     if len(candidates.places) > MAX_ESTIMATES:
-        by = np.where(candidates.may, found.finish_s if cost is None else cost, np.inf)
+        by = np.where(candidates.allowed, found.finish_s if cost is None else cost, np.inf)
         best = np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]
         places = np.array(sorted({*best.tolist(), choice.place}))
     else:
@@ -182,7 +182,7 @@ def _best_estimates(
 def _exclusion_reasons(
     demand: Demand, candidates: Candidates, now_s: float, tried: Collection[str], excluded: Mapping[str, str]
 ) -> dict[str, str]:
-    places = np.flatnonzero(~candidates.may)
+    places = np.flatnonzero(~candidates.allowed)
     if len(places) > MAX_EXCLUSIONS:  # of those heard of last: ever more of the others are gone for good
         places = places[np.argsort(-candidates.at.received_s[places], kind="stable")[:MAX_EXCLUSIONS]]
     out = [candidates.sites[place] for place in places]

@@ -16,7 +16,7 @@ STALE_AFTER_S = 3.0
 """Three missed reports: sites report at least once a second in a small fleet."""
 
 
-def may(
+def allowed_sites(
     demand: Demand, fleet: Fleet, at: Figures, now_s: float, tried: Collection[str] = ()
 ) -> NDArray[np.bool_]:
     """Return a mask `[sites]` of the sites for which `why_not` returns None.

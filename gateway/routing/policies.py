@@ -149,9 +149,9 @@ def _scarcity(demand: Demand, candidates: Candidates) -> float:
     (Little's law), if that is more: so a burst on idle sites spreads by their speed. Queries that continue
     a prompt find no free slot elsewhere that has their prefix, so they count as if slots were scarce.
     """
-    arriving, at, may = demand.arriving, candidates.at, candidates.may
+    arriving, at, allowed = demand.arriving, candidates.at, candidates.allowed
     soon = arriving.tokens_per_s * candidates.least_of(candidates.estimates.iteration_s)
-    per_slot = max(soon, float(at.requests.dot(may))) / float(at.slots.dot(may))
+    per_slot = max(soon, float(at.requests.dot(allowed))) / float(at.slots.dot(allowed))
     return max(arriving.returning, min(1.0, (per_slot / SCARCE) ** 3))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gateway.routing.demand import Demand
-from gateway.routing.filters import may
+from gateway.routing.filters import allowed_sites
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefixes import Cached
 
@@ -43,7 +43,8 @@ class AssignmentWindow:
         """Return whether a query that comes now should wait for others. Call once for each query."""
         follows, self._last_arrival_s = now_s - self._last_arrival_s <= WINDOW_S, now_s
         at = fleet.figures
-        return follows and not np.count_nonzero(may(demand, fleet, at, now_s) & (at.requests < at.slots))
+        free = at.requests < at.slots
+        return follows and not np.count_nonzero(allowed_sites(demand, fleet, at, now_s) & free)
 
     def add(self, entry: WindowEntry) -> bool:
         """Add a query. Return whether it is the first: then `close` is due in `WINDOW_S`."""
@@ -74,7 +75,7 @@ def assign_jointly(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> lis
     sites: list[str | None] = [None] * len(demands)
     at = fleet.figures
     for indices in alike.values():
-        places = np.flatnonzero(may(demands[indices[0]], fleet, at, now_s))
+        places = np.flatnonzero(allowed_sites(demands[indices[0]], fleet, at, now_s))
         if not len(places) or len(indices) < at.slots[places].sum():
             continue
         speeds = (at.slots * at.weight / at.iteration_s)[places]

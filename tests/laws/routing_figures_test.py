@@ -13,7 +13,7 @@ from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteI
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, sizes
-from gateway.routing.filters import may, why_not
+from gateway.routing.filters import allowed_sites, why_not
 from gateway.routing.fleet import Fleet, figures, kv_tokens, least, most
 from gateway.routing.policies import mico
 from gateway.routing.prefixes import Cached
@@ -98,7 +98,7 @@ def test_a_site_may_serve_when_nothing_speaks_against_it(
     found: list[Site], demand: Demand, tried: set[str]
 ) -> None:
     fleet = Fleet.of(found)
-    mask = may(demand, fleet, fleet.figures, NOW, tried)
+    mask = allowed_sites(demand, fleet, fleet.figures, NOW, tried)
     close = [abs(NOW - s.load.received_s - 3.0) < 1e-9 for s in found]
     expected = [why_not(demand, s, NOW, tried) is None for s in found]
     assert all(at or one == other for at, one, other in zip(close, mask.tolist(), expected, strict=True))
