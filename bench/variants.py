@@ -33,7 +33,7 @@ from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
 from site_engine.process_settings import set_up_process
-from site_engine.variants.certify import alone
+from site_engine.variants.certify import plain_model
 
 MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
 """How far below the best logit that of an adapter's token may lie, relative to the largest: so far, or so
@@ -80,9 +80,9 @@ class Bench(Claims):
             part = work[first : first + scene.sizes.rows]
             answers[first : first + len(part)] = serve(scene.engine, part, scene.sizes.steps // 4 + 1)[1]
         gaps: dict[str, list[float]] = {"adapters": [], "base": [], "adapters' tokens by the base": []}
-        plain = alone(scene.model.model)
+        plain = plain_model(scene.model.model)
         for chain in chains:
-            reference = plain if chain == BASE else alone(scene.model.model, scene.loaded(chain))
+            reference = plain if chain == BASE else plain_model(scene.model.model, scene.loaded(chain))
             for query, answer in zip(work, answers, strict=True):
                 if query.chain == chain:
                     own = margins(reference, query.prompt, answer)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.support.variant_engines import Query, Scene, serve
-from site_engine.variants.certify import alone
+from site_engine.variants.certify import plain_model
 from site_engine.variants.changes import LoadedVariant
 
 
@@ -58,7 +58,7 @@ class PeftMixed:
 
     def __init__(self, scene: Scene, chains: Sequence[str], folder: Path) -> None:
         peft: Any = importlib.import_module("peft")
-        base = alone(scene.model.model)
+        base = plain_model(scene.model.model)
         base.set_attn_implementation("sdpa")
         first, *others = chains
         self._device = scene.model.device

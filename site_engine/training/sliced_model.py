@@ -21,7 +21,7 @@ from site_engine.model import attention_context, certify
 from site_engine.model.hf_attention import install_hook
 from site_engine.training.adapter import Adapter, Factors, attach, target_modules
 from site_engine.training.context import PackedContext
-from site_engine.variants.certify import alone
+from site_engine.variants.certify import plain_model
 
 if TYPE_CHECKING:
     from site_engine.training.llama_layers import Attended, TrainedHead, TrainedLayer
@@ -62,7 +62,7 @@ class SlicedModel:
     """
 
     def __init__(self, model: Any, *, fused: bool | None = None) -> None:
-        self._model = alone(model)
+        self._model = plain_model(model)
         install_hook(self._model)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)

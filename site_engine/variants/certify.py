@@ -38,7 +38,7 @@ class Certifier:
 
     @cached_property
     def _alone(self) -> Any:
-        return alone(self._model.model)
+        return plain_model(self._model.model)
 
     @cached_property
     def _base_logits(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ def round_otherwise(model: Any, undo: ExitStack) -> None:
             undo.callback(module.register_forward_hook(off_by_rounding).remove)
 
 
-def alone(model: Any, variant: LoadedVariant | None = None) -> Any:
+def plain_model(model: Any, variant: LoadedVariant | None = None) -> Any:
     """Return a model of transformers that computes the variant, or the base, for one prompt at a time.
 
     It shares all tensors with `model`, whose attention calls the engine answers; its own attention is
