@@ -59,7 +59,8 @@ class _Choice:
 
 
 class LiveAttempt:
-    """Merge the deltas of a choice that the reader has not fetched yet: memory is bounded by one answer.
+    """One query at one site. Deltas of a choice that the reader has not fetched yet are merged: memory is
+    bounded by one answer.
 
     One reader awaits `next`. `ended` is set once every choice has finished or the attempt has failed.
     `on_uncovered` is called with each delta that makes the answer longer than `covered_tokens`, whether or
