@@ -19,7 +19,7 @@ from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
 from site_engine.training.data import Dataset, Example
-from site_engine.training.micro_batch import MicroBatch, Slice, Slices, run_micro_batch
+from site_engine.training.micro_batch import MicroBatch, Slice, run_micro_batch
 from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import (
     Packed,
@@ -90,7 +90,6 @@ class Trainer:
         self._events: list[Event] = []
         self._costs = self._known = SliceCosts() if costs is None else costs
         self._made: tuple[float, float] | None = None  # loss and accuracy of a step that is not told yet
-        self._micro: Slices | None = None
         self._size = self._sizes[0]  # of the micro-batch that runs
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
         self._slices = self._run()
@@ -135,12 +134,6 @@ class Trainer:
         ended = self._clock()
         self._costs.observe(kind, size, ended - began, ended)
         return ended - began
-
-    def drop(self) -> None:
-        """Free what the running micro-batch keeps; it is computed again from its beginning."""
-        if self._micro is not None:
-            self._micro.close()
-            self._next = Slice.BEGIN
 
     def warm_up(self) -> None:
         """Fit the size of micro-batches, and compute some of each size, and an update, for nothing: slices
@@ -299,13 +292,9 @@ class Trainer:
         total, sums_up = MicroBatch(), torch._foreach_copy_
         for group in groups:
             packed = self._packed([examples[number] for number in group], size)
-            result: MicroBatch | None = None
-            while result is None:  # it was dropped
-                self._micro = run_micro_batch(
-                    self._model, self.adapter, self._adapted, packed, count, backward=backward
-                )
-                result = yield from self._micro
-            self._micro = None
+            result = yield from run_micro_batch(
+                self._model, self.adapter, self._adapted, packed, count, backward=backward
+            )
             total.sums += result.sums
             if result.gradients:
                 sums_up(self._optimizer.gradients, result.gradients)
@@ -340,7 +329,6 @@ class Trainer:
             self._fail("the device has too little memory beside what it serves", elsewhere=True)
             return
         self._halved, self._train_tokens = True, max(1, self._train_tokens // 2)
-        self._micro = None
         self._slices = self._rehearsal() if self._rehearses else self._run()
         self._next = next(self._slices)
 

@@ -304,8 +304,6 @@ def test_tokens_and_adapters_are_the_same_beside_each_other_as_alone() -> None:
         if waiting and draw.random() < 0.1:
             name, prompt = waiting.pop()
             engine.submit(greedy(name, prompt, 12))
-        if draw.random() < 0.05:
-            job.drop()
         gather(engine.step(), collected)
     assert {name: one.token_ids for name, one in collected.items()} == expected
     assert equal(job.adapter.tensors(), alone.adapter.tensors())

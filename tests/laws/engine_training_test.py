@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -93,24 +92,6 @@ def test_a_served_model_is_untouched_by_a_job_on_its_tensors() -> None:
     engine = engine_for(model)
     engine.submit(greedy("a", [1, 2, 3], 8))
     assert drain(engine)["a"].token_ids == greedy_answer(plain, [1, 2, 3], 8)
-
-
-def test_any_slicing_and_any_drops_give_the_same_adapter() -> None:
-    data = examples(11, seed=1)
-    expected = trainer(data)
-    losses = [event.loss for event in run(expected) if isinstance(event, StepDone)]
-    assert len(losses) == expected.total_steps == 9
-    for seed in range(3):
-        draw = Random(seed)
-
-        def drop(job: Any, slices: int, draw: Random = draw) -> None:
-            if slices < 60 and draw.random() < 0.3:
-                job.drop()
-
-        dropped = trainer(data)
-        events = run(dropped, drop)
-        assert [event.loss for event in events if isinstance(event, StepDone)] == losses
-        assert equal(dropped.adapter.tensors(), expected.adapter.tensors())
 
 
 def test_a_job_resumed_from_any_snapshot_ends_with_the_same_adapter() -> None:
