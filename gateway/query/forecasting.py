@@ -157,10 +157,6 @@ class ForecastService(Collector):
         if isinstance(self._forecaster, HotReloadForecaster):
             self._reload_task = asyncio.create_task(self._reload_for_ever(self._forecaster), name="artifact")
 
-    @property
-    def name(self) -> str:
-        return self._forecaster.name
-
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
         request = self._request_of(query)

@@ -23,7 +23,6 @@ MACHINE = SOURCE / "modules/cloud-init/machine.py"
 SECRET = json.dumps({"MICO_SITE_TOKEN": "abc", "tls.pem": "-----BEGIN\nline two\n"})
 ARN = "arn:aws:secretsmanager:eu-central-1:111122223333:secret:site-abcdef"
 ROLE = {"AccessKeyId": "AKIDEXAMPLE", "SecretAccessKey": "secret", "Token": "session"}
-SESSION = {"X-aws-ec2-metadata-token": "t"}
 Answers = dict[str, list[tuple[int, str]]]
 
 

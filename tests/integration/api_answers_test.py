@@ -127,10 +127,6 @@ def test_the_sdks_parse_raises_on_finish_reason_length() -> None:
 # ---- text completions ----
 
 
-def prompt_of(query: Query) -> Any:
-    return query.prompt
-
-
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
