@@ -325,6 +325,3 @@ def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         unread_tokens=unread,
         training_s_per_iteration=site.training_s_per_iteration,
     )
-
-
-__all__ = ["Federation", "Outage", "Setting"]
