@@ -26,7 +26,10 @@ import psutil  # type: ignore[import-untyped]
 from litestar import get
 
 from gateway.admin.access import Access
-from gateway.admin.routes import AdminContext, admin_routes
+from gateway.admin.dashboard.pages import page_routes
+from gateway.admin.reads import read_routes
+from gateway.admin.session import session_routes
+from gateway.admin.stream import stream_routes
 from gateway.domain import Caller, Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
 from gateway.http.app import create_http
@@ -132,14 +135,9 @@ async def serve(port: int, sites: int) -> None:
         ready=lambda: Readiness(True, ""),
         version="0",
     )
-    context = AdminContext(
-        directory=directory,
-        publisher=publisher,
-        order_service=None,
-        reads=None,
-    )
-
     access = Access(backend, lambda _: caller, b"k" * 32)
+    nothing_stored: Any = None
+    reads = read_routes(access, publisher, nothing_stored)
 
     @get("/admin/api/batches")
     async def batches() -> dict[str, list[str]]:
@@ -149,7 +147,8 @@ async def serve(port: int, sites: int) -> None:
     async def quotas() -> dict[str, list[str]]:
         return {"quotas": []}
 
-    app = create_http(backend, [*admin_routes(backend, access, context), batches, quotas])
+    page = [*page_routes(), *session_routes(access), *reads, *stream_routes(access, publisher)]
+    app = create_http(backend, [*page, batches, quotas])
     server = http_server(app, host="127.0.0.1", port=port, end_within_s=1)
     await publisher.start()
     serving = asyncio.create_task(server.serve())

@@ -15,7 +15,7 @@ from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
 from gateway.http.error_handler import database_errors
 from gateway.http.pagination import read_page
-from gateway.store.queries import ExplainedQuery, OperatorReads, SiteHistory
+from gateway.store.queries import OperatorReads, SiteHistory
 from gateway.telemetry.history import columns
 from gateway.telemetry.publisher import SnapshotPublisher
 
@@ -23,9 +23,7 @@ WINDOWS_MIN = (15, 60, 360, 1440)
 DEFAULT_EVENTS, MAX_EVENTS = 100, 1_000
 
 
-def read_routes(
-    access: Access, publisher: SnapshotPublisher, reads: OperatorReads | None
-) -> list[HTTPRouteHandler]:
+def read_routes(access: Access, publisher: SnapshotPublisher, reads: OperatorReads) -> list[HTTPRouteHandler]:
     @get("/admin/api/overview")
     async def overview(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
@@ -51,7 +49,7 @@ def read_routes(
             raise NotFoundException
         limit = read_page(request, DEFAULT_EVENTS, MAX_EVENTS).limit
         with database_errors():
-            history = await reads.site(name, limit) if reads else SiteHistory([], [])
+            history = await reads.site(name, limit)
         return _json_bytes(msgspec.json.encode({"events": event_dicts(history)[:limit]}))
 
     @get("/admin/api/decisions/{request_id:path}")
@@ -59,7 +57,7 @@ def read_routes(
         await access.operator(request)
         request_id = path_after(request, "/admin/api/decisions/")
         with database_errors():
-            found: list[ExplainedQuery] = await reads.explain(request_id) if reads else []
+            found = await reads.explain(request_id)
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
     return [overview, plot_history, events, site_events, decisions]

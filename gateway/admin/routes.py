@@ -30,11 +30,11 @@ class AdminContext:
 
     directory: Directory
     publisher: SnapshotPublisher
-    order_service: OrderService | None
-    reads: OperatorReads | None
-    store: Store | None = None
-    routes: RouteTable | None = None
-    models: SiteModels | None = None
+    order_service: OrderService
+    reads: OperatorReads
+    store: Store
+    routes: RouteTable
+    models: SiteModels
 
 
 def admin_routes(backend: Backend, access: Access, context: AdminContext) -> list[HTTPRouteHandler]:
@@ -44,11 +44,7 @@ def admin_routes(backend: Backend, access: Access, context: AdminContext) -> lis
         *site_routes(access, backend, context.directory, context.order_service),
         *read_routes(access, context.publisher, context.reads),
         *stream_routes(access, context.publisher),
-        *(site_model_routes(access, context.models) if context.models else ()),
-        *(tenancy_routes(access, context.store) if context.store else ()),
-        *(
-            model_route_routes(access, context.routes, context.directory, context.publisher)
-            if context.routes
-            else ()
-        ),
+        *site_model_routes(access, context.models),
+        *tenancy_routes(access, context.store),
+        *model_route_routes(access, context.routes, context.directory, context.publisher),
     ]

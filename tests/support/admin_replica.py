@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -98,11 +99,13 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         unix_time=unix_time,
     )
     routes = RouteTable(engine, clock=unix_time)
+    store: Any = SimpleNamespace(read=reads, hours=None, clock=unix_time)  # no tenants, keys or quotas
     context = AdminContext(
         directory=here.gateway.directory,
         publisher=publisher,
         order_service=order_service,
         reads=reads,
+        store=store,
         routes=routes,
         models=SiteModels(here.gateway.directory, here.gateway.federation.links, book),
     )
