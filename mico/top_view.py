@@ -68,7 +68,7 @@ def totals_line(totals: dict[str, Any]) -> str:
     )
 
 
-def site_table(sites: list[dict[str, Any]], selected: str = "") -> RenderableType:
+def site_table(sites: list[dict[str, Any]], selected: str) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -42,7 +41,7 @@ class OrderService:
         links: Mapping[str, Link],
         publisher: SnapshotPublisher,
         *,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float],
     ) -> None:
         self.orders: list[Order] = []
         self._table = table

@@ -66,7 +66,7 @@ class ReportPace:
         """Return by how much later than in a small fleet the next report may come."""
         return self.every_s - 1.0
 
-    def adapt(self, links: int, heartbeat_s: float, *, in_share: bool = True) -> None:
+    def adapt(self, links: int, heartbeat_s: float, *, in_share: bool) -> None:
         """Tell the site the pace of a fleet with so many links, unless it has been told."""
         off = 1 if links < LINKS_TWICE_OFF else 2 if in_share else RARELY_OFF
         every_s, heartbeats = quiet_report_every_s(links), ping_heartbeats(links)

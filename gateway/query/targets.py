@@ -96,7 +96,7 @@ def targets_of(
     drawn: float,
     *,
     needs: frozenset[str] = frozenset(),
-    fleet_complete: bool = True,
+    fleet_complete: bool,
 ) -> list[Target]:
     """Return the targets that could answer the query, in order, at least one.
 

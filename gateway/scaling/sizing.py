@@ -94,7 +94,7 @@ def _cheapest_first(limits: Mapping[str, Bounds]) -> list[str]:
 class Stabilizer:
     """Hysteresis: grow after `up_after_s` of higher demand, shrink after `down_after_s` of lower."""
 
-    def __init__(self, up_after_s: float = 30.0, down_after_s: float = 600.0) -> None:
+    def __init__(self, up_after_s: float, down_after_s: float) -> None:
         self._up_after_s, self._down_after_s = up_after_s, down_after_s
         self._demand: deque[tuple[float, int]] = deque()
         self._since_s: float | None = None

@@ -33,7 +33,7 @@ class EndedSessions:
         engine: AsyncEngine,
         *,
         clock: Callable[[], float] = time.monotonic,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._clock = clock

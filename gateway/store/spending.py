@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -72,9 +71,7 @@ def total_facts(by: Sequence[TotalBy], total: Total, idle: dict[str, int]) -> di
 class CloudSpending:
     """What each cloud cost today and this month (UTC), for the page; read again after FRESH_S."""
 
-    def __init__(
-        self, reads: OperatorReads, hours: SiteHours, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, reads: OperatorReads, hours: SiteHours, clock: Callable[[], float]) -> None:
         self._reads, self._hours, self._clock = reads, hours, clock
         self._read_at = float("-inf")
         self._found: dict[str, Any] = {}

@@ -106,7 +106,7 @@ class SummaryExchange:
         on_move: Callable[[Event], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        unix_time: Callable[[], float] = time.time,
+        unix_time: Callable[[], float],
     ) -> None:
         self.summaries: dict[str, Summary] = {}
         self._store = store

@@ -16,10 +16,10 @@ class KVCacheManager:
     def __init__(
         self,
         pool: PagePool,
-        prefixes: PrefixTree | None = None,
-        swap: SwapSpace | None = None,
+        prefixes: PrefixTree | None,
+        swap: SwapSpace | None,
         *,
-        share_prefixes: bool = False,
+        share_prefixes: bool,
     ) -> None:
         self.pool = pool
         self.prefixes = prefixes

@@ -102,7 +102,7 @@ def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
 
 
 def runner_difference(
-    runner: Runner, reference: Runner, vocab_size: int, limit_tokens: int, variant: Any = None
+    runner: Runner, reference: Runner, vocab_size: int, limit_tokens: int, variant: Any
 ) -> float:
     """Return the largest difference between two runners' logits, relative to the largest logit.
 

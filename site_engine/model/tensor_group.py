@@ -32,8 +32,8 @@ class TensorGroup:
         self,
         ranks: distributed.ProcessGroup,
         device: torch.device,
-        followers: Sequence[Follower] = (),
-        on_failure: Callable[[BaseException], None] = lambda failure: None,
+        followers: Sequence[Follower],
+        on_failure: Callable[[BaseException], None],
         exchange: Callable[[int], list[int]] = lambda descriptor: [descriptor],
     ) -> None:
         """`exchange` gives a file descriptor to the other ranks and returns those of all."""

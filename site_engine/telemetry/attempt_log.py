@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def attempt_log(site: str, otlp_url: str = "") -> AsyncIterator[OnFinish]:
+async def attempt_log(site: str, otlp_url: str) -> AsyncIterator[OnFinish]:
     """Yield a callback for the last output of each choice.
 
     Import nothing of OpenTelemetry unless `otlp_url` names a collector. Raises ConfigError if it is missing.
