@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf, sqrt
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from gateway.domain import Credit, Model, ModelState, Site, SiteState
 from gateway.prices import MTOK, prices_of
 
 Numbers = NDArray[np.float64]
+T = TypeVar("T")
 
 UNKNOWN_SECONDS_PER_TOKEN = 0.05
 """Assumed for a site without measurements: until their first answers, such sites differ by price alone."""
@@ -30,34 +31,38 @@ MAX_CACHED = 1_000
 """Kinds of demands whose mask of serving sites is cached: each costs a pass over every site."""
 
 
-class Figures(NamedTuple):
-    """The inputs of a decision, each `[sites]`. Assignments since the report count as pending."""
+class FiguresOf(NamedTuple, Generic[T]):
+    """The inputs of a decision. Assignments since the report count as pending."""
 
-    quiet_until_s: Numbers  # last report, and a longer pause that the site may make; -inf: takes no work
-    received_s: Numbers  # when the last report came
-    slots: Numbers
-    running: Numbers  # requests
-    requests: Numbers  # running and pending
-    crowding: Numbers  # what `_crowding` makes of the requests per slot
-    iteration_s: Numbers  # with one more row
-    prefill_s: Numbers  # of pending and unfinished prompts, with the round trip and one iteration
-    running_tokens: Numbers  # still expected of the answers of running requests
-    pending_tokens: Numbers  # expected of the answers of pending requests
-    pending_kv_tokens: Numbers  # `pending_tokens` and the prompts of those requests
-    per_pending_size: Numbers  # 1 / mean size of the pending requests; ALL_AHEAD: all start before a demand
-    too_many: Numbers  # requests that must end before one more has a slot; not positive: a slot is free
-    per_remaining: Numbers  # requests that one value of `remaining` stands for
-    kv_room_tokens: Numbers  # not used, reserved or expected by pending requests; may be negative
-    kv_each_tokens: Numbers  # freed by a request that ends
-    per_token_s: Numbers
-    all_slots_per_token_s: Numbers  # for which a token of a prompt delays the requests in all slots
-    per_kv_token_s: Numbers
-    token_load: Numbers
-    weight: Numbers
-    input_usd_per_token: Numbers
-    cached_discount_usd_per_token: Numbers
-    output_usd_per_token: Numbers
-    context_usd_per_token: Numbers  # read by each output token
+    quiet_until_s: T  # last report, and a longer pause that the site may make; -inf: takes no work
+    received_s: T  # when the last report came
+    slots: T
+    running: T  # requests
+    requests: T  # running and pending
+    crowding: T  # what `_crowding` makes of the requests per slot
+    iteration_s: T  # with one more row
+    prefill_s: T  # of pending and unfinished prompts, with the round trip and one iteration
+    running_tokens: T  # still expected of the answers of running requests
+    pending_tokens: T  # expected of the answers of pending requests
+    pending_kv_tokens: T  # `pending_tokens` and the prompts of those requests
+    per_pending_size: T  # 1 / mean size of the pending requests; ALL_AHEAD: all start before a demand
+    too_many: T  # requests that must end before one more has a slot; not positive: a slot is free
+    per_remaining: T  # requests that one value of `remaining` stands for
+    kv_room_tokens: T  # not used, reserved or expected by pending requests; may be negative
+    kv_each_tokens: T  # freed by a request that ends
+    per_token_s: T
+    all_slots_per_token_s: T  # for which a token of a prompt delays the requests in all slots
+    per_kv_token_s: T
+    token_load: T
+    weight: T
+    input_usd_per_token: T
+    cached_discount_usd_per_token: T
+    output_usd_per_token: T
+    context_usd_per_token: T  # read by each output token
+
+
+Figures = FiguresOf[Numbers]
+"""Those of all sites, each `[sites]`."""
 
 
 def least(values: Numbers) -> float:
@@ -78,9 +83,8 @@ def size(prompt_tokens: float, response_tokens: float) -> float:
     return sqrt(length * (length + PROMPT_TOKEN_WORK * prompt_tokens))
 
 
-def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tuple[float, ...]:
-    """Return the figures of one site, in the order of `Figures`. `credit` counts as pending beyond the
-    report.
+def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> FiguresOf[float]:
+    """Return the figures of one site. `credit` counts as pending beyond the report.
 
     `known_ahead`: the part of the pending requests that starts before the demand, where it is known.
     """
@@ -99,32 +103,34 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     occupied = used + load.kv_reserved_tokens
     begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
     room = memory - occupied - prompt_tokens - response_tokens
-    return (
-        load.received_s + load.quiet_s if site.state is SiteState.READY and site.weight > 0 else -inf,
-        load.received_s,
-        slots,
-        load.running,
-        requests,
-        _crowding(requests / slots),
-        iteration_s,
-        site.rtt_s + iteration_s + cost.per_token_s * (begun_tokens + prompt_tokens),
-        sum(load.running_remaining) * load.running_weight,
-        response_tokens,
-        prompt_tokens + response_tokens,
-        pending / size(prompt_tokens, response_tokens) if known_ahead is None else ALL_AHEAD,
-        requests + 1 - slots,
-        load.running_weight,
-        room if memory > 0 else inf,
-        max(1.0, occupied / max(1, load.running)),
-        cost.per_token_s,
-        slots * cost.per_token_s,
-        cost.per_kv_token_s,
-        load.token_load + credit.prompt_tokens + credit.response_tokens,
-        max(site.weight, 1e-9),
-        prices.input_usd_per_mtok / MTOK,
-        (prices.input_usd_per_mtok - prices.cached_usd_per_mtok) / MTOK,
-        prices.output_usd_per_mtok / MTOK,
-        prices.context_usd_per_mtok / MTOK,
+    return FiguresOf(
+        quiet_until_s=load.received_s + load.quiet_s
+        if site.state is SiteState.READY and site.weight > 0
+        else -inf,
+        received_s=load.received_s,
+        slots=slots,
+        running=load.running,
+        requests=requests,
+        crowding=_crowding(requests / slots),
+        iteration_s=iteration_s,
+        prefill_s=site.rtt_s + iteration_s + cost.per_token_s * (begun_tokens + prompt_tokens),
+        running_tokens=sum(load.running_remaining) * load.running_weight,
+        pending_tokens=response_tokens,
+        pending_kv_tokens=prompt_tokens + response_tokens,
+        per_pending_size=pending / size(prompt_tokens, response_tokens) if known_ahead is None else ALL_AHEAD,
+        too_many=requests + 1 - slots,
+        per_remaining=load.running_weight,
+        kv_room_tokens=room if memory > 0 else inf,
+        kv_each_tokens=max(1.0, occupied / max(1, load.running)),
+        per_token_s=cost.per_token_s,
+        all_slots_per_token_s=slots * cost.per_token_s,
+        per_kv_token_s=cost.per_kv_token_s,
+        token_load=load.token_load + credit.prompt_tokens + credit.response_tokens,
+        weight=max(site.weight, 1e-9),
+        input_usd_per_token=prices.input_usd_per_mtok / MTOK,
+        cached_discount_usd_per_token=(prices.input_usd_per_mtok - prices.cached_usd_per_mtok) / MTOK,
+        output_usd_per_token=prices.output_usd_per_mtok / MTOK,
+        context_usd_per_token=prices.context_usd_per_mtok / MTOK,
     )
 
 
