@@ -60,7 +60,7 @@ async def open_core(
     """Start these parts; at the end, wait until every query that has ended is recorded."""
     directory, clock = Directory(), asyncio.get_running_loop().time
     federation = _federation(config, directory, clock, credentials, lambda: leases.replicas)
-    forecasts = _start_forecasts(config, directory)
+    forecasts = _start_forecasts(config, directory, lambda: federation.loop_is_busy)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
     publisher = SnapshotPublisher(
@@ -120,13 +120,16 @@ def _federation(
     return Federation(settings, directory, clock, credentials.certificates, replicas=replicas)
 
 
-def _start_forecasts(config: GatewayConfig, directory: Directory) -> ForecastService:
+def _start_forecasts(
+    config: GatewayConfig, directory: Directory, loop_is_busy: Callable[[], bool]
+) -> ForecastService:
     histogram = HistogramForecaster()
     forecasts = ForecastService(
         _forecaster(config, histogram),
         histogram,
         outcome_log=_outcome_log(config),
         parent_of=directory.parent_of,
+        loop_is_busy=loop_is_busy,
     )
     forecasts.start()
     return forecasts

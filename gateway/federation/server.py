@@ -91,6 +91,10 @@ class Federation(rpc.FederationServicer):
     def links(self) -> Mapping[str, Link]:
         return MappingProxyType(self._links)
 
+    @property
+    def loop_is_busy(self) -> bool:
+        return self._pace.is_busy
+
     async def watch_progress(self) -> None:
         """Check all links, again and again, until cancelled."""
         while True:

@@ -31,6 +31,11 @@ class StreamPace:
         self._wait_s = 0.0  # of the readers of the text that is being read
         self._waiting: dict[Callable[[], None], None] = {}
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the event loop has no time to send text as soon as it comes."""
+        return self._clock() < self._pace.due_s
+
     def begin(self) -> None:
         """Note that a message with the text of many attempts is being read."""
         if not self._waiting:

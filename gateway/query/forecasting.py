@@ -47,6 +47,8 @@ MAX_INLINE_S = 0.002
 """CPU time for which a batch may block the event loop, judged by batches of as many characters. On the thread
 a small batch costs several times as much: both threads wake each other and hand over the interpreter.
 """
+MAX_BUSY_INLINE_S = 0.0004
+"""The same while the event loop is busy: on the thread a model's graph runs beside the loop, not in it."""
 QUERY_CHARS = 50
 """A query takes as long as so many more characters of text."""
 MAX_AWAITED = 20_000
@@ -119,6 +121,20 @@ class WaitingRequests:
         return bunch
 
 
+class InlineLimit:
+    """The most characters of a batch that take `max_s` of CPU time at most, by the batches until now."""
+
+    def __init__(self, max_s: float) -> None:
+        self.chars = -1
+        self._max_s = max_s
+
+    def observe(self, chars: int, took_s: float) -> None:
+        if took_s > self._max_s:
+            self.chars = min(self.chars, chars - 1)
+        else:
+            self.chars = max(self.chars, chars)
+
+
 class ForecastService(Collector):
     """Forecasts on one thread and learns on another, so that no forecast waits for a lesson.
 
@@ -132,6 +148,7 @@ class ForecastService(Collector):
         *,
         outcome_log: OutcomeLog | None = None,
         parent_of: Callable[[str], str] = lambda _: "",
+        loop_is_busy: Callable[[], bool] = lambda: False,
         reload_every_s: float = RELOAD_EVERY_S,
     ) -> None:
         """`parent_of` returns the model of which another is a variant, empty if it is none."""
@@ -142,7 +159,9 @@ class ForecastService(Collector):
         self._reload_every_s = reload_every_s
         self._learn_after_s = -inf
         self._learned_counts: Counter[str] = Counter()
-        self._inline_chars = -1  # batches of so many characters were forecast within MAX_INLINE_S
+        self._loop_is_busy = loop_is_busy
+        self._inline = InlineLimit(MAX_INLINE_S)
+        self._busy_inline = InlineLimit(MAX_BUSY_INLINE_S)
         self._arrivals: list[ForecastRequest] = []  # in this turn of the event loop
         self._requests = WaitingRequests()
         self._thread: Thread | None = None
@@ -185,7 +204,8 @@ class ForecastService(Collector):
     def _forecast_arrivals(self) -> None:
         """Forecast what came in a turn of the event loop."""
         arrivals, self._arrivals = self._arrivals, []
-        if sum(each.chars for each in arrivals) <= self._inline_chars:
+        limit = self._busy_inline if self._loop_is_busy() else self._inline
+        if sum(each.chars for each in arrivals) <= limit.chars:
             _resolve(arrivals, self._forecast_batch(arrivals))
         else:
             for each in arrivals:
@@ -268,11 +288,9 @@ class ForecastService(Collector):
         except Exception as exc:  # noqa: BLE001 - raised where the forecasts are awaited
             return exc
         finally:
-            chars = sum(each.chars for each in batch)
-            if time.thread_time() - began_s > MAX_INLINE_S:
-                self._inline_chars = min(self._inline_chars, chars - 1)
-            else:
-                self._inline_chars = max(self._inline_chars, chars)
+            chars, took_s = sum(each.chars for each in batch), time.thread_time() - began_s
+            self._inline.observe(chars, took_s)
+            self._busy_inline.observe(chars, took_s)
 
     def _run_forecaster(self, queries: list[Features]) -> list[Forecast]:
         try:

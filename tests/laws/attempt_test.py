@@ -154,8 +154,11 @@ def test_readers_wait_for_one_another_while_the_loop_is_busy() -> None:
         paced = Paced()
         assert paced.step(0.005, 0.0) == ["a", "b"]
         assert paced.step(0.02, 0.02) == ["a", "b"], "it was idle until now"
+        assert paced.pace.is_busy
         assert paced.step(0.005, 0.005) == []
         assert paced.step(0.003, 0.003, "b") == []
+        paced.now += 0.02
+        assert not paced.pace.is_busy, "text that comes now waits no longer"
         paced.changed.clear()
         await asyncio.wait_for(paced.changed.wait(), WAIT_S)
         assert paced.woken == ["a", "b"], "each once"

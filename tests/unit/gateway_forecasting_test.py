@@ -121,6 +121,25 @@ def test_only_what_comes_in_one_turn_and_is_known_to_be_quick_is_forecast_on_the
         assert watched.batches[1:3] == [([LONG], True), (["a", "b"], True)]
 
 
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_busy_loop_forecasts_only_what_costs_it_less_than_the_thread_would(
+    cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.query.forecasting.MAX_INLINE_S", float("inf"))
+    monkeypatch.setattr("gateway.query.forecasting.MAX_BUSY_INLINE_S", float("inf") if cheap else -1.0)
+    watched, busy = Watched(), iter([False, False, True, False])
+
+    async def scenario() -> None:
+        forecasts = ForecastService(watched, HistogramForecaster(), loop_is_busy=lambda: next(busy))
+        async with asyncio.timeout(60):
+            for name in ("first", "idle", "busy", "idle again"):
+                await forecasts.request(query(name, "a text"))
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    assert [on_loop for _, on_loop in watched.batches] == [False, True, cheap, True]
+
+
 FORECAST = Forecast((0, 100), (1.0,), "a")
 
 
