@@ -172,7 +172,7 @@ def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
         message.index,
         message.text,
         min(message.completion_tokens, most),
-        tuple(ids) if len(ids) else (),  # to iterate over none takes longer than to ask
+        tuple(ids[:]),  # a list at once: to iterate over the field takes twice as long
         reasoning=message.reasoning,
         refusal=message.refusal,
         reasoning_tokens=thought and min(thought, most),
