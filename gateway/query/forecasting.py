@@ -48,7 +48,7 @@ MAX_INLINE_S = 0.002
 a small batch costs several times as much: both threads wake each other and hand over the interpreter.
 """
 MAX_BUSY_INLINE_S = 0.0004
-"""The same while the event loop is busy: on the thread a model's graph runs beside the loop, not in it."""
+"""The same while the event loop is busy with other queries: on the thread a model's graph runs beside it."""
 QUERY_CHARS = 50
 """A query takes as long as so many more characters of text."""
 MAX_AWAITED = 20_000
@@ -204,7 +204,8 @@ class ForecastService(Collector):
     def _forecast_arrivals(self) -> None:
         """Forecast what came in a turn of the event loop."""
         arrivals, self._arrivals = self._arrivals, []
-        limit = self._busy_inline if self._loop_is_busy() else self._inline
+        has_others = len(self._awaited) > len(arrivals)
+        limit = self._busy_inline if has_others and self._loop_is_busy() else self._inline
         if sum(each.chars for each in arrivals) <= limit.chars:
             _resolve(arrivals, self._forecast_batch(arrivals))
         else:

@@ -127,13 +127,19 @@ def test_a_busy_loop_forecasts_only_what_costs_it_less_than_the_thread_would(
 ) -> None:
     monkeypatch.setattr("gateway.query.forecasting.MAX_INLINE_S", float("inf"))
     monkeypatch.setattr("gateway.query.forecasting.MAX_BUSY_INLINE_S", float("inf") if cheap else -1.0)
-    watched, busy = Watched(), iter([False, False, True, False])
+    watched, busy = Watched(), False
 
     async def scenario() -> None:
-        forecasts = ForecastService(watched, HistogramForecaster(), loop_is_busy=lambda: next(busy))
+        nonlocal busy
+        forecasts = ForecastService(watched, HistogramForecaster(), loop_is_busy=lambda: busy)
         async with asyncio.timeout(60):
-            for name in ("first", "idle", "busy", "idle again"):
-                await forecasts.request(query(name, "a text"))
+            await forecasts.request(query("first", "a text"))
+            await forecasts.request(query("beside it", "a text"))
+            busy = True
+            await forecasts.request(query("while busy", "a text"))
+            for name in ("first", "beside it", "while busy"):
+                forecasts.observe(outcome(name, 5))
+            await forecasts.request(query("alone", "a text"))
         await forecasts.close()
 
     asyncio.run(scenario())
