@@ -299,6 +299,7 @@ class Trainer:
             if result.gradients:
                 sums_up(self._optimizer.gradients, result.gradients)
                 sums_up = torch._foreach_add_
+            del result  # its gradients, before the next makes its own
         return total
 
     def _packed(self, examples: Sequence[Example], size: int | None = None) -> Packed:

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from site_engine.core.chain import Variant
 from site_engine.core.training import AdapterShape, Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training import snapshot as snapshots
+from site_engine.training import trainer as trainer_module
 from site_engine.training.adapter import Adapter, write_folder
 from site_engine.training.data import Dataset
-from site_engine.training.micro_batch import MicroBatch
+from site_engine.training.micro_batch import MicroBatch, Slices, run_micro_batch
 from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
@@ -182,6 +184,23 @@ def test_lack_of_memory_halves_micro_batches_once_and_then_fails(monkeypatch: py
     (failure,) = (event for event in failed if isinstance(event, Failed))
     assert failure is failed[-1]
     assert failure == Failed(reason, elsewhere=True)  # that of another site may have more
+
+
+def test_no_gradients_of_a_micro_batch_are_kept_while_the_next_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gradients, kept = list["ref[torch.Tensor]"](), list[int]()
+
+    def watched(*given: Any, **how: Any) -> Slices:
+        kept.append(sum(each() is not None for each in gradients))
+        result = yield from run_micro_batch(*given, **how)
+        gradients.extend(map(ref, result.gradients))
+        return result
+
+    monkeypatch.setattr(trainer_module, "run_micro_batch", watched)
+    run(trainer(examples(8, longest=30), replace(SMALL, epochs=1, batch_size=8), train_tokens=32))
+    assert kept == [0] * len(kept)
+    assert len(kept) > 2
 
 
 @pytest.mark.parametrize("what", [(SlicedModel, "layer"), (Optimizer, "copies")])
