@@ -1,7 +1,7 @@
 """Train one adapter in slices that its caller runs one at a time, whenever there is time.
 
-Plain and synchronous: no threads, no sleeping, no files. However the slices are spread, and however often a
-micro-batch is dropped and computed again, the adapter is the same, bit by bit on a CPU.
+Plain and synchronous: no threads, no sleeping, no files. However the slices are spread, the adapter is the
+same, bit by bit on a CPU.
 """
 
 from __future__ import annotations

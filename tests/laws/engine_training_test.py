@@ -1,4 +1,4 @@
-"""What is trained is the gradient of the loss, the same however its slices are spread, dropped or resumed."""
+"""What is trained is the gradient of the loss, the same however its slices are spread or resumed."""
 
 from __future__ import annotations
 
