@@ -56,7 +56,7 @@ class Reason(msgspec.Struct, forbid_unknown_fields=True):
 
 class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    best_priority: int = 0
+    best_priority: int | None = None
     reason: str = ""
 
 
@@ -156,7 +156,7 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     async def set_tenant(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
         new = await body_of(request, NewTenant)
-        if not -(2**31) <= new.best_priority < 2**31:
+        if new.best_priority is not None and not -(2**31) <= new.best_priority < 2**31:
             raise BadRequest("best_priority is a 32-bit number", param="best_priority")
         async with translated_errors():
             set_to = await store.quotas.set_tenant(

@@ -63,14 +63,16 @@ class QuotaTable:
             found = await connection.execute(select(tenants).order_by(tenants.c.name))
             return [Tenant(row.name, row.created_at, row.best_priority) for row in found]
 
-    async def set_tenant(self, name: str, *, best_priority: int, act: Act) -> Tenant:
-        """Create or change a tenant."""
+    async def set_tenant(self, name: str, *, best_priority: int | None, act: Act) -> Tenant:
+        """Create or change a tenant; None leaves its best priority as it is, 0 of a new one."""
         async with self._engine.begin() as connection:
             number = await next_number(connection)
             now = self._clock()  # after other changes have ended, so that the audit is in their order
             new = {"name": name, "created_at": now}
             before = await connection.scalar(select(tenants.c.best_priority).where(tenants.c.name == name))
             await connection.execute(insert_new(connection.dialect.name, tenants), new)
+            if best_priority is None:
+                best_priority = before or 0
             change = update(tenants).where(tenants.c.name == name)
             await connection.execute(change.values(best_priority=best_priority, stamp=number))
             was = "none" if before is None else f"best priority {before}"

@@ -50,8 +50,13 @@ def set_tenant(
         str, typer.Argument(callback=check_name, help="The tenant; created if it does not exist.")
     ],
     best_priority: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="The best priority that its queries may have.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=-(2**31),
+            max=2**31 - 1,
+            help="The best priority that its queries may have; it stays if left out, 0 for a new tenant.",
+        ),
+    ] = None,
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
@@ -62,11 +67,11 @@ def set_tenant(
     async def work(store: Store) -> Tenant:
         return await store.quotas.set_tenant(name, best_priority=best_priority, act=audit_act(reason))
 
-    facts = tenant_fields(session.with_store(database, work))
+    tenant = session.with_store(database, work)
     if as_json:
-        session.terminal.json(facts)
+        session.terminal.json(tenant_fields(tenant))
     else:
-        session.terminal.info(f"{name}: best priority {best_priority}")
+        session.terminal.info(f"{name}: best priority {tenant.best_priority}")
 
 
 @quotas.command("list")

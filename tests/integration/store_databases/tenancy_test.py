@@ -335,7 +335,9 @@ def test_the_command_line_has_the_same_verbs(
     key = mico("keys", "create", "app", "--tenant", "shop", "--region", "eu", "--reason", "launch")
     assert key["regions"] == ["eu"]
     mico("tenants", "set", "shop", "--best-priority", "-1")
-    assert [tenant["name"] for tenant in mico("tenants", "list")] == ["shop"]
+    assert mico("tenants", "set", "shop")["best_priority"] == -1, "what is left out stays as it is"
+    assert mico("tenants", "set", "lab")["best_priority"] == 0
+    assert [tenant["name"] for tenant in mico("tenants", "list")] == ["lab", "shop"]
     mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "5000", "--concurrent-queries", "7")
     new = mico("keys", "rotate", key["id"], "--overlap", "1h")
     mico("quotas", "set", "--key", new["id"], "--requests-per-min", "60")
@@ -356,7 +358,7 @@ def test_the_command_line_has_the_same_verbs(
     audited = mico("audit")
     assert sorted(entry["action"].split()[0] for entry in audited) == [
         *("create", "revoke", "rotate"),
-        *["set"] * 4,
+        *["set"] * 6,
     ]
     assert (audited[0]["reason"], audited[0]["before"], audited[0]["after"]) == ("done", "valid", "revoked")
     assert mico("audit", "--limit", "1") == audited[:1]
