@@ -127,10 +127,13 @@ def _watch_log(log: Path) -> None:
 def roll_log(log: Path) -> None:
     """Move the lines of a log to `LOG.1`, and keep the file, which its writers have open.
 
-    What is written between the end of the copy and the truncation is lost: microseconds in many hours.
+    What is written between the end of the copy and the truncation is lost: some lines of tens of thousands.
+    Without room for the copy, which ends it in an OSError, what did not fit is lost, too.
     """
-    shutil.copyfile(log, previous_log(log))
-    os.truncate(log, 0)
+    try:
+        shutil.copyfile(log, previous_log(log))
+    finally:
+        os.truncate(log, 0)
 
 
 def previous_log(log: Path) -> Path:

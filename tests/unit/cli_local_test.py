@@ -23,7 +23,7 @@ from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running, write_private
 from mico.local.interrupts import END_SIGNALS, interrupt_at_end_signals, uninterrupted
 from mico.local.plan import Plan, Ports, choose_ports, is_free, to_toml
-from mico.local.processes import Process, end, last_lines, start_stamp
+from mico.local.processes import Process, end, last_lines, previous_log, roll_log, start_stamp
 from mico.local.profiles import profiles
 from mico.terminal import Terminal
 from site_engine.config_sources import load as load_site
@@ -224,3 +224,13 @@ def test_the_end_of_a_log_is_shown_however_long_it_is(tmp_path: Path) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"level": "critical", "message": "the disk is full"}\n')
     assert last_lines(str(log), 1) == "critical: the disk is full"
+
+
+def test_a_log_is_bounded_also_where_its_lines_cannot_be_kept(tmp_path: Path) -> None:
+    """On a full disk the copy took what was left, each second anew, and the database could not write."""
+    log = tmp_path / "gateway.log"
+    log.write_text("a line\n")
+    previous_log(log).mkdir()  # as no room for the copy, an OSError
+    with pytest.raises(IsADirectoryError):
+        roll_log(log)
+    assert not log.read_text()
