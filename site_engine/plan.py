@@ -37,6 +37,8 @@ GPU_MIB = {"A100": 81_920, "H100": 81_559, "H200": 143_771, "L4": 23_034}
 """Memory as nvidia-smi shows it."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_HEADER_BYTES = 100_000_000
+UNBOUNDED_TOKENS = 2**40
+"""Context of a model that names none."""
 SENSELESS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors of a file that holds something else than it should."""
 TIED = frozenset(("lm_head.weight",))
@@ -134,6 +136,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         base = dict(tensors(folder))
         per_token = kv_bytes_per_token(folder, item, ranks)
         needed = bytes_of_steps(config, folder, item, ranks)
+        most_tokens = tokens_of_contexts(config, folder)
         slots = slots_for(config, base, item)
         own = shapes_of_rank(base, configuration(folder), ranks)
     except VariantRefused as exc:
@@ -142,7 +145,8 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         own, refused[str(folder)] = base, str(exc)
     shared = sum(map(prod, own.values())) * item
     left = max(0, gpus.bytes - shared - slots.bytes)
-    tokens = config.kv_tokens or (left // 4 if on_cpu(config) else kv_room(left, needed)) // per_token
+    kv_bytes = left // 4 if on_cpu(config) else kv_room(left, needed)
+    tokens = config.kv_tokens or min(kv_bytes // per_token, most_tokens)
     room = left - tokens * per_token
     if room < 0 or tokens < config.page_size:
         refused[str(folder)] = (
@@ -373,6 +377,19 @@ def bytes_of_steps(config: SiteConfig, folder: Path, item: int, ranks: int) -> i
         return step_bytes(found.get("text_config") or found, tokens, rows, item, ranks)
     except SENSELESS as exc:
         raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+
+
+def tokens_of_contexts(config: SiteConfig, folder: Path) -> int:
+    """Return the tokens of as many contexts as requests run at once: an engine makes room for no more.
+
+    Raises VariantRefused.
+    """
+    found = configuration(folder)
+    try:
+        context = int((found.get("text_config") or found).get("max_position_embeddings") or UNBOUNDED_TOKENS)
+    except SENSELESS as exc:
+        raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
+    return slots_on("cpu" if on_cpu(config) else "cuda", config) * context
 
 
 def configuration(folder: Path) -> dict[str, Any]:

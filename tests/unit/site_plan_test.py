@@ -111,6 +111,22 @@ def test_numbers_on_a_cpu_have_four_bytes_and_no_gpu_lends_it_memory(folder: Pat
     assert not plan_groups([site], parse_gpus("64GiB"))[0].refused
 
 
+@pytest.mark.parametrize(
+    ("settings", "requests"),
+    [({}, 256), ({"slots": 8}, 8), ({"device": "cpu", "dtype": "bfloat16"}, 32)],
+)
+def test_keys_and_values_have_no_more_room_than_all_requests_could_fill(
+    folder: Path, settings: dict[str, Any], requests: int
+) -> None:
+    """An engine takes no more; a plan that gave them all memory refused variants that have room."""
+    (folder / "base" / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 1024}))
+    tuned = [VariantConfig(f"tuned-{number}", model=str(folder / "tuned")) for number in range(3)]
+    found = planned(folder, "H200", *tuned, **settings)
+    assert found.kv_tokens == requests * 1024 and not found.refused
+    assert planned(folder, "24GiB", **settings).kv_tokens < 256 * 1024
+    assert planned(folder, "H200", kv_tokens=10**6, **settings).kv_tokens == 10**6
+
+
 def test_no_plan_exceeds_memory_and_who_finds_no_room_is_told_both_numbers(folder: Path) -> None:
     tuned = [VariantConfig(f"tuned-{number}", model=str(folder / "tuned")) for number in range(9)]
     found = planned(folder, "H200", *tuned, device="cpu")
