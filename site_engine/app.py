@@ -17,7 +17,7 @@ from site_engine.config import SiteConfig
 from site_engine.core.chain import Block, BlockKind, Variant
 from site_engine.core.training import Trains
 from site_engine.engine.device_turns import SharedDevice
-from site_engine.engine.loading import Loaded, facts_of, load_engine
+from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_spawn import Spawn, spawn
 from site_engine.engine_client import Facts, Listener, LoadSeen
 from site_engine.errors import ConfigError
@@ -110,7 +110,7 @@ def _load_here(
     """Load the engine in this process. `post` carries a call to the event loop."""
     loaded, special = load(config), config.allow_special_tokens
     engine = NativeEngine.from_loaded(loaded, post, config.iteration_floor_s, allow_special_tokens=special)
-    return engine, facts_of(loaded)
+    return engine, loaded.facts
 
 
 async def serve_groups(

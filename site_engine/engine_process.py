@@ -25,7 +25,7 @@ from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
 from site_engine.engine.child import end_with_parent, see_devices
 from site_engine.engine.engine_thread import EngineThread
-from site_engine.engine.loading import Loaded, facts_of, grammars_of, load_engine
+from site_engine.engine.loading import Loaded, grammars_of, load_engine
 from site_engine.engine.process_server import EngineServer
 from site_engine.engine.ranks import lead
 from site_engine.errors import ConfigError, NotServed, Reason
@@ -67,9 +67,9 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
             connection.sendall(pm.frame(pm.Refused(reason)))
         end(1)
 
-    def describe(model: Described) -> None:
+    def describe(tokenizer: Any, model: Described) -> None:
         """Let the site go on with its tokenizer, and read the vocabulary, while the engine is built."""
-        compiler.begin(model, startup)
+        compiler.begin(tokenizer, model, startup)
         described = pm.Described(model.context_tokens, model.vocab_size, model.eos_token_ids)
         connection.sendall(pm.frame(described))
 
@@ -78,10 +78,10 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
         device, sleep = see_devices([config.device.split("+")[0], config.sleep])
         config = replace(config, device=device, sleep=sleep)
         if load is None:
-            loaded = load_engine(config, TokenNames(), startup, describe, rank)
+            loaded = load_engine(config, TokenNames(), startup, lambda it: describe(it.tokenizer, it), rank)
         else:
             loaded = load(config)
-            describe(loaded)
+            describe(loaded.tokenizer, loaded.facts)
     except ConfigError as exc:
         if rank is not None:
             time.sleep(REASON_WITHIN_S)
@@ -93,8 +93,8 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     set_up_collector()
     serving.set()
     inbox = loaded.open_inbox() if start.with_others else None
-    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts, inbox, loaded.shares)))
-    log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
+    connection.sendall(pm.frame(pm.Ready(loaded.facts, startup.parts, inbox, loaded.shares)))
+    log.info("the engine of %s runs in process %d", loaded.facts.name, os.getpid())
     return 0 if server.run() else 1
 
 
@@ -124,10 +124,8 @@ def settings_to_config(message: pm.Start) -> SiteConfig:
 
 
 class Described(Protocol):
-    """The facts of a loaded model."""
+    """The facts of a model before its engine is built."""
 
-    @property
-    def tokenizer(self) -> Any: ...
     @property
     def context_tokens(self) -> int: ...
     @property
@@ -143,13 +141,13 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "vocabulary")
         self._others: dict[tuple[int, ...], Grammars | None] = {}  # by the tokens that end an answer
 
-    def begin(self, model: Described, startup: StartUp) -> None:
+    def begin(self, tokenizer: Any, model: Described, startup: StartUp) -> None:
         """Begin to read the vocabulary."""
-        self._model = model
+        self._tokenizer, self._model = tokenizer, model
 
         def read() -> Grammars | None:
             with startup.part("engine's grammars"):
-                return grammars_of(model.tokenizer, model.vocab_size, model.eos_token_ids)
+                return grammars_of(tokenizer, model.vocab_size, model.eos_token_ids)
 
         self._reading = self._thread.submit(read)
 
@@ -163,8 +161,8 @@ class GrammarCompiler:
         grammars = self._reading.result()
         if eos_token_ids is not None and eos_token_ids != self._model.eos_token_ids:
             if eos_token_ids not in self._others:
-                model = self._model
-                self._others[eos_token_ids] = grammars_of(model.tokenizer, model.vocab_size, eos_token_ids)
+                found = grammars_of(self._tokenizer, self._model.vocab_size, eos_token_ids)
+                self._others[eos_token_ids] = found
             grammars = self._others[eos_token_ids]
         if grammars is None:
             raise NotServed(Reason.UNSUPPORTED, "this engine can't hold an answer to a grammar")

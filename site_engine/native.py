@@ -17,7 +17,7 @@ from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission
 from site_engine.core.startup import StartUp, describe
 from site_engine.engine.engine_thread import EngineThread
-from site_engine.engine.loading import Loaded, facts_of, grammars_of, take_logs_of_transformers
+from site_engine.engine.loading import Loaded, grammars_of, take_logs_of_transformers
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_messages import Described
 from site_engine.engine.process_spawn import Spawn
@@ -86,7 +86,7 @@ class NativeEngine:
 
         `post` carries a call to the event loop. Iterations start at least `floor_s` apart.
         """
-        facts = facts_of(loaded)
+        facts = loaded.facts
         tokenizer = prompt_tokenizer(loaded.tokenizer, facts, post, allow_special_tokens=allow_special_tokens)
 
         def tokenizer_of(chain: Chain) -> PromptTokenizer:

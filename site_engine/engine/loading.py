@@ -45,14 +45,7 @@ class Loaded(NamedTuple):
 
     engine: Engine
     tokenizer: Any
-    name: str
-    revision: str
-    context_tokens: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    slots: int = SLOTS
-    weights_bytes: int = 0
-    slots_bytes: int = 0  # of the slots for adapters
+    facts: Facts
     sleeper: Turns | None = None
     open_inbox: Callable[[], InboxAddress | None] = lambda: None
 
@@ -97,11 +90,18 @@ def load_engine(
                     engine.training.warm_up()
                 except TrainingRefused as refused:
                     log.warning("no job could be trained here: %s", refused)
-    facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
-    weights_bytes = sum(each.nbytes for each in model.model.parameters())
-    adapters_bytes = slots_bytes(engine) if on_gpu else 0
-    sizes = settings.slots, weights_bytes, adapters_bytes
-    return Loaded(engine, model.tokenizer, *facts, *sizes, engine.sleeper, engine.inbox.open)
+    facts = Facts(
+        model.name,
+        model.revision,
+        model.context_tokens,
+        model.vocab_size,
+        model.eos_token_ids,
+        settings.slots,
+        kv_tokens=engine.load().kv_free_tokens,  # nothing runs yet, so this is the capacity
+        weights_bytes=sum(each.nbytes for each in model.model.parameters()),
+        slots_bytes=slots_bytes(engine) if on_gpu else 0,
+    )
+    return Loaded(engine, model.tokenizer, facts, engine.sleeper, engine.inbox.open)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:
@@ -217,22 +217,6 @@ def take_logs_of_transformers() -> None:
     hf_logging.disable_progress_bar()
     hf_logging.disable_default_handler()  # its lines become ours
     hf_logging.enable_propagation()
-
-
-def facts_of(loaded: Loaded) -> Facts:
-    """Return the facts of an engine that has not served yet."""
-    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
-    return Facts(
-        loaded.name,
-        loaded.revision,
-        loaded.context_tokens,
-        loaded.vocab_size,
-        loaded.eos_token_ids,
-        loaded.slots,
-        kv_tokens,
-        loaded.weights_bytes,
-        loaded.slots_bytes,
-    )
 
 
 def grammars_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars | None:

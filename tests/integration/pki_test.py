@@ -28,11 +28,10 @@ from gateway.security.tls import grpc_credentials
 from gateway.store.store import Store, open_store
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.engine.loading import Loaded
 from site_engine.errors import LinkLost
 from site_engine.federation.dial import identity_of
 from tests.support.fakes.federation import TOKEN, until
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import fake_loaded
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -72,7 +71,7 @@ class Scene:
 
     @asynccontextmanager
     async def site(self, config: SiteConfig) -> AsyncIterator[None]:
-        loaded = Loaded(FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+        loaded = fake_loaded()
         running = asyncio.create_task(serve(config, lambda _: loaded))
         try:
             yield

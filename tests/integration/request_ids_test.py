@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from gateway.telemetry.logs import JsonFormatter
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.engine.loading import Loaded
 from site_engine.telemetry.logs import JsonLines
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, chat_body, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import fake_loaded
 
 
 class Lines(logging.Handler):
@@ -67,7 +66,7 @@ def test_every_line_about_a_request_names_it() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), scene() as here:
             config = SiteConfig(site="alpha", model="m", gateways=(here.address,), token=TOKEN)
-            loaded = Loaded(FakeEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
+            loaded = fake_loaded(name="m")
             site = asyncio.create_task(serve(config, lambda _: loaded))
             async with on_loopback(Script(), backend_of(here)) as (edge, _):
                 await ask(here, edge)

@@ -18,7 +18,7 @@ from site_engine.config import SiteConfig
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.errors import ConfigError
 from site_engine.shutdown import EXIT_FAILED
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine, fake_loaded
 from tests.support.site_gateway import TOKEN, Gateway, assign, serving
 from wire import federation_pb2 as pb
 
@@ -35,7 +35,7 @@ def config(gateway: Gateway, **more: object) -> SiteConfig:
 
 
 def with_engine(engine: FakeEngine) -> Loaded:
-    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY, slots=engine.slots)
+    return fake_loaded(engine)
 
 
 def start(gateway: Gateway, engine: FakeEngine, **more: object) -> asyncio.Task[int]:

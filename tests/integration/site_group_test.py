@@ -13,7 +13,7 @@ from site_engine import group
 from site_engine.app import serve
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.engine.loading import Loaded
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import FakeEngine, fake_loaded
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from wire import federation_pb2 as pb
 
@@ -25,8 +25,7 @@ def run(
     **settings: Any,
 ) -> None:
     def load(_: SiteConfig) -> Loaded:
-        facts = "letters", "r1", CONTEXT_TOKENS, VOCABULARY
-        return Loaded(engine or FakeEngine(), FakeTokenizer(), *facts, weights_bytes=5_000)
+        return fake_loaded(engine, weights_bytes=5_000)
 
     async def whole() -> None:
         async with serving(Gateway()) as gateway:

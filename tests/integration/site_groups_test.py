@@ -12,7 +12,7 @@ from site_engine.app import serve_groups
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.engine.loading import Loaded
 from site_engine.errors import ConfigError
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import fake_loaded
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from wire import federation_pb2 as pb
 
@@ -20,7 +20,7 @@ from wire import federation_pb2 as pb
 def load(config: SiteConfig) -> Loaded:
     if config.model == "broken":
         raise ConfigError("model 'broken' cannot be served")
-    return Loaded(FakeEngine(), FakeTokenizer(), config.model, "r1", CONTEXT_TOKENS, VOCABULARY)
+    return fake_loaded(name=config.model)
 
 
 def configs(gateway: Gateway, *models: str) -> list[SiteConfig]:

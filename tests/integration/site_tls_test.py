@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.engine.loading import Loaded
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer, identity_of
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import fake_loaded
 from tests.support.site_gateway import Gateway, assign
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
@@ -58,7 +57,7 @@ def test_a_site_and_a_gateway_know_each_other_by_certificate(pair: tuple[Path, P
             tls_cert=certificate,
             tls_key=key,
         )
-        loaded = Loaded(FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+        loaded = fake_loaded()
         site = asyncio.create_task(serve(config, lambda _: loaded))
         session = await gateway.linked()
         assert "authorization" not in session.metadata

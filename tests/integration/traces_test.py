@@ -22,10 +22,9 @@ from gateway.telemetry.traces import Traces
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.core.request import Output, Timings
-from site_engine.engine.loading import Loaded
 from tests.support.ended_queries import ANSWERED
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import FakeEngine, fake_loaded
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -69,7 +68,7 @@ async def traced(
     traces = Traces("east", SimpleSpanProcessor(exported))
     here.gateway.trace_query = traces.inject
     monkeypatch.setattr(site_engine.telemetry.traces, "exporter", lambda url: SimpleSpanProcessor(exported))
-    loaded = Loaded(engine or TimedEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
+    loaded = fake_loaded(engine or TimedEngine(), "m")
     config = SiteConfig(
         site="alpha",
         model="m",

@@ -16,7 +16,6 @@ from site_engine.config import SiteConfig
 from site_engine.core.remaining_curve import RemainingCurve, RemainingPoint
 from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
-from site_engine.engine.loading import facts_of
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener
 from site_engine.native import NativeEngine, engine_settings, prompt_tokenizer
@@ -136,7 +135,7 @@ async def engine(name: str, *, separate: bool, **settings: Any) -> AsyncIterator
         client, pid = NativeEngine(prompts, process), process.pid
     else:
         loaded = load_family(config)
-        prompts = prompt_tokenizer(tokenizer(), facts_of(loaded), post, allow_special_tokens=False)
+        prompts = prompt_tokenizer(tokenizer(), loaded.facts, post, allow_special_tokens=False)
         client, pid = NativeEngine(prompts, EngineThread(loaded.engine, post, time.monotonic)), 0
     try:
         yield client, pid

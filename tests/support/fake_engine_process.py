@@ -19,7 +19,7 @@ from site_engine.native import engine_settings
 from site_engine.text.detokenize import ByteVocabulary
 from tests.support.child_processes import is_there
 from tests.support.forked import fork
-from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import VOCABULARY, FakeEngine, fake_loaded
 
 spawn_fake = partial(fork, "tests.support.fake_engine_process")
 LETTERS = ByteVocabulary(
@@ -41,13 +41,10 @@ def load_fake(config: SiteConfig) -> Loaded:
     if config.model == UNSERVABLE:
         raise ConfigError("this model cannot be served")
     engine = FakeEngine(slots=config.slots or 2, max_pending=config.max_pending, width=0)
-    facts = "letters", "r1", CONTEXT_TOKENS, VOCABULARY
     says = Path(config.served_model)
     sleeper = FakeSleeper(says, shares=config.share_sleeping_memory) if config.sleep == "host" else None
     inbox = InboxAddress("letters", 1)
-    return Loaded(
-        engine, FakeTokenizer(), *facts, slots=engine.slots, sleeper=sleeper, open_inbox=lambda: inbox
-    )
+    return fake_loaded(engine)._replace(sleeper=sleeper, open_inbox=lambda: inbox)
 
 
 class FakeSleeper:

@@ -20,6 +20,8 @@ from site_engine.core.request import (
     Request,
     RequestRejected,
 )
+from site_engine.engine.loading import Loaded
+from site_engine.engine_client import Facts
 from site_engine.errors import VariantRefused
 from site_engine.messages import Hello, Model
 
@@ -249,3 +251,10 @@ HELLO = Hello(
     pool="eu",
     takes_orders=True,
 )
+
+
+def fake_loaded(engine: FakeEngine | None = None, name: str = "letters", weights_bytes: int = 0) -> Loaded:
+    engine = engine or FakeEngine()
+    kv_tokens = engine.load().kv_free_tokens
+    facts = Facts(name, "r1", CONTEXT_TOKENS, VOCABULARY, (), engine.slots, kv_tokens, weights_bytes)
+    return Loaded(engine, FakeTokenizer(), facts)

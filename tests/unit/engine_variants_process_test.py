@@ -12,7 +12,7 @@ from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.chain import Chain
 from site_engine.core.startup import StartUp
 from site_engine.engine import loading
-from site_engine.engine_client import Listener, Prepared
+from site_engine.engine_client import Facts, Listener, Prepared
 from site_engine.engine_process import GrammarCompiler
 from site_engine.native import NativeEngine
 from tests.support.engine_models import engine_for, family, tokenizer
@@ -21,8 +21,8 @@ from tests.unit.engine_variants_interface_test import answer, assigned
 
 
 def test_a_grammar_ends_with_the_end_token_of_its_variant() -> None:
-    compiler = GrammarCompiler()
-    compiler.begin(family("llama").served, StartUp(time.monotonic))
+    compiler, model = GrammarCompiler(), family("llama").served
+    compiler.begin(model.tokenizer, model, StartUp(time.monotonic))
     compiler.wait()
     first, second, end = (tokenizer().convert_tokens_to_ids(each) for each in "abz")
     assert tokenizer().eos_token_id != end
@@ -70,7 +70,8 @@ def test_an_adapter_with_end_tokens_but_no_tokenizer_uses_the_bases(tmp_path: Pa
     async def run() -> tuple[Chain, Prepared]:
         engine = engine_for(model)
         facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
-        loaded = loading.Loaded(engine, model.tokenizer, *facts)
+        kv_tokens = engine.load().kv_free_tokens
+        loaded = loading.Loaded(engine, model.tokenizer, Facts(*facts, engine.settings.slots, kv_tokens))
         client = NativeEngine.from_loaded(loaded, asyncio.get_running_loop().call_soon_threadsafe)
         client.start(Listener(lambda outputs: None, lambda seen: None, lambda reason: None))
         try:
