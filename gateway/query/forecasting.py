@@ -28,6 +28,7 @@ from gateway.prompt import Chat
 from gateway.tasks import cancel
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
+from predictor.features import HEAD_CHARS, TAIL_CHARS
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import HotReloadForecaster
@@ -89,7 +90,8 @@ class ForecastRequest(NamedTuple):
 
     @property
     def chars(self) -> int:
-        return len(self.features.text) + QUERY_CHARS
+        """The characters that are read, and what the query costs beside."""
+        return min(len(self.features.text), HEAD_CHARS + TAIL_CHARS) + QUERY_CHARS
 
 
 class WaitingRequests:

@@ -121,6 +121,23 @@ def test_only_what_comes_in_one_turn_and_is_known_to_be_quick_is_forecast_on_the
         assert watched.batches[1:3] == [([LONG], True), (["a", "b"], True)]
 
 
+def test_a_prompt_of_which_little_is_read_does_not_let_many_texts_onto_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.query.forecasting.MAX_INLINE_S", float("inf"))
+    watched = Watched()
+
+    async def scenario() -> None:
+        forecasts = ForecastService(watched, HistogramForecaster())
+        async with asyncio.timeout(60):
+            await forecasts.request(query("huge", "a" * 1_000_000))
+            await asyncio.gather(*(forecasts.request(query(f"q{i}", "b" * 2_000)) for i in range(MAX_BATCH)))
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    assert not any(on_loop for _, on_loop in watched.batches)
+
+
 @pytest.mark.parametrize("cheap", [True, False])
 def test_a_busy_loop_forecasts_only_what_costs_it_less_than_the_thread_would(
     cheap: bool, monkeypatch: pytest.MonkeyPatch
