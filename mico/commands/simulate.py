@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -107,7 +108,7 @@ class ComparisonOptions(NamedTuple):
         ),
     ] = ""
     queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.")] = 0
     gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1
     report_every_s: Annotated[
         float, typer.Option(min=0.001, help="Minimum seconds between two reports of a site.")
@@ -235,7 +236,7 @@ def _parse_load(text: str) -> float:
         load = float(text)
     except ValueError:
         load = 0.0
-    if load <= 0:
+    if not 0 < load < inf:
         raise CommandFailed(
             f"{text!r} is no load", tip="a share of capacity, such as 0.95", exit_code=ExitCode.WRONG_USAGE
         )

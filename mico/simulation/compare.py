@@ -79,6 +79,8 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     # all traces are read before anything runs, so that a bad one fails at once
     queries_by_trace = [_queries(trace, comparison, texts) for trace in comparison.traces]
     for trace, found in zip(comparison.traces, queries_by_trace, strict=True):
+        _check_fits(trace, found, comparison.sites)
+    for trace, found in zip(comparison.traces, queries_by_trace, strict=True):
         queries = workloads.assign_classes(found, comparison.batch_share, comparison.bound)
         expected = {
             name: expectations(queries, estimator(name)(queries))
@@ -86,11 +88,7 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
         }
         for sites, load in product(comparison.sites, [0.0] if trace == DAY else comparison.loads):
             specs = sites_of(sites)
-            # longer queries are left out, also of `queries`
-            max_tokens = min(spec.kv_tokens for spec in specs)
-            fitting = [
-                query for query in queries if query.prompt_tokens + query.response_tokens <= max_tokens
-            ]
+            fitting = _fitting(queries, specs)  # longer queries are left out, also of `queries`
             can_take = capacity(fitting, specs)
             scaled = fitting if trace == DAY else workloads.at_rate(fitting, load * can_take)
             mean_load = len(fitting) / DAY_S / can_take if trace == DAY else load
@@ -120,6 +118,20 @@ def _check_rtts(comparison: Comparison) -> None:
                 tip="--gateways 2 takes two, for example 2x16~5+250, or one for all",
                 exit_code=ExitCode.WRONG_USAGE,
             )
+
+
+def _check_fits(trace: str, queries: Sequence[Query], sites: Sequence[str]) -> None:
+    """Raise CommandFailed if a trace is empty, or if all of it is too long for the smallest of some sites."""
+    for each in sites:
+        if not _fitting(queries, sites_of(each)):
+            cause = f"all are longer than the KV of the smallest site of {each!r}" if queries else ""
+            raise CommandFailed(f"{trace} has no query to run", cause=cause)
+
+
+def _fitting(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> list[Query]:
+    """Return the queries that every site has the KV for."""
+    max_tokens = min(spec.kv_tokens for spec in specs)
+    return [query for query in queries if query.prompt_tokens + query.response_tokens <= max_tokens]
 
 
 def _queries(trace: str, comparison: Comparison, texts: Any) -> list[Query]:

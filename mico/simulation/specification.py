@@ -84,7 +84,7 @@ def sites_of(text: str) -> list[SiteSpec]:
 
 def _group(text: str) -> list[SiteSpec]:
     found = GROUP.fullmatch(text)
-    if found is None or int(found["slots"]) == 0 or float(found["slower"] or 1) <= 0:
+    if found is None or not int(found["count"]) * int(found["slots"]) * float(found["slower"] or 1):
         raise CommandFailed(
             f"{text!r} is no group of sites",
             cause="expected a number of sites, at most 9999, or "

@@ -52,19 +52,24 @@ def from_trace(
     long.
 
     With `prefixes` their prompts share the blocks that the trace names in `prefix_block_ids`, or none.
+    Raises CommandFailed for a missing file, and for times and counts that are no numbers.
     """
     if not path.exists():
         raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson, burst, agents or day")
     rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable")
     rows = rows.iloc[first : first + max_queries]
+    try:
+        arrivals_s = rows.arrival_s.astype(float).to_numpy()
+        prompt_tokens, response_tokens = (
+            rows[name].astype(np.int64).to_numpy() for name in ("prompt_tokens", "response_tokens")
+        )
+    except (TypeError, ValueError) as error:
+        raise CommandFailed(f"{path} is no trace", cause=str(error)) from error
+    if not np.isfinite(arrivals_s).all():
+        raise CommandFailed(f"{path} is no trace", cause="it has an arrival_s that is no number")
     random = np.random.default_rng(seed)
-    queries = _queries(
-        rows.arrival_s.to_numpy(dtype=float),
-        rows.prompt_tokens.to_numpy(),
-        rows.response_tokens.to_numpy(),
-        _as_long(texts, rows.response_tokens.to_numpy(), random),
-        random,
-    )
+    drawn = _as_long(texts, response_tokens, random)
+    queries = _queries(arrivals_s, prompt_tokens, response_tokens, drawn, random)
     if not prefixes:
         return queries
     if "prefix_block_ids" not in rows.columns or rows.prefix_block_ids.isna().any():

@@ -54,7 +54,7 @@ def test_groups_of_sites_are_read_and_what_is_left_out_has_a_default() -> None:
     assert len({site.name for site in sites_of("1000")}) == 1000
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "2x", "2x0", "1x8@0", "-3", "1x8~5+"])
+@pytest.mark.parametrize("text", ["", "0", "x", "2x", "2x0", "0x8", "1x8@0", "-3", "1x8~5+"])
 def test_sites_that_are_none_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(CommandFailed) as failure:
         sites_of(text)
@@ -263,3 +263,48 @@ def test_what_policies_cost_counts_every_prompt_and_answer_at_its_site() -> None
     assert found.usd == pytest.approx((PROMPT_PRICE * 1_000 + 500) * 21.0 / 1e6)
     assert found.usd_per_mtok == pytest.approx(7.0)
     assert run_metrics(records).usd == 0.0
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({}, "has no query to run"),
+        ({"prompt_tokens": [20_000, 30_000]}, "has no query to run"),
+        ({"arrival_s": [1.0, None]}, "is no trace"),
+        ({"arrival_s": ["noon", "night"]}, "is no trace"),
+        ({"response_tokens": [5.0, None]}, "is no trace"),
+    ],
+)
+def test_a_trace_that_cannot_be_run_is_refused(
+    columns: dict[str, list[object]], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pd.DataFrame({"arrival_s": [0.0, 1.0], "prompt_tokens": 50, "response_tokens": 20} | columns)
+    assert simulate(rows if columns else rows[:0], tmp_path) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_counts_of_a_trace_may_be_floats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = pd.DataFrame({"arrival_s": [0.0, 1.0], "prompt_tokens": [9.0, 8.0], "response_tokens": [3.0, 2.0]})
+    assert simulate(rows, tmp_path) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["completed"] == 2
+
+
+@pytest.mark.parametrize("option", [("--load", "nan"), ("--load", "inf"), ("--seed", "-1")])
+def test_numbers_that_no_run_can_have_are_refused(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pd.DataFrame({"arrival_s": [0.0, 1.0], "prompt_tokens": 9, "response_tokens": 3})
+    assert simulate(rows, tmp_path, *option) == 2
+    assert option[0].strip("-") in capsys.readouterr().err
+
+
+def simulate(trace: pd.DataFrame, folder: Path, *options: str) -> int:
+    """Run the command on a trace, with a corpus and one site; return its exit status."""
+    corpus = pd.DataFrame(
+        {"source": "own", "prompt_id": [f"p{i}" for i in range(400)], "prompt": "Why?", "model": "m"}
+    )
+    corpus.assign(response_tokens=9).to_parquet(folder / "corpus.parquet")
+    trace.to_parquet(folder / "trace.parquet")
+    files = ["--trace", str(folder / "trace.parquet"), "--corpus", str(folder / "corpus.parquet")]
+    names = ["--policy", "mico", "--estimator", "oracle", "--sites", "1x8/10000", "--json"]
+    return main(["-q", "simulate", *files, *names, *options])
