@@ -22,7 +22,7 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Lane, Query
+from gateway.domain import Finish, Lane, Query
 from gateway.outcome import Outcome, Status
 from gateway.prompt import Chat
 from gateway.tasks import cancel
@@ -52,6 +52,8 @@ MAX_BUSY_INLINE_S = 0.0004
 """The same while the event loop is busy with other queries: on the thread a model's graph runs beside it."""
 QUERY_CHARS = 50
 """A query takes as long as so many more characters of text."""
+CUT_SHORT = frozenset((Finish.LENGTH, Finish.CONTENT_FILTER))
+"""Finish reasons of answers that a limit (of the query, of its site, of a budget) or a filter ended."""
 MAX_AWAITED = 20_000
 """Queries whose outcome is awaited; the oldest are dropped first."""
 RELOAD_EVERY_S = 10.0
@@ -69,13 +71,6 @@ MAX_LEARNED_MODELS = 1_000
 """Models whose outcomes are counted; beyond, all counts are dropped, and lessons are more frequent for a
 while.
 """
-
-
-class AwaitedOutcome(NamedTuple):
-    """A query whose outcome is awaited. An answer of `max_tokens` was cut short."""
-
-    features: Features
-    max_tokens: float
 
 
 class ForecastRequest(NamedTuple):
@@ -170,7 +165,7 @@ class ForecastService(Collector):
         self._reload_task: asyncio.Task[None] | None = None
         self._learner = ThreadPoolExecutor(1, "learn")
         self._learn_slots = BoundedSemaphore(MAX_TO_LEARN)
-        self._awaited: OrderedDict[str, AwaitedOutcome] = OrderedDict()
+        self._awaited: OrderedDict[str, Features] = OrderedDict()
         self._drift: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
@@ -181,8 +176,7 @@ class ForecastService(Collector):
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
         request = self._request_of(query)
-        max_tokens = query.sampling.max_tokens
-        self._awaited[query.id] = AwaitedOutcome(request.features, inf if max_tokens is None else max_tokens)
+        self._awaited[query.id] = request.features
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
         if query.lane is Lane.INTERACTIVE:
@@ -227,9 +221,8 @@ class ForecastService(Collector):
         awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
             return
-        if awaited is not None and outcome.completion_tokens >= awaited.max_tokens:
-            return
-        if len(outcome.ending.finish_reasons) > 1:
+        reasons = outcome.ending.finish_reasons
+        if len(reasons) > 1 or not CUT_SHORT.isdisjoint(reasons):
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
@@ -237,10 +230,10 @@ class ForecastService(Collector):
         monitor = self._drift.setdefault(forecaster, DriftMonitor())
         monitor.observe(outcome.forecast, outcome.completion_tokens)
         may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
-        if awaited is None or not may_learn or len(awaited.features.text) > MAX_LEARNED_CHARS:
+        if awaited is None or not may_learn or len(awaited.text) > MAX_LEARNED_CHARS:
             return
         if self._learn_slots.acquire(blocking=False):
-            self._learner.submit(self._learn, awaited.features, outcome.completion_tokens)
+            self._learner.submit(self._learn, awaited, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the distance of recent outcomes from their forecasts, by forecaster."""

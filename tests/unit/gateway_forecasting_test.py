@@ -205,16 +205,22 @@ def test_outcomes_far_from_their_forecasts_raise_the_drift_that_is_exported() ->
     assert sample(forecasts, "mico_forecast_stability_index")["forgetful"] > 0.25
 
 
-def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
+@pytest.mark.parametrize(
+    ("reason", "learned"),
+    [("length", False), ("content_filter", False), ("stop", True), ("tool_calls", True)],
+)
+def test_an_answer_that_was_cut_short_teaches_nothing(reason: str, learned: bool) -> None:
     async def scenario() -> None:
         histogram = HistogramForecaster()
         forecasts = ForecastService(histogram, histogram)
-        asked = Query("q", "m", "hi", Sampling(max_tokens=5), Caller("k", "t"), 0.0, 100.0)
-        before = await forecasts.request(asked)
-        forecasts.observe(outcome("q", 5, forecast=before))
-        assert histogram.forecast([Features("hi", "m")])[0] == before
-        forecasts.observe(outcome("q", 5, forecast=before))
-        assert histogram.forecast([Features("hi", "m")])[0] != before
+        before = await forecasts.request(msgspec.structs.replace(query("q"), sampling=Sampling(max_tokens=5)))
+        await forecasts.request(query("unlimited"))
+        for name in ("q", "unlimited"):
+            ended = outcome(name, 5, forecast=before)
+            forecasts.observe(msgspec.structs.replace(ended, ending=Ending(finish_reasons=(reason,))))
+            after = histogram.forecast([Features("hi", "m")])[0]
+            assert (after != before) is learned
+            before = after
         await forecasts.close()
 
     asyncio.run(scenario())
