@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -238,21 +239,27 @@ def policy(name: str) -> Policy:
 def bound(text: str) -> tuple[str, float]:
     """Parse a share bound to a region: with `eu=0.3`, 30% of all queries may be answered in eu only."""
     region, _, share = text.partition("=")
-    try:
-        return region, float(share)
-    except ValueError as error:
+    if not 0 <= _number(share) <= 1:
         raise CommandFailed(
             f"{text!r} is no share of a region", tip="for example eu=0.3", exit_code=ExitCode.WRONG_USAGE
-        ) from error
+        )
+    return region, float(share)
 
 
 def outage(text: str) -> Outage:
     """Parse an outage: `s0001@60-120` loses the site s0001 (or a region) from second 60 to second 120."""
     name, _, span = text.partition("@")
     from_s, _, until_s = span.partition("-")
-    try:
-        return Outage(name, float(from_s), float(until_s))
-    except ValueError as error:
+    if not 0 <= _number(from_s) < _number(until_s):
         raise CommandFailed(
             f"{text!r} is no outage", tip="for example s0001@60-120", exit_code=ExitCode.WRONG_USAGE
-        ) from error
+        )
+    return Outage(name, float(from_s), float(until_s))
+
+
+def _number(text: str) -> float:
+    """Return the number that a text is, nan if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan

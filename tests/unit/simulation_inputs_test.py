@@ -133,6 +133,18 @@ def test_words_that_name_nothing_are_refused_with_what_there_is() -> None:
         assert failure.value.tip
 
 
+@pytest.mark.parametrize("text", ["eu=2", "eu=-0.1", "eu=nan", "eu="])
+def test_a_share_of_a_region_is_one_of_the_whole(text: str) -> None:
+    with pytest.raises(CommandFailed, match="is no share"):
+        bound(text)
+
+
+@pytest.mark.parametrize("text", ["s0000@9-5", "s0000@5-5", "s0000@nan-nan", "s0000@5", "s0000@-1"])
+def test_an_outage_ends_after_it_begins(text: str) -> None:
+    with pytest.raises(CommandFailed, match="is no outage"):
+        outage(text)
+
+
 def test_the_command_prints_a_row_for_every_combination(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
