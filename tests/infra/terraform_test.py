@@ -274,6 +274,18 @@ def test_a_stop_drains_within_the_shortest_notice(first_boots: dict[str, str]) -
     assert "TimeoutStopSec=29\n" in unit
 
 
+def test_triton_may_add_kernels_to_those_of_the_image(first_boots: dict[str, str]) -> None:
+    """Those of another GPU or model are compiled at the first start, and the rest of the image is read-only.
+
+    A named volume, since Docker fills it with what the image holds there and keeps it from start to start.
+    """
+    image = (SOURCE.parent / "images/engine.Dockerfile").read_text()
+    cache = re.search(r"^ENV .*TRITON_CACHE_DIR=(\S+)", image, re.M)
+    unit = files(first_boots["engine"])["/etc/systemd/system/mico.service"]
+    assert cache is not None
+    assert re.search(rf"^ExecStart=.* --read-only .* --volume \w+:{cache[1]} ", unit, re.M)
+
+
 def test_only_a_gateway_ends_tls_and_changes_its_schema_first(first_boots: dict[str, str]) -> None:
     gateway, engine = files(first_boots["gateway"]), files(first_boots["engine"])
     assert (

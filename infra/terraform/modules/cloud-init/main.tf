@@ -65,7 +65,7 @@ locals {
     ["--env-file /etc/mico/settings.env --env-file /run/mico/secrets.env"],
     ["--volume /run/mico:/run/mico:ro --volume /var/lib/mico:/var/lib/mico"],
     [for path, name in var.container.files : "--volume /run/mico/${name}:${path}:ro"],
-    var.container.gpu ? ["--gpus all --ipc host"] : [],
+    var.container.gpu ? ["--gpus all --ipc host --volume triton:/opt/triton"] : [], # starts as the image's kernels; more are added
     [var.container.image],
   ))
   vars = {
