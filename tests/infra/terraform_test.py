@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -21,7 +23,9 @@ from gateway.config import GatewayConfig
 from infra.terraform.tests.mutants import Verdict, judge, mutants
 from infra.terraform.tests.recover_schemas import types_in_use
 from infra.terraform.tests.workspace import SCHEMAS, SOURCE, Workspace, copy_tree, mirror_config
+from mico.local.plan import free_port
 from site_engine.config import SiteConfig
+from tests.support.local_federation import eventually
 
 MODULES = sorted(f"modules/{path.name}" for path in (SOURCE / "modules").iterdir())
 ROOTS = sorted(f"roots/{path.name}" for path in (SOURCE / "roots").iterdir() if path.is_dir())
@@ -296,7 +300,9 @@ def test_only_a_gateway_ends_tls_and_changes_its_schema_first(first_boots: dict[
     assert not any("tls" in path for path in engine)
 
 
-def test_the_tls_proxy_takes_its_configuration(first_boots: dict[str, str], tmp_path: Path) -> None:
+@pytest.fixture
+def tls_proxy(first_boots: dict[str, str], tmp_path: Path) -> list[str]:
+    """The command that runs a gateway's TLS proxy, with a certificate made for the test."""
     proxy, openssl = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin"), shutil.which("openssl")
     if proxy is None or openssl is None:
         pytest.skip(
@@ -309,11 +315,48 @@ def test_the_tls_proxy_takes_its_configuration(first_boots: dict[str, str], tmp_
     pem.write_text((tmp_path / "certificate").read_text() + (tmp_path / "key").read_text())
     text = files(first_boots["gateway"])["/etc/mico/tls.cfg"].replace("/run/mico/tls.pem", str(pem))
     (tmp_path / "tls.cfg").write_text(text)
-    done = subprocess.run(
-        [proxy, "-c", "-f", tmp_path / "tls.cfg"], capture_output=True, text=True, check=False
-    )
+    return [proxy, "-f", str(tmp_path / "tls.cfg")]
+
+
+def test_the_tls_proxy_takes_its_configuration(tls_proxy: list[str]) -> None:
+    done = subprocess.run([*tls_proxy, "-c"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr.lower()
+
+
+def test_a_connection_is_probed_before_a_balancer_forgets_it(tls_proxy: list[str], tmp_path: Path) -> None:
+    """AWS drops what was silent for 350 s, as a client is that waits for a whole answer."""
+    api, sites = free_port(), free_port()
+    text = (tmp_path / "tls.cfg").read_text()
+    text = text.replace("maxconn 20000", "maxconn 20")  # within this machine's limit of open files
+    text = text.replace("bind :443 ", f"bind 127.0.0.1:{api} ")
+    (tmp_path / "tls.cfg").write_text(text.replace("bind :8443 ", f"bind 127.0.0.1:{sites} "))
+    proxy = subprocess.Popen([*tls_proxy, "-db"])
+    try:
+        client = eventually(lambda: connected(api), "the proxy listens", within_s=30)
+        with client:
+            own = client.getsockname()[1]
+            probe_s = eventually(lambda: probed_in_s(api, own), "the proxy probes", within_s=30)
+        assert probe_s < 350
+    finally:
+        proxy.terminate()
+        proxy.wait(30)
+
+
+def connected(port: int) -> socket.socket | None:
+    with contextlib.suppress(ConnectionRefusedError):
+        return socket.create_connection(("127.0.0.1", port), timeout=30)
+    return None
+
+
+def probed_in_s(port: int, client: int) -> float | None:
+    """Seconds until the kernel asks whether the client is there; None where it will not."""
+    for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, _, timer, *_ = row.split()
+        kind, _, when = timer.partition(":")
+        if (local[-4:], remote[-4:], kind) == (f"{port:04X}", f"{client:04X}", KEEPALIVE):
+            return int(when, 16) / TICKS_A_SECOND
+    return None
 
 
 def files(user_data: str) -> dict[str, str]:
@@ -321,6 +364,8 @@ def files(user_data: str) -> dict[str, str]:
 
 
 DOCKER = "[Service]\nExecStart=/bin/true\n"
+KEEPALIVE = "02"
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 LOCAL_STATE = 'terraform {\n  backend "local" {}\n}\n'
 
 
