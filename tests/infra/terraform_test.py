@@ -278,6 +278,21 @@ def test_a_stop_drains_within_the_shortest_notice(first_boots: dict[str, str]) -
     assert "TimeoutStopSec=29\n" in unit
 
 
+def test_a_gateway_that_restarts_keeps_its_machine(first_boots: dict[str, str]) -> None:
+    """It answers no check while it drains and starts; its journal would go with the machine."""
+    unit = files(first_boots["gateway"])["/etc/systemd/system/mico.service"]
+    balancer = (SOURCE / "modules/pool-aws/balancer.tf").read_text()
+    stop_s, pause_s = (number(name, unit) for name in ("TimeoutStopSec", "RestartSec"))
+    interval_s, checks = (number(name, balancer) for name in ("interval", "unhealthy_threshold"))
+    assert stop_s + pause_s + START_S < interval_s * (checks - 1)
+
+
+def number(name: str, text: str) -> int:
+    found = re.search(rf"\b{name} *= *(\d+)", text)
+    assert found is not None
+    return int(found[1])
+
+
 def test_triton_may_add_kernels_to_those_of_the_image(first_boots: dict[str, str]) -> None:
     """Those of another GPU or model are compiled at the first start, and the rest of the image is read-only.
 
@@ -364,6 +379,7 @@ def files(user_data: str) -> dict[str, str]:
 
 
 DOCKER = "[Service]\nExecStart=/bin/true\n"
+START_S = 30  # of `mico db upgrade` and a gateway
 KEEPALIVE = "02"
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 LOCAL_STATE = 'terraform {\n  backend "local" {}\n}\n'

@@ -34,7 +34,7 @@ resource "aws_lb_target_group" "this" {
     path                = "/health" # alive; whether any site can serve is not a reason to replace a gateway
     interval            = 10
     healthy_threshold   = 2
-    unhealthy_threshold = 2
+    unhealthy_threshold = 10 # a restart drains first: the machine, with its journal, must outlast it; DNS has checks of its own
   }
   tags = local.tags
 }

@@ -150,7 +150,7 @@ run "gateway" {
     condition = alltrue([for group in aws_lb_target_group.this : alltrue([
       tonumber(group.deregistration_delay) == 300, group.health_check[0].protocol == "HTTPS", group.health_check[0].port == "443",
       group.health_check[0].path == "/health", group.health_check[0].interval == 10,
-      group.health_check[0].healthy_threshold == 2, group.health_check[0].unhealthy_threshold == 2,
+      group.health_check[0].healthy_threshold == 2, group.health_check[0].unhealthy_threshold == 10,
     ])])
     error_message = "health is asked at the API; streams under way may end"
   }
