@@ -7,7 +7,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,47 +20,11 @@ from gateway.store.tables import files
 from gateway.tuning.events import Events
 from gateway.tuning.ledger import Ledger, new_job_id
 from gateway.tuning.values import Job, JobStatus, Plan, StepFigures, TuningLimits
-from tests.support.browser import Browser, find_chromium
+from tests.support.browser import Browser
 from tests.support.local_federation import LocalFederation, mico_here
-from tests.support.page_scripts import DISORDER, FAINT, FOCUSED, NAMELESS, STATES, WRAPPED_ROWS
+from tests.support.page_scripts import DISORDER, FAINT, FOCUSED, NAMELESS, STATES, WRAPPED_ROWS, row
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium()
-    if program is None:
-        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line("NOT TESTED: the page in a browser. apt-get install chromium", red=True)
-        pytest.skip("no Chromium on this machine")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as started:
-        yield started
-
-
-@pytest.fixture
-def page(browser: Browser, federation: LocalFederation) -> Browser:
-    """The page, signed in, with its first figures."""
-    federation.wait_until_ready()
-    browser.open("about:blank")  # the page of the test before would go on asking, without its cookie
-    browser.complaints.clear()
-    browser.requested.clear()
-    browser.call("Network.clearBrowserCookies")
-    browser.size(1440, 1000)
-    browser.open(federation.base_url.removesuffix("/v1") + "/admin")
-    browser.until("document.querySelector('#sign-in').open", "the page asks for a key")
-    browser.type("#key", federation.api_key)
-    browser.key("Enter", 13)
-    browser.until(" && ".join(row(each.name) for each in federation.running.sites), "every site")
-    return browser
-
-
-def row(site: str) -> str:
-    """An expression for the table row of a site. Before a row is first painted, its `innerText` is empty."""
-    name = json.dumps(site)
-    rows = "[...document.querySelectorAll('#site-table tbody tr')]"
-    return f"{rows}.find((r) => r.querySelector('.name span').textContent === {name})"
 
 
 def ask(federation: LocalFederation, tokens: int = 60) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 NAMELESS = """
 [...document.querySelectorAll("button, input, select, a, svg[role=img]")]
   .filter((e) => e.checkVisibility())
@@ -71,3 +73,10 @@ WRAPPED_ROWS = """
   (row) => getComputedStyle(row).gridTemplateColumns.split(" ").length !== row.cells.length,
 ).length
 """
+
+
+def row(site: str) -> str:
+    """An expression for the table row of a site. Before a row is first painted, its `innerText` is empty."""
+    name = json.dumps(site)
+    rows = "[...document.querySelectorAll('#site-table tbody tr')]"
+    return f"{rows}.find((r) => r.querySelector('.name span').textContent === {name})"
