@@ -258,7 +258,9 @@ $("pause").addEventListener("click", () => {
 });
 $("lookup").addEventListener("submit", (event) => {
   event.preventDefault();
-  location.hash = `request=${encodeURIComponent($("request-id").value.trim())}`;
+  const hash = `#request=${encodeURIComponent($("request-id").value.trim())}`;
+  if (location.hash === hash) followHash(); // the same again: its record may be written by now
+  else location.hash = hash;
 });
 function followHash() {
   const id = new URLSearchParams(location.hash.slice(1)).get("request");

@@ -2,14 +2,17 @@
 import { request } from "./api.js";
 import { el, moment, number, plural, seconds } from "./render.js";
 
+// Answers may come in any order: only the query asked for last is shown.
 export async function explain(id, target) {
+  const asked = (target.asked = {});
   target.replaceChildren(el("p", { className: "empty" }, "Looking…"));
   try {
     const { queries } = await request(`decisions/${encodeURIComponent(id)}`);
+    if (asked !== target.asked) return;
     const unknown = `Nothing is known of ${id}. Records are written within seconds of the end of an answer.`;
     target.replaceChildren(...(queries.length ? queries.map(renderQuery) : [el("p", { className: "empty" }, unknown)]));
   } catch (error) {
-    target.replaceChildren(el("p", { className: "error" }, error.message));
+    if (asked === target.asked) target.replaceChildren(el("p", { className: "error" }, error.message));
   }
 }
 
