@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.browser import Browser
+from tests.support.local_federation import LocalFederation, mico_here
+from tests.support.page_scripts import row
 
 pytestmark = pytest.mark.e2e
 HOLD_DECISIONS = """
@@ -39,3 +41,38 @@ def test_the_query_asked_for_last_is_the_one_explained(page: Browser) -> None:
     page.run("held.second()")
     page.run("held.first()")
     assert "Nothing is known of second" in page.text("#decision")
+
+
+def test_a_weight_that_cannot_be_does_not_keep_a_site_from_being_drained(
+    page: Browser, federation: LocalFederation
+) -> None:
+    site = federation.running.sites[0].name
+    page.run(f"{row(site)}.querySelector('.acts button:last-child').click()")
+    page.run("document.querySelector('#verbs input[value=weight]').click()")
+    page.run("document.querySelector('#weight').value = 150")
+    page.click("#no")
+    page.run(f"{row(site)}.querySelector('.acts button').click()")
+    page.until("!document.querySelector('#yes').disabled", "it can be sent")
+    page.type("#reason", "a rehearsal")
+    page.key("Enter", 13)
+    try:
+        page.until("!document.querySelector('#act').open", "it is sent", within_s=10)
+        page.until(f"{row(site)}.className === 'draining'", "it drains")
+    finally:
+        page.run("document.querySelector('#act').close()")
+        flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
+        mico_here(federation.folder.path, "sites", "resume", site, "--reason", "it is over", *flags)
+    page.until(f"{row(site)}.className === 'ready'", "it is ready again")
+    assert page.complaints == []
+
+
+def test_no_weight_is_not_the_weight_zero(page: Browser, federation: LocalFederation) -> None:
+    page.run(f"{row(federation.running.sites[0].name)}.querySelector('.acts button:last-child').click()")
+    page.run("document.querySelector('#verbs input[value=weight]').click()")
+    page.until("!document.querySelector('#yes').disabled", "it can be sent")
+    page.run("document.querySelector('#weight').value = ''")
+    page.type("#reason", "a rehearsal")
+    assert not page.run("document.querySelector('#act form').checkValidity()")
+    page.run("document.querySelector('#weight').dispatchEvent(new Event('input'))")
+    page.until("document.querySelector('#preview').innerText.startsWith('weight: how much')", "it asks", 10)
+    page.click("#no")

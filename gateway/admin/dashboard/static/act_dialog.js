@@ -60,7 +60,11 @@ export class ActDialog {
     this.verb = verb;
     this.asked = null;
     $("preview").replaceChildren();
-    for (const part of this.dialog.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(verb);
+    for (const part of this.dialog.querySelectorAll("[data-for]")) {
+      part.hidden = !part.dataset.for.split(" ").includes(verb);
+      // What is hidden is not checked: a form with a wrong field that nobody sees is never sent.
+      part.querySelector("input, select").disabled = part.hidden;
+    }
     $("yes").textContent = VERBS[verb];
     $("yes").disabled = true;
     const models = await this.models(verb).catch(() => []); // the preview tells why
@@ -72,7 +76,7 @@ export class ActDialog {
 
   body(more) {
     const body = { reason: $("reason").value, ...more };
-    if (this.verb === "weight") body.weight = Number($("weight").value);
+    if (this.verb === "weight") body.weight = $("weight").value === "" ? null : Number($("weight").value);
     if (this.verb === "pin-off" || this.verb === "unpin") body.model = $("model").value;
     if (this.verb === "pause") body.within_s = Number($("within").value);
     if (!["resume", "unpin"].includes(this.verb)) body.for_s = Number($("until").value);
