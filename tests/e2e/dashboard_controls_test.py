@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.browser import Browser
@@ -9,6 +11,21 @@ from tests.support.local_federation import LocalFederation, mico_here
 from tests.support.page_scripts import row
 
 pytestmark = pytest.mark.e2e
+
+THREE_SNAPSHOTS = """
+new Promise((done) => {
+  const feed = new EventSource("/admin/stream");
+  let seen = 0;
+  feed.addEventListener("snapshot", () => ++seen === 3 && done(feed.close()));
+})
+"""
+REFUSED = """
+const ask = window.fetch;
+window.fetch = (url, options) => %s
+  ? Promise.resolve(new Response('{"error": {"message": "the database is away"}}', { status: 503 }))
+  : ask(url, options);
+"""
+"""Refuses the requests for which an expression is true."""
 HOLD_DECISIONS = """
 window.held = {};
 const ask = window.fetch;
@@ -76,3 +93,14 @@ def test_no_weight_is_not_the_weight_zero(page: Browser, federation: LocalFedera
     page.run("document.querySelector('#weight').dispatchEvent(new Event('input'))")
     page.until("document.querySelector('#preview').innerText.startsWith('weight: how much')", "it asks", 10)
     page.click("#no")
+
+
+def test_a_sign_out_that_fails_is_told_and_the_page_goes_on(page: Browser) -> None:
+    page.run(REFUSED % 'options?.method === "DELETE"')
+    page.click("#leave")
+    page.until("document.querySelector('header').innerText.includes('the database is away')", "why", 10)
+    before = page.text("#feed")
+    page.until(f"document.querySelector('#feed').innerText !== {json.dumps(before)}", "the page advances")
+    page.run(THREE_SNAPSHOTS)
+    assert page.text("#feed").startswith("live")
+    assert page.complaints == []

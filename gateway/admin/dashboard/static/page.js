@@ -235,9 +235,12 @@ signIn.addEventListener("submit", async (event) => {
   }
 });
 $("leave").addEventListener("click", async () => {
-  page.feed?.close();
-  await request("session", { method: "DELETE" });
-  location.reload();
+  try {
+    await request("session", { method: "DELETE" });
+    location.reload();
+  } catch (error) {
+    setText($("leave").nextElementSibling, `Not signed out: ${error.message}`);
+  }
 });
 
 // ---- controls
