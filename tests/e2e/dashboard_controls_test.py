@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -18,6 +20,10 @@ new Promise((done) => {
   let seen = 0;
   feed.addEventListener("snapshot", () => ++seen === 3 && done(feed.close()));
 })
+"""
+FAST_REFRESH = """
+const every = window.setInterval;
+window.setInterval = (act, ms) => every(act, ms >= 10000 ? 100 : ms);
 """
 REFUSED = """
 const ask = window.fetch;
@@ -36,6 +42,22 @@ window.fetch = (url, options) => url.includes("/decisions/") ? new Promise((answ
   };
 }) : ask(url, options);
 """
+
+
+@contextmanager
+def before_load(page: Browser, script: str) -> Iterator[None]:
+    """Load the page anew after a script of the test."""
+    added = page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    try:
+        page.run("window.before = true")
+        page.call("Page.reload")
+        page.until(
+            "!window.before && document.querySelector('#feed')?.innerText.startsWith('live')",
+            "the page is live",
+        )
+        yield
+    finally:
+        page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
 
 
 def test_the_same_query_can_be_looked_up_again(page: Browser) -> None:
@@ -104,3 +126,33 @@ def test_a_sign_out_that_fails_is_told_and_the_page_goes_on(page: Browser) -> No
     page.run(THREE_SNAPSHOTS)
     assert page.text("#feed").startswith("live")
     assert page.complaints == []
+
+
+def test_a_paused_page_stands_still_with_its_plots(page: Browser) -> None:
+    newest = "#load table tbody tr:first-child th"
+    with before_load(page, FAST_REFRESH):
+        page.run("document.querySelector('#load details').open = true")
+        page.until(f"document.querySelector('{newest}') !== null", "the plot as a table")
+        page.click("#pause")
+        before = page.text(newest)
+        page.run(THREE_SNAPSHOTS)
+        assert page.text(newest) == before
+
+
+FIRST_TICK = "document.querySelector('#load text[text-anchor=start]').textContent"
+
+
+def test_another_window_is_shown_also_while_the_page_is_paused(page: Browser) -> None:
+    before = page.until(FIRST_TICK, "the plot")
+    page.click("#pause")
+    page.click("#windows [data-minutes='360']")
+    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours", 10)
+
+
+def test_plots_are_drawn_when_a_hidden_page_is_seen_again(page: Browser) -> None:
+    before = page.until(FIRST_TICK, "the plot")
+    page.run("Object.defineProperty(document, 'hidden', { configurable: true, value: true })")
+    page.click("#windows [data-minutes='360']")
+    page.run(THREE_SNAPSHOTS)
+    page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours", 10)

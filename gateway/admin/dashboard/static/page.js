@@ -196,10 +196,11 @@ function listen() {
 }
 
 async function loadHistory() {
-  if (page.minutes === 15) return drawPlots();
+  const { minutes } = page;
+  if (minutes === 15) return;
   try {
-    page.history = await request(`history?minutes=${page.minutes}`);
-    if (!page.paused) drawPlots();
+    const history = await request(`history?minutes=${minutes}`);
+    if (minutes === page.minutes) page.history = history;
   } catch {
     // The feed shows whether the gateway responds.
   }
@@ -248,8 +249,9 @@ $("leave").addEventListener("click", async () => {
 for (const button of $("windows").children) {
   button.addEventListener("click", () => {
     page.minutes = Number(button.dataset.minutes);
+    page.history = null; // of another window
     for (const each of $("windows").children) each.setAttribute("aria-pressed", each === button);
-    loadHistory();
+    loadHistory().then(drawPlots);
   });
 }
 $("pause").addEventListener("click", () => {

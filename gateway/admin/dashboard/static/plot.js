@@ -44,7 +44,7 @@ export class Plot {
 
   show(at, series, minutes) {
     const key = `${minutes} ${at.length} ${at.at(-1)} ${Object.keys(series).length}`;
-    if (key === this.key) return;
+    if (key === this.key || document.hidden) return;
     this.key = key;
     Object.assign(this, { at, series, minutes });
     this.draw();
