@@ -156,3 +156,15 @@ def test_plots_are_drawn_when_a_hidden_page_is_seen_again(page: Browser) -> None
     page.run(THREE_SNAPSHOTS)
     page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours", 10)
+
+
+def test_one_record_that_cannot_be_read_keeps_no_other_off_the_page(
+    page: Browser, federation: LocalFederation
+) -> None:
+    flags = ("quotas", "set", "--tenant", "default", "--reason", "a trial", "--tokens-per-month")
+    mico_here(federation.folder.path, *flags, "321000000")
+    try:
+        with before_load(page, REFUSED % 'url.includes("fine_tuning")'):
+            page.until("document.querySelector('#quotas').innerText.includes('of 321.0 M')", "the quota", 20)
+    finally:
+        mico_here(federation.folder.path, *flags, "none")

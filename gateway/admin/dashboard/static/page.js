@@ -158,17 +158,14 @@ function batchCells({ id, tenant, status, request_counts: { completed, failed, t
 
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
-  try {
-    const { data } = await request("batches?limit=5");
-    fill("batches", data.map(batchCells), "No batch was submitted.");
-    await drawTraining($("training-section"));
-    await drawModels($("models-section"), page.snapshot.sites);
-    drawSpending(await request("spending"));
-    const { quotas } = await request("quotas?limit=8");
-    fill("quotas", quotas.map(quotaCells), "No tenant or key has a quota.");
-  } catch {
-    // The feed shows whether the gateway responds.
-  }
+  // One that fails keeps no other from being drawn; the feed shows whether the gateway responds.
+  await Promise.allSettled([
+    request("batches?limit=5").then(({ data }) => fill("batches", data.map(batchCells), "No batch was submitted.")),
+    drawTraining($("training-section")),
+    drawModels($("models-section"), page.snapshot.sites),
+    request("spending").then(drawSpending),
+    request("quotas?limit=8").then(({ quotas }) => fill("quotas", quotas.map(quotaCells), "No tenant or key has a quota.")),
+  ]);
 }
 
 // ---- the feed
