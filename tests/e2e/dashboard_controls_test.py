@@ -42,6 +42,24 @@ window.fetch = (url, options) => url.includes("/decisions/") ? new Promise((answ
   };
 }) : ask(url, options);
 """
+FILTERED = """
+(async () => {
+  const { SiteTable } = await import("/admin/static/site_table.js");
+  const { sites: [site] } = await (await fetch("/admin/api/overview")).json();
+  const many = Array.from({ length: 12 }, (_, i) => ({ ...site, name: `site-${i}` }));
+  const table = document.createElement("table"), filter = document.createElement("input");
+  table.append(document.createElement("thead"), document.createElement("tbody"));
+  const shown = new SiteTable(table, filter, () => null);
+  shown.show(many, []);
+  filter.value = "site-11";
+  shown.show(many, []);
+  shown.show(many.slice(1), []);
+  const during = [table.tBodies[0].rows.length, filter.hidden];
+  filter.value = "";
+  shown.show(many.slice(1), []);
+  return [during, [table.tBodies[0].rows.length, filter.hidden]];
+})()
+"""
 
 
 @contextmanager
@@ -168,3 +186,7 @@ def test_one_record_that_cannot_be_read_keeps_no_other_off_the_page(
             page.until("document.querySelector('#quotas').innerText.includes('of 321.0 M')", "the quota", 20)
     finally:
         mico_here(federation.folder.path, *flags, "none")
+
+
+def test_a_filter_that_hides_sites_is_seen(page: Browser) -> None:
+    assert page.run(FILTERED) == [[1, False], [11, True]]

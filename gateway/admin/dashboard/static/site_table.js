@@ -67,8 +67,8 @@ export class SiteTable {
 
   show(sites, events = this.events) {
     Object.assign(this, { sites, events });
-    this.filter.hidden = sites.length < 12;
     const search = this.filter.value.trim().toLowerCase();
+    this.filter.hidden = sites.length < 12 && !search; // what leaves rows out is seen
     const shown = sites.filter((s) => !search || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(search));
     const { key } = COLUMNS[this.order.column];
     const sign = this.order.down ? -1 : 1;
