@@ -23,7 +23,7 @@ new Promise((done) => {
 """
 FAST_REFRESH = """
 const every = window.setInterval;
-window.setInterval = (act, ms) => every(act, ms >= 10000 ? 100 : ms);
+window.setInterval = (act, ms) => every(act, ms === 30000 ? 100 : ms);
 """
 REFUSED = """
 const ask = window.fetch;
