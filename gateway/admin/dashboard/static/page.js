@@ -158,14 +158,23 @@ function batchCells({ id, tenant, status, request_counts: { completed, failed, t
 
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
-  // One that fails keeps no other from being drawn; the feed shows whether the gateway responds.
-  await Promise.allSettled([
-    request("batches?limit=5").then(({ data }) => fill("batches", data.map(batchCells), "No batch was submitted.")),
-    drawTraining($("training-section")),
-    drawModels($("models-section"), page.snapshot.sites),
-    request("spending").then(drawSpending),
-    request("quotas?limit=8").then(({ quotas }) => fill("quotas", quotas.map(quotaCells), "No tenant or key has a quota.")),
-  ]);
+  const records = [
+    async () => fill("batches", (await request("batches?limit=5")).data.map(batchCells), "No batch was submitted."),
+    () => drawTraining($("training-section")),
+    () => drawModels($("models-section"), page.snapshot.sites),
+    async () => drawSpending(await request("spending")),
+    async () => {
+      const { quotas } = await request("quotas?limit=8");
+      fill("quotas", quotas.map(quotaCells), "No tenant or key has a quota.");
+    },
+  ];
+  for (const draw of records) {
+    try {
+      await draw();
+    } catch {
+      // It keeps no other from being drawn; the feed shows whether the gateway responds.
+    }
+  }
 }
 
 // ---- the feed
@@ -237,7 +246,7 @@ $("leave").addEventListener("click", async () => {
     await request("session", { method: "DELETE" });
     location.reload();
   } catch (error) {
-    setText($("leave").nextElementSibling, `Not signed out: ${error.message}`);
+    setText($("leave").nextElementSibling, `Sign out: ${error.message}`);
   }
 });
 
@@ -275,4 +284,7 @@ document.addEventListener("visibilitychange", draw);
 setInterval(drawBanner, 1000);
 setInterval(loadHistory, REFRESH_MS);
 setInterval(drawRecords, REFRESH_MS / 3);
+// A page that is left is kept for "back", and its feed would hold one of the browser's six connections.
+addEventListener("pagehide", () => page.feed?.close());
+addEventListener("pageshow", ({ persisted }) => persisted && connect());
 connect().then(() => page.feed && followHash());
