@@ -145,7 +145,7 @@ def test_nothing_keeps_an_image(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert secret not in repr(fleet.here.outcomes)
         await forecasts.close()
 
-    run(scenario, "a", settings={"a": SEES}, context=CONTEXT)
+    run(scenario, "a", settings={"a": SEES}, context=CONTEXT, ends="stop")  # what ends by itself is learned
     written = b"".join(each.read_bytes() for each in tmp_path.rglob("*") if each.is_file())
     assert b"What?" in written
     assert secret.encode() not in written
