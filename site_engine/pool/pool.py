@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -140,11 +140,17 @@ class EnginePool:
     def stop(self) -> None:
         """End all processes after their current iterations. May be called on any thread but the loop's."""
         self._stopping = True
-        self._loop.call_soon_threadsafe(self._cancel_tasks)
-        settled = {each.place for each in self._replicas if each.serves or each.rests}
-        ends = [each.process.stop if each.place in settled else each.process.kill for each in self._replicas]
-        with ThreadPoolExecutor(len(ends)) as threads:
-            list(threads.map(lambda end: end(), ends))
+        ends: Future[list[Callable[[], None]]] = Future()
+        self._loop.call_soon_threadsafe(lambda: ends.set_result(self._ends()))
+        with ThreadPoolExecutor(len(self._replicas)) as threads:
+            list(threads.map(lambda end: end(), ends.result()))
+
+    def _ends(self) -> list[Callable[[], None]]:
+        """Start no process any more; return what ends each of those that there are."""
+        self._cancel_tasks()
+        return [
+            each.process.stop if each.serves or each.rests else each.process.kill for each in self._replicas
+        ]
 
     def kill(self) -> None:
         self._stopping = True
@@ -252,6 +258,8 @@ class EnginePool:
         if replica.rests:
             return
         replica.serves = False
+        if self._stopping:
+            return
         if self._serving():
             self._begin(self._starter.restart(replica))
         elif self._listener is not None and not self.sleeping.asleep:
