@@ -218,7 +218,7 @@ class ForecastService(Collector):
         """Learn from one complete answer; one that was cut short says little about its full length, and
         several choices are counted together.
         """
-        awaited = self._awaited.pop(outcome.query_id, None)
+        features = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
             return
         reasons = outcome.ending.finish_reasons
@@ -230,10 +230,10 @@ class ForecastService(Collector):
         monitor = self._drift.setdefault(forecaster, DriftMonitor())
         monitor.observe(outcome.forecast, outcome.completion_tokens)
         may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
-        if awaited is None or not may_learn or len(awaited.text) > MAX_LEARNED_CHARS:
+        if features is None or not may_learn or len(features.text) > MAX_LEARNED_CHARS:
             return
         if self._learn_slots.acquire(blocking=False):
-            self._learner.submit(self._learn, awaited, outcome.completion_tokens)
+            self._learner.submit(self._learn, features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the distance of recent outcomes from their forecasts, by forecaster."""

@@ -26,6 +26,7 @@ from site_engine.variants.projections import ADAPTER_SLOTS, largest_rank
 
 if TYPE_CHECKING:
     from site_engine.cuda.runner import DeviceRunner
+    from site_engine.engine.engine import SiteEngine
     from site_engine.engine.process_sleep import Turns
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
@@ -90,18 +91,24 @@ def load_engine(
                     engine.training.warm_up()
                 except TrainingRefused as refused:
                     log.warning("no job could be trained here: %s", refused)
-    facts = Facts(
+    facts = facts_of(model, engine)._replace(
+        weights_bytes=sum(each.nbytes for each in model.model.parameters()),
+        slots_bytes=slots_bytes(engine) if on_gpu else 0,
+    )
+    return Loaded(engine, model.tokenizer, facts, engine.sleeper, engine.inbox.open)
+
+
+def facts_of(model: LoadedModel, engine: SiteEngine) -> Facts:
+    """Return the facts of a model and of its engine, which has not served yet."""
+    return Facts(
         model.name,
         model.revision,
         model.context_tokens,
         model.vocab_size,
         model.eos_token_ids,
-        settings.slots,
+        engine.settings.slots,
         kv_tokens=engine.load().kv_free_tokens,  # nothing runs yet, so this is the capacity
-        weights_bytes=sum(each.nbytes for each in model.model.parameters()),
-        slots_bytes=slots_bytes(engine) if on_gpu else 0,
     )
-    return Loaded(engine, model.tokenizer, facts, engine.sleeper, engine.inbox.open)
 
 
 def load_follower(config: SiteConfig, device: str, rank: Rank) -> tuple[PackedRunner, DeviceRunner | None]:

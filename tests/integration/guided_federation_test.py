@@ -19,9 +19,8 @@ from pydantic import BaseModel, Field
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
-from site_engine.engine.loading import Loaded
+from site_engine.engine.loading import Loaded, facts_of
 from site_engine.engine.settings import EngineSettings
-from site_engine.engine_client import Facts
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, on_loopback
@@ -89,8 +88,7 @@ def loaded(name: str, _: SiteConfig) -> Loaded:
     made = model(name)
     settings = EngineSettings(slots=4, token_budget=256, kv_tokens=4 * CONTEXT_TOKENS)
     engine = packed_engine(made, settings, time.monotonic)
-    facts = Facts("m", "r1", made.context_tokens, made.vocab_size, made.eos_token_ids, 4, settings.kv_tokens)
-    return Loaded(engine, made.tokenizer, facts)
+    return Loaded(engine, made.tokenizer, facts_of(made, engine)._replace(name="m", revision="r1"))
 
 
 class Stage:

@@ -11,9 +11,8 @@ import torch
 
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
-from site_engine.engine.loading import Loaded
+from site_engine.engine.loading import Loaded, facts_of
 from site_engine.engine.settings import EngineSettings
-from site_engine.engine_client import Facts
 from site_engine.engine_process import end, main
 from site_engine.text.detokenize import TokenNames
 from tests.support.engine_models import family
@@ -35,16 +34,7 @@ def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
         max_pending=config.max_pending,
     )
     engine = packed_engine(model, settings, time.monotonic)
-    facts = Facts(
-        model.name,
-        model.revision,
-        model.context_tokens,
-        model.vocab_size,
-        model.eos_token_ids,
-        settings.slots,
-        engine.load().kv_free_tokens,
-    )
-    return Loaded(engine, model.tokenizer, facts, open_inbox=engine.inbox.open)
+    return Loaded(engine, model.tokenizer, facts_of(model, engine), open_inbox=engine.inbox.open)
 
 
 if __name__ == "__main__":

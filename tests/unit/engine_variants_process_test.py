@@ -12,7 +12,7 @@ from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.chain import Chain
 from site_engine.core.startup import StartUp
 from site_engine.engine import loading
-from site_engine.engine_client import Facts, Listener, Prepared
+from site_engine.engine_client import Listener, Prepared
 from site_engine.engine_process import GrammarCompiler
 from site_engine.native import NativeEngine
 from tests.support.engine_models import engine_for, family, tokenizer
@@ -69,9 +69,7 @@ def test_an_adapter_with_end_tokens_but_no_tokenizer_uses_the_bases(tmp_path: Pa
 
     async def run() -> tuple[Chain, Prepared]:
         engine = engine_for(model)
-        facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
-        kv_tokens = engine.load().kv_free_tokens
-        loaded = loading.Loaded(engine, model.tokenizer, Facts(*facts, engine.settings.slots, kv_tokens))
+        loaded = loading.Loaded(engine, model.tokenizer, loading.facts_of(model, engine))
         client = NativeEngine.from_loaded(loaded, asyncio.get_running_loop().call_soon_threadsafe)
         client.start(Listener(lambda outputs: None, lambda seen: None, lambda reason: None))
         try:
