@@ -53,6 +53,7 @@ class Way(NamedTuple):
     shrunk_parts: int = 0
     programs: int = 0  # of a product in parts
     ranks: int = 0
+    registers: int = 0  # of a thread, at most, with few rows
 
     def __str__(self) -> str:
         shown = [
@@ -60,6 +61,7 @@ class Way(NamedTuple):
             f"shrunk in {self.shrunk_parts}" if self.shrunk_parts else "",
             f"{self.programs} programs" if self.programs else "",
             f"{self.ranks} ranks a dot" if self.ranks else "",
+            f"{self.registers} registers" if self.registers else "",
         ]
         return ", ".join(filter(None, shown)) or "as built"
 
@@ -68,7 +70,11 @@ def ways(projection: Projection, rows: int) -> list[Way]:
     """Return what is tried."""
     few = rows <= skinny_gemm.FEW_ROWS
     parted = projection in {Projection.OUTPUT, Projection.DOWN}
-    more = [Way(ranks=ranks) for ranks in (32, 64, 128)] + [Way(shrunk_parts=parts) for parts in (1, 2, 8)]
+    if few:
+        more = [Way(registers=registers) for registers in (96, 112, 168)]
+    else:
+        more = [Way(ranks=ranks) for ranks in (32, 64, 128)]
+    more += [Way(shrunk_parts=parts) for parts in (1, 2, 8)]
     if parted:
         more += [Way(programs=programs) for programs in ((128, 256) if few else (192, 256))]
         tiles = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5)]
@@ -91,6 +97,7 @@ def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
         "RANKS",
         "PROGRAMS",
         "SHORT_PROGRAMS",
+        "FEW_REGISTERS",
     )
     before = {name: getattr(skinny_gemm, name) for name in names}
 
@@ -101,10 +108,12 @@ def launched(scene: Scene, chosen: dict[Projection, Way]) -> Iterator[None]:
             skinny_gemm.RANKS = skinny_gemm.WIDE_RANKS = way.ranks
         if way.shrunk_parts:
             skinny_gemm.SHRUNK_PARTS = skinny_gemm.GATED_SHRUNK_PARTS = way.shrunk_parts
+        if way.registers:
+            skinny_gemm.FEW_REGISTERS = way.registers
         try:
             before["_launch"](*tensors, way.tile or tile, part_depth, adapters, **more)
         finally:
-            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "WIDE_RANKS", "RANKS"):
+            for name in ("SHRUNK_PARTS", "GATED_SHRUNK_PARTS", "WIDE_RANKS", "RANKS", "FEW_REGISTERS"):
                 setattr(skinny_gemm, name, before[name])
 
     def parts(hidden: Any, weight: Any, adapters: Any = None, **more: Any) -> Any:

@@ -25,7 +25,7 @@ NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with 
 RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
 SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
 GATED_SHRUNK_PARTS = 1  # there, since the product takes long
-FEW_EXPAND_STAGES = 1  # few rows have few slots; without stages more programs have room for their registers
+FEW_REGISTERS = 128  # of a thread at most, for few rows with adapters, so that more programs have room
 TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
 PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
 LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
@@ -209,7 +209,7 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         )
         return
     down, up, scales, biases, ends, which, own, arrived = adapters
-    groups, rank, count = scales.shape[1], up.shape[2], len(which.tiles)
+    groups, rank, count, few = scales.shape[1], up.shape[2], len(which.tiles), rows <= FEW_ROWS
     together, width = side_by_side(groups, rank)
     ranks = RANKS if common["GATED"] or columns < NARROW_COLUMNS else WIDE_RANKS
     blocks = -(-depth // tile.depth)
@@ -223,8 +223,8 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
         0 if own is None else own.stride(0), RANK=rank, RANKS=max(ranks, rank), GROUPS=groups,
         TOGETHER=together, WIDTH=width, SHRUNK_PARTS=shrunk_parts,
         PARTS_PAD=1 << (shrunk_parts - 1).bit_length(),
-        EXPAND_STAGES=FEW_EXPAND_STAGES if rows <= FEW_ROWS else tile.stages, BIASED=biases.shape[1] > 0,
-        OWN=own is not None, ROWS_PAD=_padded(rows), **common,
+        EXPAND_STAGES=tile.stages, FEW=few, BIASED=biases.shape[1] > 0,
+        OWN=own is not None, ROWS_PAD=_padded(rows), maxnreg=FEW_REGISTERS if few else None, **common,
     )  # fmt: skip
 
 

@@ -76,8 +76,8 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     }
     base = thin | {"ROWS": 16, "MORE": 0, "WEIGHT_FIRST": True, "SPLIT": False, "GATED": False}
     adapted = {
-        "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "PARTS_PAD": 4, "EXPAND_STAGES": 1, "GATED": False,
-        "BIASED": False, "SPLIT": False, "OWN": False, "TOGETHER": 1,
+        "RANKS": 64, "GROUPS": 1, "SHRUNK_PARTS": 4, "PARTS_PAD": 4, "EXPAND_STAGES": 4, "FEW": True,
+        "GATED": False, "BIASED": False, "SPLIT": False, "OWN": False, "TOGETHER": 1,
     }  # fmt: skip
     own = {"OWN": True}
     adapted_rows = adapted_gemm_kernels.adapted_gemm_rows
@@ -104,7 +104,7 @@ def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
                 adapted_rows,
                 thin | adapted | {"GROUPS": 3, "BIASED": True, "COLUMNS": 32},
             ),
-            (adapted_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64}),
+            (adapted_rows, thin | adapted | {"SPLIT": True, "ROWS_PAD": 64, "FEW": False}),
             (adapted_rows, thin | adapted | {"GROUPS": 2, "TOGETHER": 2, "GATED": True}),
             (adapted_rows, thin | adapted | {"SPLIT": True} | own),
             (adapted_rows, thin | adapted | {"GROUPS": 2, "GATED": True} | own),

@@ -17,6 +17,7 @@ from site_engine.cuda.kernels.version_kernels import at_version, versions_of
 
 LEAST = tl.constexpr(-(1 << 62))
 NOWHERE = tl.constexpr(-2)  # the slot of no row
+FEW_RANKS = tl.constexpr(16)  # that few rows are expanded from at once
 
 
 # compile once for any number of rows and tiles, and for any layer's place in `scales` and `own`
@@ -62,6 +63,7 @@ def adapted_gemm_rows(
     SHRUNK_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     EXPAND_STAGES: tl.constexpr,
+    FEW: tl.constexpr,  # rows, each of which is expanded by itself
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     BIASED: tl.constexpr,  # adapters change the bias
@@ -110,7 +112,7 @@ def adapted_gemm_rows(
         its_slots = tl.load(slots + tl.arange(0, ROWS_PAD), mask=tl.arange(0, ROWS_PAD) < rows, other=-1)
         expanded = tl.load(counts + 1)
         shrinking = tl.load(counts) * jobs
-        # of a product in parts, each part adds what some of the slots do
+        # all parts together fetch what the slots expand by
         first = part * (RANKS // RANK)
         step = part_count * (RANKS // RANK)
         if PDL:
@@ -122,10 +124,10 @@ def adapted_gemm_rows(
             tl.extra.cuda.gdc_wait()
         if not OWN:
             _adapted_product(x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists,
-                             tl.arange(0, ROWS_PAD) < rows, its_slots, shrinking, first, expanded, step, part,
+                             tl.arange(0, ROWS_PAD) < rows, its_slots, shrinking, expanded, part, part_count,
                              begin, end, rows, columns, depth, first_end, second_end, up_stride, bias_stride,
                              ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS, SHRUNK_PARTS, PARTS_PAD,
-                             EXPAND_STAGES, GATED, BIAS, BIASED, SPLIT, EVEN, PDL)  # fmt: skip
+                             EXPAND_STAGES, FEW, GATED, BIAS, BIASED, SPLIT, EVEN, PDL)  # fmt: skip
         else:
             version = versions_of(own, its_slots, own_stride)
             left = tl.arange(0, ROWS_PAD) < rows
@@ -134,40 +136,46 @@ def adapted_gemm_rows(
                 mine = left & (version == its)
                 left = left & (version != its)
                 _adapted_product(x, at_version(weight, its), bias, out, up, biases, used, shrunk, arrived, n,
-                                 exists, mine, tl.where(mine, its_slots, -1), shrinking, first, expanded,
-                                 step, part, begin, end, rows, columns, depth, first_end, second_end,
+                                 exists, mine, tl.where(mine, its_slots, -1), shrinking, expanded, part,
+                                 part_count, begin, end, rows, columns, depth, first_end, second_end,
                                  up_stride, bias_stride, ROWS_PAD, COLUMNS, DEPTH, RANK, RANKS, GROUPS,
-                                 SHRUNK_PARTS, PARTS_PAD, EXPAND_STAGES, GATED, BIAS, BIASED, SPLIT, EVEN,
-                                 PDL)  # fmt: skip
+                                 SHRUNK_PARTS, PARTS_PAD, EXPAND_STAGES, FEW, GATED, BIAS, BIASED, SPLIT,
+                                 EVEN, PDL)  # fmt: skip
 
 
 @triton.jit
 def _adapted_product(
-    x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists, real, its_slots, shrinking, first,
-    expanded, step, part, begin, end, rows, columns, depth, first_end, second_end, up_stride, bias_stride,
+    x, weight, bias, out, up, biases, used, shrunk, arrived, n, exists, real, its_slots, shrinking, expanded,
+    part, part_count, begin, end, rows, columns, depth, first_end, second_end, up_stride, bias_stride,
     ROWS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, GROUPS: tl.constexpr, SHRUNK_PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
-    EXPAND_STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BIASED: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr, FEW: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BIASED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of the `real` rows by one version of the weight, and what their adapters add."""
     total, other = product(x, weight, n, exists, begin, end, rows, columns, depth, ROWS_PAD, COLUMNS, DEPTH,
                            GATED, EVEN)  # fmt: skip
+    # of a product in parts, each part adds what some of the rows get if they are few, else some of the slots
+    first = 0 if FEW else part * (RANKS // RANK)
+    step = part_count * (RANKS // RANK)
+    mine = its_slots
+    if FEW:
+        mine = tl.where(tl.arange(0, ROWS_PAD) % part_count == part, its_slots, -1)
     if first < expanded:
         _wait(arrived, shrinking, PDL)
         if GATED:
-            total = _expand(total, shrunk, up, used, its_slots, 0, first, expanded, step, n, exists, rows,
-                            up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS, PARTS_PAD,
-                            EXPAND_STAGES)  # fmt: skip
-            other = _expand(other, shrunk, up + columns * RANK, used, its_slots, 1, first, expanded, step, n,
+            total = _expand(total, shrunk, up, used, mine, 0, first, expanded, step, n, exists, rows,
+                            up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS, PARTS_PAD, EXPAND_STAGES,
+                            FEW)  # fmt: skip
+            other = _expand(other, shrunk, up + columns * RANK, used, mine, 1, first, expanded, step, n,
                             exists, rows, up_stride, RANK, RANKS, GROUPS, SHRUNK_PARTS, PARTS_PAD,
-                            EXPAND_STAGES)  # fmt: skip
+                            EXPAND_STAGES, FEW)  # fmt: skip
         else:
             its_group = (n >= first_end).to(tl.int32) + (n >= second_end).to(tl.int32)
             for group in range(tl.min(its_group, 0), tl.max(tl.where(exists, its_group, 0), 0) + 1):
-                total = _expand(total, shrunk, up, used, its_slots, group, first, expanded, step, n,
+                total = _expand(total, shrunk, up, used, mine, group, first, expanded, step, n,
                                 exists & (its_group == group), rows, up_stride, RANK, RANKS, GROUPS,
-                                SHRUNK_PARTS, PARTS_PAD, EXPAND_STAGES)  # fmt: skip
+                                SHRUNK_PARTS, PARTS_PAD, EXPAND_STAGES, FEW)  # fmt: skip
     if BIASED:
         its = biases + its_slots[:, None].to(tl.int64) * bias_stride + n[None, :]
         has = (its_slots >= 0)[:, None] & exists[None, :]
@@ -205,11 +213,53 @@ def _fetch_up(
 def _expand(
     total, shrunk, up, used, slots, group, first, expanded, step, n, exists, rows, up_stride,
     RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr, STAGES: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Return `total` [rows, columns] with what the slots of rows expand their shrunk rows of a group to."""
+    if FEW:
+        total = _expand_each(total, shrunk, up, slots, group, n, exists, rows, up_stride, RANK, GROUPS,
+                             PARTS)  # fmt: skip
+    else:
+        total = _expand_together(total, shrunk, up, used, slots, group, first, expanded, step, n, exists,
+                                 rows, up_stride, RANK, RANKS, GROUPS, PARTS, PARTS_PAD, STAGES)  # fmt: skip
+    return total
+
+
+@triton.jit
+def _expand_each(
+    total, shrunk, up, slots, group, n, exists, rows, up_stride,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Expand each row by the factors of its own slot, multiplied where they are loaded.
+
+    A dot for all rows takes longer: loads that wait for the list of slots, and factors through shared memory.
+    """
+    row = tl.arange(0, slots.shape[0])[:, None]
+    has = (slots >= 0)[:, None]
+    factors = up + slots.to(tl.int64)[:, None, None] * up_stride + n[None, :, None] * RANK
+    for begin in tl.static_range(0, RANK, FEW_RANKS):
+        rank = begin + tl.arange(0, FEW_RANKS)
+        mask = has[:, :, None] & exists[None, :, None]
+        factor = tl.load(factors + rank[None, None, :], mask=mask, other=0.0)
+        at = shrunk + (row * GROUPS + group) * RANK + rank[None, :]
+        given = tl.zeros([slots.shape[0], FEW_RANKS], tl.float32)
+        for part in tl.static_range(PARTS):  # `.cg`: other programs have written them since this one began
+            some = at + part * rows * GROUPS * RANK
+            given += tl.load(some, mask=has, other=0.0, cache_modifier=".cg")
+        given = given.to(factor.dtype).to(tl.float32)
+        total += tl.sum(factor.to(tl.float32) * given[:, None, :], 2)
+    return total
+
+
+@triton.jit
+def _expand_together(
+    total, shrunk, up, used, slots, group, first, expanded, step, n, exists, rows, up_stride,
+    RANK: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return `total` [rows, columns] with what slots from `first` on expand the shrunk rows of a group to.
+    """Expand all rows by the slots from `first` on, the ranks of several side by side in one dot.
 
-    The ranks of several slots are side by side in one dot; a row has zeros at those of other slots.
+    A row has zeros at the ranks of other slots.
     """
     part = tl.arange(0, PARTS_PAD)[:, None, None]
     at = shrunk + ((part * rows + tl.arange(0, slots.shape[0])[None, :, None]) * GROUPS + group) * RANK
