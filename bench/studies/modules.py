@@ -2,10 +2,11 @@
 
     python -m bench.studies.modules [--copies] [--layers 1,10,20,30,40]
 
-The steps are those of the 8B shape on one H200 (bench/results/gpu.md). A replica that has half the rows takes
-the measured step of half the rows; what scattering and gathering take is left out there, and counted by the
-formula. `--copies` times layers of 605 MB, as LLaMA-13B has, copied on a device, from pinned memory, and
-between two devices where there are two: it needs a GPU. Beside them stand the published figures.
+The steps are those of the 8B shape on one H200 (stage 5, docs/decisions/gpu-stages.md). A replica that has
+half the rows takes the measured step of half the rows; what scattering and gathering take is left out there,
+and counted by the formula. `--copies` times layers of 605 MB, as LLaMA-13B has, copied on a device, from
+pinned memory, and between two devices where there are two: it needs a GPU. Beside them stand the published
+figures.
 """
 
 from __future__ import annotations
