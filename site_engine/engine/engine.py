@@ -183,29 +183,19 @@ class SiteEngine:
         if request.id in self._live.processors:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
         variants = self._variants.served
-        if self._model.sampling_defaults:
-            request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
+        request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
         validate_request(request, self.limit_tokens, self._model.vocab_size, variants, moved)
+        if moved is None:
+            self._check_place(request.tenant)
         request.answered_by(request.variant or variants.get(request.chain))
-        queue, max_pending = self._scheduler.queue, self.settings.max_pending
-        if moved is None and not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
-            message = f"{len(queue)} requests already wait, of {max_pending} at most"
-            raise RequestRejected(RejectionReason.FULL, message)
-        request.state = State.WAITING
-        request.arrived_s = self._clock()
-        room, wanted = self.limit_tokens - request.prompt_len, request.sampling.max_tokens
-        request.max_tokens = room if wanted is None else min(wanted, room)
-        if request.sampling.runs_out and request.grammar is None and request.max_tokens > 0:
-            request.remaining = RemainingCurve.exactly(request.max_tokens)
-        position = len(queue)
-        if request.grammar is not None:
-            request.guide = self._rules.start(request.grammar, self.settings.slots, self._model.vocab_size)
+        self._begin(request)
         ends = self._model.eos_token_ids if request.variant is None else request.variant.eos_token_ids
         processor = OutputProcessor(request, self._model.vocabulary, ends)
         finish = processor.replay()
         if processor.contradicts_delivered or (request.guide is not None and request.guide.error):
             message = "what was delivered is not what was asked for"
             raise RequestRejected(RejectionReason.INVALID, message, "resume")
+        position = len(self._scheduler.queue)
         self._enqueue(request, moved)
         self._live.add(processor)
         if finish is not None:
@@ -213,6 +203,24 @@ class SiteEngine:
         elif self._overlapped is not None and request.sampling.prompt_logprobs:
             self._live.needs_host.add(request.id)
         return Admission(position, request.max_tokens)
+
+    def _check_place(self, tenant: str) -> None:
+        """Raise RequestRejected if no more requests of a tenant may wait."""
+        queue, max_pending = self._scheduler.queue, self.settings.max_pending
+        if not has_place(queue.waiting_of(tenant), len(queue), max_pending):
+            message = f"{len(queue)} requests already wait, of {max_pending} at most"
+            raise RequestRejected(RejectionReason.FULL, message)
+
+    def _begin(self, request: Request) -> None:
+        """Set the arrival of a valid request, its token limit and its position in its grammar."""
+        request.state = State.WAITING
+        request.arrived_s = self._clock()
+        sampling, room = request.sampling, self.limit_tokens - request.prompt_len
+        request.max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        if request.grammar is not None:
+            request.guide = self._rules.start(request.grammar, self.settings.slots, self._model.vocab_size)
+        elif sampling.runs_out and request.max_tokens > 0:
+            request.remaining = RemainingCurve.exactly(request.max_tokens)
 
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
         """Queue a request; one that another engine has begun with the keys and values that came with it."""
@@ -223,8 +231,9 @@ class SiteEngine:
             if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)) is not None:
                 self._swap.put(request.id, kept)
                 request.swapped = moved.computed
-                return self._scheduler.adopt(request)
-        return self._scheduler.queue.push(request, now_s)
+                self._scheduler.adopt(request)
+                return
+        self._scheduler.queue.push(request, now_s)
 
     def expect(self) -> None:
         """Launch no step ahead and start no others until a request comes that another engine gives up."""
