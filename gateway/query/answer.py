@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gateway.decision import Decision
 from gateway.domain import AnswerEvent, Query
 from gateway.errors import MicoError
-from gateway.failure import INABILITIES, FailureCause
+from gateway.failure import INABILITIES, AttemptFailure, FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
@@ -186,7 +186,8 @@ class QueryRun:
         while (now_s := context.clock()) < until_s and may_come_back(
             self.query, planned.tried, context.directory.sites, now_s
         ):
-            if self._place(planned)[1].site is not None:
+            _, placed = self._place(planned)
+            if placed.site is not None:
                 return
             await self.deadline.wait(asyncio.sleep(REJOIN_POLL_S))
 
@@ -285,23 +286,31 @@ class QueryRun:
 
     def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
         """Return the error for a query that no site can take now."""
-        context, state = self.context, self.state
-        sites, complete, now_s = context.directory.sites, context.fleet_complete, context.clock()
-        failure, limit_tokens = state.failure, state.too_short_context_tokens
-        if state.opened:
+        context, query, failure = self.context, self.query, self.state.failure
+        if self.state.opened:
             return final_error(failure, planned.resume, reason)
-        if failure is not None and failure.cause is FailureCause.RELEASED:
-            failure = failure if failure.site in planned.tried else None  # a move is no failure
-        if (
-            failure is not None
-            and failure.cause in INABILITIES
-            and (not complete or able_is_away(self.query, failure, limit_tokens, sites, now_s))
-        ):
-            reason, failure = f"{reason}; {failure.site}: {failure.message}", None
-        if not complete:
+        if failure is not None and self._is_move(failure, planned):
+            failure = None
+        elif failure is not None and self._may_be_able_later(failure):
+            reason = f"{reason}; {failure.site}: {failure.message}"
+            failure = None
+        if not context.fleet_complete:
             reason = f"{reason}; this gateway has just started, and sites may still join"
-        refusal = refusal_of(self.query, demand, self.query.needs, sites, now_s) if complete else None
+            return final_error(failure, planned.resume, reason)
+        refusal = refusal_of(query, demand, query.needs, context.directory.sites, context.clock())
         return refusal or final_error(failure, planned.resume, reason)
+
+    def _is_move(self, failure: AttemptFailure, planned: Try) -> bool:
+        """Return whether a site released the query for another that bid for it, which is no failure."""
+        return failure.cause is FailureCause.RELEASED and failure.site not in planned.tried
+
+    def _may_be_able_later(self, failure: AttemptFailure) -> bool:
+        """Return whether a site that takes no work now may do what the one that failed was not able to."""
+        context, limit_tokens = self.context, self.state.too_short_context_tokens
+        return failure.cause in INABILITIES and (
+            not context.fleet_complete
+            or able_is_away(self.query, failure, limit_tokens, context.directory.sites, context.clock())
+        )
 
     def _excluded(self, planned: Try) -> dict[str, str]:
         """Return the sites that can't take the query although they serve its model, and why."""
