@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +40,10 @@ CHANGING = "another order for {} is being carried out; try again later"
 
 Reply: TypeAlias = Callable[[str], None]
 """Takes why nothing has changed, or nothing."""
+
+
+def _ignore(_reason: str) -> None:
+    """Reply to nobody: what is done was not ordered."""
 
 
 class Tuning(NamedTuple):
@@ -99,7 +104,7 @@ class Group:
             elif asleep is not None:
                 self._models[variant.id] = asleep
             else:
-                self.add(variant._replace(fingerprint=""), lambda _: None)
+                self.add(variant._replace(fingerprint=""), _ignore)
         if self._models:
             self._announce()
 
@@ -126,18 +131,16 @@ class Group:
             raise VariantRefused(f"{order.model} is the base of this group, which is no variant")
         if self._base.state is not ModelState.READY and order.kind in {"add", "remove"}:
             raise VariantRefused(f"{self._base.id} sleeps here, and its variants with it; wake it first")
-        acts: dict[str, Callable[[Reply], None]] = {
-            "remove": partial(self.remove, order.model),
-            "sleep": partial(self.sleep, order.model),
-            "wake": partial(self.wake, order.model),
-        }
+        of_served = {"remove": self.remove, "sleep": self.sleep, "wake": self.wake}
         if order.kind == "add":
             self._check_new(order.model)
-            acts["add"] = self._addition(order)
-        elif order.kind not in acts:
+            act = self._addition(order)
+        elif order.kind not in of_served:
             raise VariantRefused(f"this site knows no order {order.kind!r}; upgrade it")
         elif order.model not in self._models and order.model != self._base.id:
             raise VariantRefused(f"{order.model} is not served here")
+        else:
+            act = partial(of_served[order.kind], order.model)
 
         def end(error: str) -> None:
             self._waiting -= 1
@@ -145,7 +148,7 @@ class Group:
             reply(error)
 
         self._waiting += 1
-        acts[order.kind](end)
+        act(end)
 
     def add(self, variant: Variant, reply: Reply) -> None:
         """Load a variant and serve it."""
@@ -193,29 +196,23 @@ class Group:
         if model.id in self._waking:
             self._load(model.id)
 
-    def wake(self, variant_id: str, reply: Reply | None = None) -> None:
+    def wake(self, variant_id: str, reply: Reply = _ignore) -> None:
         """Load a variant that sleeps; reply when it is awake, or why it is not. The base wakes before it."""
         if variant_id == self._base.id:
             self._wake_base(reply)
-            return
-        if self._base.state is not ModelState.READY:
-            self._after_base.setdefault(variant_id, []).extend([] if reply is None else [reply])
-            self._wake_base(None)
-            return
-        if variant_id not in self._models:  # the engines have dropped it while they woke
-            if reply is not None:
-                reply(f"{variant_id} is not served here any more")
-            return
-        if self._models[variant_id].state is ModelState.READY:
-            if reply is not None:
-                reply("")
-            return
-        is_loading = variant_id in self._waking
-        waiting = self._waking.setdefault(variant_id, [])
-        if reply is not None:
-            waiting.append(reply)
-        if not (is_loading or variant_id in self._leaving):
-            self._load(variant_id)
+        elif self._base.state is not ModelState.READY:
+            self._after_base.setdefault(variant_id, []).append(reply)
+            self._wake_base()
+        elif variant_id not in self._models:  # the engines have dropped it while they woke
+            reply(f"{variant_id} is not served here any more")
+        elif self._models[variant_id].state is ModelState.READY:
+            reply("")
+        elif variant_id in self._waking:
+            self._waking[variant_id].append(reply)
+        else:
+            self._waking[variant_id] = [reply]
+            if variant_id not in self._leaving:  # else it is loaded once it sleeps
+                self._load(variant_id)
 
     def _load(self, variant_id: str) -> None:
         self._set(replace(self._models[variant_id], state=ModelState.WAKING))
@@ -245,7 +242,7 @@ class Group:
         log.error("%s is served no more: %s", variant_id, refusal)
         variant, model = self._wanted[variant_id].variant, self._models[variant_id]
         if variant.tenant:
-            self._removed(variant_id, lambda _: None, None)
+            self._removed(variant_id, _ignore, None)
         else:
             model = replace(model, state=ModelState.SLEEPING)
             self._wanted[variant_id] = Wanted(variant, model)
@@ -266,13 +263,12 @@ class Group:
             self._set_base(ModelState.SLEEPING)
             sleeping.sleep(reply)
 
-    def _wake_base(self, reply: Reply | None) -> None:
+    def _wake_base(self, reply: Reply = _ignore) -> None:
         sleeping = self._engine.sleeping
         if sleeping is None or self._base.state is ModelState.READY:
-            if reply is not None:
-                reply("")
+            reply("")
             return
-        self._base_waking.extend([] if reply is None else [reply])
+        self._base_waking.append(reply)
         if self._base.state is ModelState.SLEEPING:
             self._set_base(ModelState.WAKING)
             sleeping.wake(partial(self._base_woken, _clock()))
@@ -285,13 +281,15 @@ class Group:
             self._set_base(ModelState.SLEEPING)
             for model_id in (self._base.id, *self._models):
                 self._site.held.refuse(model_id, error)
-        else:
-            self._base = replace(self._base, wake_s=_clock() - began_s)
-            self._set_base(ModelState.READY)
-        for reply in (*waiting, *((each for many in variants.values() for each in many) if error else ())):
-            reply(error)
-        for variant_id, replies in {} if error else variants.items():
-            for reply in replies or (lambda _: None,):
+            for reply in chain(waiting, *variants.values()):
+                reply(error)
+            return
+        self._base = replace(self._base, wake_s=_clock() - began_s)
+        self._set_base(ModelState.READY)
+        for reply in waiting:
+            reply("")
+        for variant_id, replies in variants.items():
+            for reply in replies:
                 self.wake(variant_id, reply)
 
     def _set_base(self, state: ModelState) -> None:
