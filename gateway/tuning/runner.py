@@ -41,26 +41,35 @@ LEFTOVERS_AT_ONCE: Final = 20
 WAITS: Final = "No site has room to train; the job waits."
 
 
-class Care:
+class HeldJob:
     """What this replica remembers of a job that it holds. `task` checks its files."""
 
     def __init__(self, job: Job, now_s: float) -> None:
-        self.job = job
-        self.heard_s = self.linked_s = self.step_s = now_s
-        self.ordered_s = float("-inf")
-        self.stopping_s: float | None = None
-        self.recorded: RunReport | None = None
-        self.recorded_s = float("-inf")
-        self.avoided: dict[str, float] = {}  # until when
+        self.avoided: dict[str, float] = {}  # until when, by site
         self.waits_since: float | None = None  # for a site, in unix seconds
         self.task: asyncio.Task[None] | None = None
+        self.begin(job, now_s)
 
     def begin(self, job: Job, now_s: float) -> None:
         """Turn to the next run of the job, or to waiting for one."""
         self.job = job
-        self.heard_s = self.linked_s = self.step_s = now_s
-        self.ordered_s = self.recorded_s = float("-inf")
-        self.stopping_s = self.recorded = None
+        self.heard_s = now_s  # when its site reported of the run last
+        self.linked_s = now_s  # when its site was linked last
+        self.step_s = now_s  # when the run made a step last
+        self.ordered_s = float("-inf")
+        self.stopping_s: float | None = None  # since when the run is to stop
+        self.recorded: RunReport | None = None
+        self.recorded_s = float("-inf")
+
+    def observe(self, is_linked: bool, report: RunReport | None, now_s: float) -> Seen:
+        """Take the newest report of the current run; return what is known of the run."""
+        if is_linked:
+            self.linked_s = now_s
+        if report is not None:
+            self.heard_s = max(self.heard_s, report.heard_s)
+        end = None if report is None else end_of(report)
+        stopping_s = 0.0 if self.stopping_s is None else now_s - self.stopping_s
+        return Seen(end, now_s - self.heard_s, now_s - self.linked_s, stopping_s)
 
 
 class Runner:
@@ -69,7 +78,7 @@ class Runner:
     def __init__(self, context: TuningContext, poll_s: float = POLL_S, tick_s: float = TICK_S) -> None:
         self._context = context
         self._poll_s, self._tick_s = poll_s, tick_s
-        self._held: dict[str, Care] = {}
+        self._held: dict[str, HeldJob] = {}
         self._polled_s = self._tidied_s = float("-inf")
         self._runs: dict[str, int] | None = None  # of each site, as read in this turn
         self._wake = asyncio.Event()
@@ -86,7 +95,7 @@ class Runner:
 
     async def close(self) -> None:
         """Give the leases back: another replica goes on with the same runs."""
-        await cancel(self._running, *(care.task for care in self._held.values()))
+        await cancel(self._running, *(held.task for held in self._held.values()))
         await self._serving.close()
         with suppress(*DATABASE_ERRORS):
             await self._context.ledger.release()
@@ -111,11 +120,11 @@ class Runner:
             self._polled_s = now_s
             await self._poll()
         self._runs = None
-        for care in [*self._held.values()]:
+        for held in [*self._held.values()]:
             try:
-                await self._look_after(care)
+                await self._look_after(held)
             except DATABASE_ERRORS as exc:
-                log.warning("job %s waits for the database: %s", care.job.id, reason(exc))
+                log.warning("job %s waits for the database: %s", held.job.id, reason(exc))
 
     async def _poll(self) -> None:
         context, now_s = self._context, self._context.clock()
@@ -128,10 +137,10 @@ class Runner:
         if any(context.caller(job.key_id) is None for job in leased.values()):
             await context.refresh_keys()
         for job in leased.values():
-            care = self._held.setdefault(job.id, Care(job, now_s))
-            if care.job.run != job.run:
-                care.begin(job, now_s)
-            care.job = job
+            held = self._held.setdefault(job.id, HeldJob(job, now_s))
+            if held.job.run != job.run:
+                held.begin(job, now_s)
+            held.job = job
         await self._stop_stale_runs()
         await self._serving.settle()
         if now_s - self._tidied_s >= min(TIDY_S, 10 * self._poll_s):
@@ -139,33 +148,33 @@ class Runner:
             await context.store.remove_leftovers(LEFTOVERS_AT_ONCE)
             await context.ledger.remove_expired(LEFTOVERS_AT_ONCE)
 
-    def _let_go(self, care: Care) -> None:
+    def _let_go(self, held: HeldJob) -> None:
         """Stop what this replica does about a job that has ended, or that another replica holds."""
-        if care.task is not None:
-            care.task.cancel()
+        if held.task is not None:
+            held.task.cancel()
 
     async def _stop_stale_runs(self) -> None:
         """Have sites drop runs that are current no more: of jobs that ended or went elsewhere."""
-        current = {care.job.run for care in self._held.values()}
+        current = {held.job.run for held in self._held.values()}
         for link in [*self._context.links().values()]:
             reports = [each for each in link.training.reports.values() if each.run not in current]
             for report in reports[:STALE_RUNS_A_POLL]:
                 if await self._context.ledger.current_run(report.job_id) != report.run:
                     link.training.stop(report.run, snapshot=False)
 
-    async def _look_after(self, care: Care) -> None:
-        job = care.job
+    async def _look_after(self, held: HeldJob) -> None:
+        job = held.job
         if self._context.caller(job.key_id) is None:
-            await self._fail(care, JobError("key_revoked", "The API key that created the job was revoked."))
+            await self._fail(held, JobError("key_revoked", "The API key that created the job was revoked."))
         elif job.status is JobStatus.VALIDATING:
-            if care.task is None or care.task.done():
-                care.task = asyncio.create_task(self._guard(self._validate(care), job), name=job.id)
+            if held.task is None or held.task.done():
+                held.task = asyncio.create_task(self._guard(self._validate(held), job), name=job.id)
         elif job.run is not None:
-            await self._follow(care)
+            await self._follow(held)
         elif job.status is JobStatus.QUEUED:
-            await self._place(care)
+            await self._place(held)
         else:
-            care.waits_since = None  # it is paused
+            held.waits_since = None  # it is paused
 
     async def _guard(self, work: Coroutine[Any, Any, None], job: Job) -> None:
         try:
@@ -175,22 +184,22 @@ class Runner:
         except Exception:
             log.exception("checking the files of job %s went wrong in an unforeseen way", job.id)
 
-    async def _refresh(self, care: Care) -> None:
+    async def _refresh(self, held: HeldJob) -> None:
         """Read the job anew after a change, by this replica or by a client."""
         context = self._context
-        job = await context.ledger.get(care.job.tenant, care.job.id)
+        job = await context.ledger.get(held.job.tenant, held.job.id)
         if job is None or job.ended or job.leased_by != context.ledger.owner:
-            self._held.pop(care.job.id, None)
+            self._held.pop(held.job.id, None)
             return
-        if job.run != care.job.run:
-            care.begin(job, context.clock())
-        care.job = job
+        if job.run != held.job.run:
+            held.begin(job, context.clock())
+        held.job = job
 
     # ---- before a run
 
-    async def _validate(self, care: Care) -> None:
+    async def _validate(self, held: HeldJob) -> None:
         """Check the files, then queue the job, or fail it with every fault and its line."""
-        context, job = self._context, care.job
+        context, job = self._context, held.job
         contents: list[Content] = []
         rows = 0
         named = (
@@ -202,7 +211,7 @@ class Runner:
                 continue
             file = await context.files.get(job.tenant, file_id)
             if file is None:
-                await self._fail(care, JobError("file_not_found", f"The file {file_id} was deleted.", param))
+                await self._fail(held, JobError("file_not_found", f"The file {file_id} was deleted.", param))
                 return
             checked = await check(context.files.parts(file), context.limits)
             if checked.faults:
@@ -211,26 +220,26 @@ class Runner:
                 first = f"The {param} can't be trained on: {checked.faults[0]}"
                 more = f" ({len(checked.faults)} faults; the events name each)"
                 text = first[:900] + (more if len(checked.faults) > 1 else "")
-                await self._fail(care, JobError("invalid_training_file", text, param))
+                await self._fail(held, JobError("invalid_training_file", text, param))
                 return
             rows = checked.rows if kind is Kind.DATA else rows
             now = context.unix_time()
             contents.append(Content(job.id, kind, 0, checked.sha256, checked.bytes, file_id, now))
         if (steps := job.plan.total_steps(rows)) > context.limits.total_steps:
             text = f"The job has {steps:,} steps, the most is {context.limits.total_steps:,}."
-            await self._fail(care, JobError("too_many_steps", text, "hyperparameters.n_epochs"))
+            await self._fail(held, JobError("too_many_steps", text, "hyperparameters.n_epochs"))
             return
         await context.ledger.validated(job, rows, contents)
-        await self._refresh(care)
+        await self._refresh(held)
 
-    async def _place(self, care: Care) -> None:
+    async def _place(self, held: HeldJob) -> None:
         """Begin a run at a site with room. A job whose tenant has spent its month is paused instead."""
-        context, job, now_s = self._context, care.job, self._context.clock()
+        context, job, now_s = self._context, held.job, self._context.clock()
         if (refusal := self._charge(job, job.trained_tokens, job.nano_usd)) is not None:
             await self._pause(job, refusal)
-            await self._refresh(care)
+            await self._refresh(held)
             return
-        care.avoided = {site: until_s for site, until_s in care.avoided.items() if until_s > now_s}
+        held.avoided = {site: until_s for site, until_s in held.avoided.items() if until_s > now_s}
         if self._runs is None:
             self._runs = await context.ledger.runs()
         sites = of_same_base(context.sites(), job.model, job.revision)
@@ -239,23 +248,23 @@ class Runner:
             job.model,
             job.plan,
             runs=self._runs,
-            avoided=care.avoided,
+            avoided=held.avoided,
             now_s=now_s,
         )
         if site is None:
-            await self._wait_for_site(care)
+            await self._wait_for_site(held)
         elif await context.ledger.start(job, new_run(), site.name):
-            care.waits_since, self._runs = None, None
-            await self._refresh(care)
-            await self._order(care)
+            held.waits_since, self._runs = None, None
+            await self._refresh(held)
+            await self._order(held)
 
-    async def _wait_for_site(self, care: Care) -> None:
+    async def _wait_for_site(self, held: HeldJob) -> None:
         context = self._context
         now, most_s = context.unix_time(), context.limits.queued_s
-        if care.waits_since is None or now - care.waits_since > most_s:  # it may have been paused meanwhile
-            care.waits_since = await self._begin_wait(care.job)
-        if now - care.waits_since > most_s:
-            await self._fail(care, JobError("no_site", "For a day no site had room to train it."))
+        if held.waits_since is None or now - held.waits_since > most_s:  # it may have been paused meanwhile
+            held.waits_since = await self._begin_wait(held.job)
+        if now - held.waits_since > most_s:
+            await self._fail(held, JobError("no_site", "For a day no site had room to train it."))
 
     async def _begin_wait(self, job: Job) -> float:
         """Return since when a job waits for a site. It goes on with a wait that is the last of its events,
@@ -270,55 +279,50 @@ class Runner:
 
     # ---- a run
 
-    async def _order(self, care: Care) -> None:
-        context, job = self._context, care.job
+    async def _order(self, held: HeldJob) -> None:
+        context, job = self._context, held.job
         link = context.links().get(job.site)
         if link is None or job.run is None:
             return
         contents = await context.contents.of_job(job.id, Kind.DATA, Kind.VALIDATION, Kind.SNAPSHOT)
         link.training.train(order_of(job, contents))
-        care.ordered_s = context.clock()
+        held.ordered_s = context.clock()
 
-    async def _follow(self, care: Care) -> None:
+    async def _follow(self, held: HeldJob) -> None:
         """Look at the newest report of the current run, and do what follows from it."""
-        context, job, now_s = self._context, care.job, self._context.clock()
+        context, job, now_s = self._context, held.job, self._context.clock()
         link = context.links().get(job.site)
-        care.linked_s = care.linked_s if link is None else now_s
         report = None if link is None else link.training.reports.get(job.run or "")
-        if report is not None:
-            care.heard_s = max(care.heard_s, report.heard_s)
-            if not await self._record(care, report, now_s):
-                return
-        asked_s = 0.0 if care.stopping_s is None else now_s - care.stopping_s
-        end = None if report is None else end_of(report)
-        seen = Seen(end, now_s - care.heard_s, now_s - care.linked_s, asked_s)
-        act = next_act(job.status, seen, context.limits)
-        if act is Act.SUCCEED:
-            await self._succeed(care)
-        elif act is Act.FAIL:
-            assert report is not None
-            await self._fail(care, _error_of(report))
-        elif act is Act.LEAVE:
-            await self._leave(care, end, "" if report is None else report.error)
-        elif act is Act.STOP and link is not None and care.stopping_s is None:
-            care.stopping_s = now_s
-            link.training.stop(job.run or "", snapshot=True)
-        elif act is Act.GO_ON and max(care.heard_s, care.ordered_s) < now_s - ORDER_AGAIN_S:
-            await self._order(care)
-        elif act is Act.GO_ON and job.runs == 1 and now_s - care.step_s > context.limits.starved_s:
-            await self._move(care, now_s)
+        seen = held.observe(link is not None, report, now_s)
+        if report is not None and not await self._record(held, report, now_s):
+            return
+        match next_act(job.status, seen, context.limits):
+            case Act.SUCCEED:
+                await self._succeed(held)
+            case Act.FAIL:
+                assert report is not None
+                await self._fail(held, _error_of(report))
+            case Act.LEAVE:
+                await self._leave(held, seen.end, "" if report is None else report.error)
+            case Act.STOP if link is not None and held.stopping_s is None:
+                held.stopping_s = now_s
+                link.training.stop(job.run or "", snapshot=True)
+            case Act.GO_ON if max(held.heard_s, held.ordered_s) < now_s - ORDER_AGAIN_S:
+                await self._order(held)
+            case Act.GO_ON if job.runs == 1 and now_s - held.step_s > context.limits.starved_s:
+                await self._move(held, now_s)
 
-    async def _move(self, care: Care, now_s: float) -> None:
+    async def _move(self, held: HeldJob, now_s: float) -> None:
         """Have a run stop that gets no time beside what its site serves, if another site has more.
 
         It goes on there from its snapshot, and moves no more before a step: one may take as long anywhere.
         """
-        context, job = self._context, care.job
-        care.step_s = now_s  # so long nothing is looked for again
+        context, job = self._context, held.job
+        held.step_s = now_s  # so long nothing is looked for again
         sites, runs = context.sites(), await context.ledger.runs()
         same = of_same_base(sites, job.model, job.revision)
         linked = [each for each in same if each.name in context.links() and each.name != job.site]
-        other = choose(linked, job.model, job.plan, runs=runs, avoided=care.avoided, now_s=now_s)
+        other = choose(linked, job.model, job.plan, runs=runs, avoided=held.avoided, now_s=now_s)
         here = next((each for each in sites if each.name == job.site), None)
         link = context.links().get(job.site)
         if here is None or link is None or not idler(here, other, runs):
@@ -327,27 +331,27 @@ class Runner:
         if await context.ledger.add_event(job, WARN, text):
             link.training.stop(job.run or "", snapshot=True)
 
-    async def _record(self, care: Care, report: RunReport, now_s: float) -> bool:
+    async def _record(self, held: HeldJob, report: RunReport, now_s: float) -> bool:
         """Write the progress of the run, and charge it: a job that is not over is paused once its tenant has
         spent the month. Return whether the run is still current, and the job this replica's.
         """
-        context, job = self._context, care.job
-        is_due = report.end or now_s - care.recorded_s >= RECORD_S
-        if report is care.recorded or not is_due:
+        context, job = self._context, held.job
+        is_due = report.end or now_s - held.recorded_s >= RECORD_S
+        if report is held.recorded or not is_due:
             return True
         site = next((each for each in context.sites() if each.name == job.site), None)
         progress = progress_of(job, report, site, context.limits)
-        care.step_s = now_s if progress.step > job.step else care.step_s
+        held.step_s = now_s if progress.step > job.step else held.step_s
         if not await context.ledger.advance(job, progress):
-            await self._refresh(care)
+            await self._refresh(held)
             return False
-        care.job, care.recorded, care.recorded_s = advanced(job, progress), report, now_s
+        held.job, held.recorded, held.recorded_s = advanced(job, progress), report, now_s
         refusal = self._charge(job, progress.trained_tokens, progress.nano_usd)
         is_over = end_of(report) in (End.SUCCEEDED, End.FAILED)
         if refusal is not None and not is_over:
             await self._pause(job, refusal)
-        await self._refresh(care)
-        return care.job.id in self._held and care.job.run == report.run
+        await self._refresh(held)
+        return held.job.id in self._held and held.job.run == report.run
 
     def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> TooMany | None:
         """Charge what is new; return the refusal once the tenant has spent its month."""
@@ -360,47 +364,47 @@ class Runner:
         if await ledger.pause(job.tenant, job.id):
             await ledger.add_event(job, WARN, f"Paused: {refusal.message}")
 
-    async def _succeed(self, care: Care) -> None:
-        context, job = self._context, care.job
+    async def _succeed(self, held: HeldJob) -> None:
+        context, job = self._context, held.job
         if not await context.contents.of_job(job.id, Kind.ADAPTER):
-            await self._leave(care, End.GIVEN_UP, "it stored no adapter")
+            await self._leave(held, End.GIVEN_UP, "it stored no adapter")
             return
         results = await write_results(job, context.files, context.events, context.limits)
         text = f"The job succeeded: {job.tuned_model} can be asked."
         if not await context.ledger.end(job, JobStatus.SUCCEEDED, text, results=results):
             await context.files.discard(results.id)
-        self._over(care)
+        self._over(held)
 
-    async def _fail(self, care: Care, error: JobError) -> None:
-        await self._context.ledger.end(care.job, JobStatus.FAILED, error.message, error=error)
-        self._over(care)
+    async def _fail(self, held: HeldJob, error: JobError) -> None:
+        await self._context.ledger.end(held.job, JobStatus.FAILED, error.message, error=error)
+        self._over(held)
 
-    def _over(self, care: Care) -> None:
+    def _over(self, held: HeldJob) -> None:
         """Forget a job that has ended, and have its site drop the run."""
-        self._held.pop(care.job.id, None)
-        self._drop_run(care.job)
+        self._held.pop(held.job.id, None)
+        self._drop_run(held.job)
 
     def _drop_run(self, job: Job) -> None:
         link = self._context.links().get(job.site)
         if link is not None and job.run is not None:
             link.training.stop(job.run, snapshot=False)
 
-    async def _leave(self, care: Care, end: End | None, error: str) -> None:
+    async def _leave(self, held: HeldJob, end: End | None, error: str) -> None:
         """End a run, not the job: that goes on elsewhere from its last snapshot, or stays paused."""
-        context, job = self._context, care.job
+        context, job = self._context, held.job
         what = f"{job.site} {'gave the run up' if end else 'was lost'}" + (f": {error}" if error else "")
         if job.status is JobStatus.RUNNING:
-            care.avoided[job.site] = context.clock() + AVOID_S
+            held.avoided[job.site] = context.clock() + AVOID_S
             if job.runs >= context.limits.runs:
                 text = f"{job.runs} runs in a row ended without a step; the last one: {what}."
-                await self._fail(care, JobError("site_failures", text))
+                await self._fail(held, JobError("site_failures", text))
                 return
         message = (
             f"{what}; the job goes on from its last snapshot." if job.status is JobStatus.RUNNING else ""
         )
         if await context.ledger.leave_run(job, message, WARN):
             self._drop_run(job)
-        await self._refresh(care)
+        await self._refresh(held)
 
 
 def _error_of(report: RunReport) -> JobError:
