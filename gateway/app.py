@@ -37,7 +37,7 @@ from gateway.query.answer import answer
 from gateway.query.counting import TokenCounter
 from gateway.query.targets import NamedModels
 from gateway.scaling.plan import ScalingPlan, read_plan
-from gateway.scaling.scaler import scaling
+from gateway.scaling.scaler import Scaler, scaling
 from gateway.side_work import SideWork
 from gateway.signals import stop_event
 from gateway.store.recorder_metrics import RecorderMetrics
@@ -87,7 +87,7 @@ async def serve(config: GatewayConfig) -> int:
         scaling(
             lambda: core.query_context.directory.sites, _scaling_plan(config), core.query_context.clock
         ) as scaler,
-        _admin(core, store) as admin,
+        _admin(core, store, scaler) as admin,
         open_batches(
             config.database_url,
             config.name,
@@ -108,7 +108,6 @@ async def serve(config: GatewayConfig) -> int:
     ):
         core.metrics.register(scaler)
         core.metrics.register(RecorderMetrics(store.recorder))
-        core.publisher.pools = scaler.pools
         backend = _backend(config, core, store, side_work)
         access = Access(backend, store.keys.still_valid, store.keys.session_key, store.ended_sessions)
         tenants_routes = _tenants_routes(backend, access, batches, tuning.service)
@@ -152,20 +151,16 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 
 
 @asynccontextmanager
-async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
+async def _admin(core: Core, store: Store, scaler: Scaler) -> AsyncIterator[AdminContext]:
     """Run the parts behind the operator's API: publisher, orders and the replicas' exchange."""
     query_context, publisher = core.query_context, core.publisher
     directory, links, clock = query_context.directory, query_context.federation.links, store.clock
     order_service = OrderService(store.orders, directory, links, publisher, unix_time=clock)
     own_summary, show = (lambda: publisher.own_summary), publisher.events.add
     exchange = SummaryExchange(store.snapshots, publisher.replica, own_summary, show, unix_time=clock)
-    publisher.replica_summaries = lambda: exchange.summaries
-    publisher.certificate_until = store.certificates.expires_at
-    publisher.mark_paid = store.hours.mark
-    publisher.store_event = partial(store.recorder.record_event, replica=publisher.replica)
     await publisher.restore_events(store.read.events_of_replica)
     await order_service.start()
-    await publisher.start()
+    await publisher.start(lambda: exchange.summaries, scaler.pools)
     exchanging = asyncio.create_task(exchange.run())
     try:
         yield AdminContext(

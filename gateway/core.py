@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.config import ConfigError, GatewayConfig
@@ -63,9 +64,7 @@ async def open_core(
     forecasts = _start_forecasts(config, directory, lambda: federation.loop_is_busy)
     metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
-    publisher = SnapshotPublisher(
-        directory, config.name, clock=clock, unix_time=store.clock, history_store=store.snapshots
-    )
+    publisher = _publisher(config, store, directory, clock)
     leases = await _start_leases_and_routes(config, store)
     observers = [metrics.observe, publisher.observe, *([] if traces is None else [traces.observe])]
     query_context = QueryContext(
@@ -118,6 +117,21 @@ def _federation(
         mutual_worker_ports=config.worker_ports(config.mtls_port),
     )
     return Federation(settings, directory, clock, credentials.certificates, replicas=replicas)
+
+
+def _publisher(
+    config: GatewayConfig, store: Store, directory: Directory, clock: Callable[[], float]
+) -> SnapshotPublisher:
+    return SnapshotPublisher(
+        directory,
+        config.name,
+        clock=clock,
+        unix_time=store.clock,
+        history_store=store.snapshots,
+        certificate_until=store.certificates.expires_at,
+        store_event=partial(store.recorder.record_event, replica=config.name),
+        mark_paid=store.hours.mark,
+    )
 
 
 def _start_forecasts(

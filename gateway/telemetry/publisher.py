@@ -54,12 +54,19 @@ MarkPaid = Callable[[int, Sequence[SiteIdentity]], Awaitable[None]]
 """Stores that sites were joined in a minute (unix time / 60)."""
 
 
+async def _mark_nothing(_minute: int, _sites: Sequence[SiteIdentity]) -> None:
+    """Stores nothing: the default without a database."""
+
+
+def _store_nothing(_event: Event) -> None:
+    """Stores nothing: the default without a database."""
+
+
 class SnapshotPublisher:
     """Builds snapshots. `clock` is the gateway's monotonic clock; `unix_time` dates what people see.
 
-    `replica_summaries` (the query summaries of the other replicas, by name), `pools` and `certificate_until`
-    are called for every snapshot. `store_event` receives the site events that this replica saw; of moved
-    queries only failovers, because offloads are routine and their decisions are stored anyway.
+    `certificate_until` is called for every snapshot. `store_event` receives the site events that this replica
+    saw; of moved queries only failovers, because offloads are routine and their decisions are stored anyway.
 
     A listener awaits `after(seq)` and gets the newest snapshot: a slow listener skips some, and nothing is
     queued for any of them. After `close` listeners get None.
@@ -73,6 +80,9 @@ class SnapshotPublisher:
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
         history_store: HistoryStore | None = None,
+        certificate_until: Callable[[str], float] = no_certificate,
+        store_event: Callable[[Event], None] = _store_nothing,
+        mark_paid: MarkPaid = _mark_nothing,
     ) -> None:
         self.boot_id = secrets.token_hex(4)
         self.events = EventLog()
@@ -87,11 +97,11 @@ class SnapshotPublisher:
         self._rates, self._views = Rates(), SiteViews()
         self._moves: deque[Event] = deque(maxlen=MAX_SHARED_MOVES)
         self._paid_minute, self._paid = 0, set[str]()
-        self.replica_summaries: Callable[[], Mapping[str, Summary]] = dict
-        self.pools: Callable[[], list[Pool]] = list
-        self.certificate_until: Callable[[str], float] = no_certificate
-        self.store_event: Callable[[Event], None] = discard
-        self.mark_paid: MarkPaid = _mark_nothing
+        self._replica_summaries: Callable[[], Mapping[str, Summary]] = dict
+        self._pools: Callable[[], list[Pool]] = list
+        self._certificate_until = certificate_until
+        self._store_event = store_event
+        self._store_paid = mark_paid
         self._published = asyncio.Event()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -100,11 +110,17 @@ class SnapshotPublisher:
         self.own_summary = Summary()  # of this replica, as of the last snapshot
         self.snapshot: Snapshot | None = None
 
-    async def start(self) -> None:
-        """Restore the last day's history, then publish every second.
+    async def start(
+        self,
+        replica_summaries: Callable[[], Mapping[str, Summary]] = dict,
+        pools: Callable[[], list[Pool]] = list,
+    ) -> None:
+        """Restore the last day's history, then publish every second. Without a stored history plots start
+        empty.
 
-        Without a stored history plots start empty.
+        Both are called for every snapshot; the first returns the summaries of the other replicas, by name.
         """
+        self._replica_summaries, self._pools = replica_summaries, pools
         if self._history_store is not None:
             try:
                 kept = await self._history_store.since(int(self.unix_time() // 60) - 24 * 60)
@@ -162,10 +178,10 @@ class SnapshotPublisher:
         sites = self._directory.sites
         self.recent.forget(now_s)
         self._record_events(sites, now_s, now)
-        of_others, self.own_summary = self.replica_summaries(), self.summary()
+        of_others, self.own_summary = self._replica_summaries(), self.summary()
         merged = merge_summaries([self.own_summary, *of_others.values()])
         rates = self._rates.observe(sites, now_s)
-        shown = self._views.build(sites, rates, merged.waits, now_s, self.certificate_until)
+        shown = self._views.build(sites, rates, merged.waits, now_s, self._certificate_until)
         summed = totals(shown, merged.failed_per_min, merged.ended_per_min)
         self.snapshot = Snapshot(
             seq=self.snapshot.seq + 1 if self.snapshot else 1,
@@ -176,7 +192,7 @@ class SnapshotPublisher:
             totals=summed,
             clouds=by_cloud(shown),
             sites=shown,
-            pools=self.pools(),
+            pools=self._pools(),
             routes=merged.routes,
             model_routes=merged.model_routes,
             quality=merged.quality,
@@ -191,12 +207,12 @@ class SnapshotPublisher:
     def _record_events(self, sites: Sequence[Site], now_s: float, now: float) -> None:
         states = ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites)
         for event in self.events.record_states(now, states, self._directory.down_reasons):
-            self.store_event(event)
+            self._store_event(event)
         for move, number in self.recent.take_moves():
             self._moves.append(event := _move_event(now, move, number))
             self.events.add(event)
             if event.bad:
-                self.store_event(event)
+                self._store_event(event)
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -241,17 +257,9 @@ class SnapshotPublisher:
 
     async def _mark_paid(self, minute: int, sites: Sequence[SiteIdentity]) -> None:
         try:
-            await self.mark_paid(minute, sites)
+            await self._store_paid(minute, sites)
         except Exception:
             log.exception("the hours of sites could not be stored now; they are with the next minute's")
-
-
-async def _mark_nothing(_minute: int, _sites: Sequence[SiteIdentity]) -> None:
-    """Stores nothing: the default without a database."""
-
-
-def discard(_event: Event) -> None:
-    """Stores nothing: the default without a database."""
 
 
 def _move_event(now: float, move: Move, number: int) -> Event:

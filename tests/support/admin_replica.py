@@ -76,13 +76,17 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
 
     callers = {ADMIN: Caller("key-a", "ops", admin=True), USER: Caller("key-u", "shop")}
     snapshots = SnapshotTable(engine)
-    publisher = SnapshotPublisher(here.gateway.directory, name, unix_time=unix_time, history_store=snapshots)
-    exchange = SummaryExchange(snapshots, name, publisher.summary, publisher.events.add, unix_time=unix_time)
-    publisher.replica_summaries = lambda: exchange.summaries
     reads = OperatorReads(engine)
     recorder = Recorder(Path(mkdtemp(dir=Path(str(engine.url.database)).parent)), DatabaseWriter(engine))
     await recorder.start()
-    publisher.store_event = partial(recorder.record_event, replica=name)
+    publisher = SnapshotPublisher(
+        here.gateway.directory,
+        name,
+        unix_time=unix_time,
+        history_store=snapshots,
+        store_event=partial(recorder.record_event, replica=name),
+    )
+    exchange = SummaryExchange(snapshots, name, publisher.summary, publisher.events.add, unix_time=unix_time)
     await publisher.restore_events(reads.events_of_replica)
     book = OrderTable(engine)
     order_service = OrderService(
@@ -115,7 +119,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
     here.gateway.routes = publisher.route_figures.routes = lambda: routes.current
     transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, access, context)))
     await order_service.start()
-    await publisher.start()
+    await publisher.start(lambda: exchange.summaries)
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
         try:
             yield Replica(here, publisher, order_service, book, http, callers, exchange, recorder, shift)

@@ -106,8 +106,9 @@ def test_a_site_that_is_paid_by_the_hour_is_marked_once_a_minute_when_it_is_firs
         for name, usd_per_hour in (("own", 3.0), ("gone", 3.0), ("provider", 0.0)):
             join(name, usd_per_hour)
         directory.leave("gone")
-        publisher = SnapshotPublisher(directory, "g1", clock=lambda: now[0], unix_time=lambda: now[0])
-        publisher.mark_paid = mark
+        publisher = SnapshotPublisher(
+            directory, "g1", clock=lambda: now[0], unix_time=lambda: now[0], mark_paid=mark
+        )
         publisher.tick()
         join("late", 2.0)
         for now[0] in (630.0, 640.0, 660.0):
