@@ -134,16 +134,22 @@ class EngineServer:
                     return True
                 self._handle(message)
 
-    def _handle(self, message: pm.ToEngine) -> None:
+    def _handle(self, message: pm.ToEngine) -> None:  # noqa: C901 - one case for each kind of message
         match message:
             case pm.Submit():
                 self._submit(message)
-            case pm.Cancel() | pm.EndByText():
-                self._end(message)
+            case pm.Cancel():
+                self._cancel(message.numbers)
+            case pm.EndByText():
+                self._end_by_text(message)
             case pm.Release():
                 self._release(message)
-            case pm.Export() | pm.Expect() | pm.Meet():
-                self._handle_move(message)
+            case pm.Export():
+                self._export(message)
+            case pm.Expect():
+                self._expect(message)
+            case pm.Meet():
+                self._thread.meet(message.inboxes)
             case pm.WantLoad():
                 self._thread.request_load()
             case pm.AddVariant():
@@ -154,15 +160,6 @@ class EngineServer:
                 self._sleep.handle(message)
             case pm.Train() | pm.StopTraining() | pm.Taken():
                 self._training.handle(message)
-
-    def _handle_move(self, message: pm.Export | pm.Expect | pm.Meet) -> None:
-        match message:
-            case pm.Export():
-                self._export(message)
-            case pm.Expect():
-                self._expect(message)
-            case pm.Meet():
-                self._thread.meet(message.inboxes)
 
     def _submit(self, message: pm.Submit) -> None:
         group = packing.to_requests(message)
@@ -195,12 +192,6 @@ class EngineServer:
         else:
             self._thread.submit(group, reply, message.moved)
 
-    def _end(self, message: pm.Cancel | pm.EndByText) -> None:
-        if isinstance(message, pm.Cancel):
-            self._cancel(message.numbers)
-        elif (request_id := self._ids.get(message.number)) is not None:
-            self._thread.end_by_text(request_id, message.generated)
-
     def _cancel(self, numbers: list[int]) -> None:
         """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""
         if self._compiling.isdisjoint(numbers):
@@ -208,6 +199,11 @@ class EngineServer:
             self._thread.cancel([each for each in found if each is not None])
         else:
             self._compiler.submit(self._cancel, numbers)
+
+    def _end_by_text(self, message: pm.EndByText) -> None:
+        request_id = self._ids.get(message.number)
+        if request_id is not None:
+            self._thread.end_by_text(request_id, message.generated)
 
     def _release(self, message: pm.Release) -> None:
         groups = [[self._ids.get(each, "") for each in group] for group in message.groups]
