@@ -58,8 +58,9 @@ async def open_store(
     """Open the store. `folder` holds the pepper, unless one is given, and the journals, one for each process.
 
     Replicas that share a database share one pepper, and each leases quotas under its own `name`.
-    `serving=False` is for commands beside a running gateway: no background work and no recording. The tables
-    must exist (`migrations.upgrade(url)`). Raises StoreError.
+    `serving=False` is for commands beside a running gateway: no background work and no recording.
+    `certificates` and `routes` refresh themselves once their `start` was called by who needs that; like all
+    parts they end with the store. The tables must exist (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine, clock = open_engine(url), DatabaseClock()
     certificates, routes = CertificateRegistry(engine), RouteTable(engine, clock=clock)
