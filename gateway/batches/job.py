@@ -109,8 +109,13 @@ class Job:
     @property
     def sites(self) -> set[str]:
         """Return the names of the sites that serve its model and that its key may use, also if down."""
-        model = self._context.model_of(self.batch)
+        model = self._model
         return {site.name for site in self._usable_sites() if model in site.identity.models}
+
+    @property
+    def _model(self) -> str:
+        """Return the model that answers its lines now: it may have been named by a route."""
+        return self._context.model_of(self.batch)
 
     def _usable_sites(self) -> Sequence[Site]:
         """Return the sites in the regions of its key."""
@@ -221,23 +226,25 @@ class Job:
             return
         sharing = self._sharing(self)
         capacities = [each for each in self._capacities(now_s) if each.site.name not in sharing.taken]
-        model = self._context.model_of(self.batch)
+        model = self._model
         serving = [site.name for site in self._usable_sites() if can_serve(site, model, now_s)]
         self._homes.begin(capacities, serving)
-        share = fair_share(capacities, sharing.sites)
-        lines = self._take_lines(share, now_s, sharing) if capacities else []
-        sites = self._homes.assign(lines, capacities)
-        if not capacities and self._can_run_nowhere():
-            lines = self._take_lines(PAGE_LINES, now_s, sharing)
-            sites = [""] * len(lines)
-        for line, site in zip(lines, sites, strict=True):
-            # Usage is stored once per id, and a job that lost its lease can't store its count of runs.
-            query_id = f"{self.batch.id}-{line.number}-{self._id}-{line.runs}"
-            self._in_flight[query_id] = site
-            task = asyncio.create_task(self._run_line(line, query_id, site), name=query_id)
-            self._running[task] = line
-            self._running_work += work_of(line)
-            task.add_done_callback(self._on_line_done)
+        if capacities:
+            lines = self._take_lines(fair_share(capacities, sharing.sites), now_s, sharing)
+            for line, site in zip(lines, self._homes.assign(lines, capacities), strict=True):
+                self._start_line(line, site)
+        elif self._can_run_nowhere():
+            for line in self._take_lines(PAGE_LINES, now_s, sharing):
+                self._start_line(line, "")
+
+    def _start_line(self, line: Line, site: str) -> None:
+        # Usage is stored once per id, and a job that lost its lease can't store its count of runs.
+        query_id = f"{self.batch.id}-{line.number}-{self._id}-{line.runs}"
+        self._in_flight[query_id] = site
+        task = asyncio.create_task(self._run_line(line, query_id, site), name=query_id)
+        self._running[task] = line
+        self._running_work += work_of(line)
+        task.add_done_callback(self._on_line_done)
 
     def _on_line_done(self, task: asyncio.Task[Outcome | Retry]) -> None:
         self._in_flight.pop(task.get_name(), None)
@@ -247,12 +254,12 @@ class Job:
         for query_id, site in self._in_flight.items():
             if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return available(self._usable_sites(), self._context.model_of(self.batch), starting, now_s)
+        return available(self._usable_sites(), self._model, starting, now_s)
 
     def _take_lines(self, max_lines: int, now_s: float, sharing: Sharing) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
         limits = self._context.limits
-        sites, model = self._usable_sites(), self._context.model_of(self.batch)
+        sites, model = self._usable_sites(), self._model
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
         max_lines = min(
@@ -300,27 +307,28 @@ class Job:
         self._busy_s = self._context.clock()
         await asyncio.sleep(ROUND_S)
         done, _ = await asyncio.wait(self._running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        outcomes, retried = [], []
+        if not done:
+            return
+        results = [task.result() for task in done]
+        outcomes = [each for each in results if isinstance(each, Outcome)]
+        retries = [each for each in results if isinstance(each, Retry)]
+        for retry in retries:
+            self._schedule(retry)
+        await self._write(outcomes, [retry.line for retry in retries])
+        self._has_answers |= any(not outcome.failed for outcome in outcomes)
         for task in done:
-            result = task.result()
-            if isinstance(result, Outcome):
-                outcomes.append(result)
-                self._kept.pop(result.number, None)
-                self._away_since_s.pop(result.number, None)
-            else:
-                retried.append(result.line)
-                self._schedule(result)
-        if done:
-            await self._write(outcomes, retried)
-            self._has_answers |= any(not outcome.failed for outcome in outcomes)
-            for task in done:
-                line = self._running.pop(task)
-                self._blend.ended(line.number)
-                work = work_of(line)
-                self._running_work -= work
-                if isinstance(task.result(), Outcome):
-                    self._ended_work += work
-                    self._left_work -= work
+            self._forget(self._running.pop(task), has_outcome=isinstance(task.result(), Outcome))
+
+    def _forget(self, line: Line, *, has_outcome: bool) -> None:
+        """Count a line that runs no more; without an outcome it will run again."""
+        work = work_of(line)
+        self._blend.ended(line.number)
+        self._running_work -= work
+        if has_outcome:
+            self._ended_work += work
+            self._left_work -= work
+            self._kept.pop(line.number, None)
+            self._away_since_s.pop(line.number, None)
 
     def _schedule(self, retry: Retry) -> None:
         due_s, number = self._context.clock() + retry.wait_s, retry.line.number
@@ -409,7 +417,7 @@ class Job:
         """Retry a line that none of the sites with room can serve. For an hour it is no failure while
         another is away that may be able to.
         """
-        model, now_s = self._context.model_of(self.batch), self._context.clock()
+        model, now_s = self._model, self._context.clock()
         serving = [site for site in self._usable_sites() if model in site.identity.models]
         all_here = self._context.knows_sites() and all(site.state is SiteState.READY for site in serving)
         if all_here or now_s - self._away_since_s.setdefault(line.number, now_s) > MAX_AWAY_S:
