@@ -302,10 +302,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's figures as they were at `monotonic_s` of the site's clock, or before it stalled."""
+    """The engine's figures as they are, or as they were before it stalled."""
 
     seq: int
-    monotonic_s: float
     figures: LoadFigures
     stalled_s: float = 0.0
     unknown_messages: int = 0
@@ -361,10 +360,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    bid_id: str
-    free_slots: int
-    free_kv_tokens: int
-    tokens_per_s: float
+    """The site asks for work: it has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +372,6 @@ class Released:
 @dataclass(frozen=True, slots=True)
 class Pong:
     nonce: int
-    monotonic_s: float
     unix_s: float
 
 

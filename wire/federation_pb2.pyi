@@ -256,9 +256,8 @@ class Ordered(_message.Message):
     def __init__(self, order_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "devices", "training", "training_s_per_iteration", "kv_extra_tokens", "computed_tokens_total")
+    __slots__ = ("seq", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s", "devices", "training", "training_s_per_iteration", "kv_extra_tokens", "computed_tokens_total")
     SEQ_FIELD_NUMBER: _ClassVar[int]
-    MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -283,7 +282,6 @@ class Load(_message.Message):
     KV_EXTRA_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     seq: int
-    monotonic_s: float
     running: int
     pending: int
     token_load: float
@@ -307,7 +305,7 @@ class Load(_message.Message):
     training_s_per_iteration: float
     kv_extra_tokens: int
     computed_tokens_total: int
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ..., kv_extra_tokens: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ..., devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., training: _Optional[int] = ..., training_s_per_iteration: _Optional[float] = ..., kv_extra_tokens: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ...) -> None: ...
 
 class DeviceLoad(_message.Message):
     __slots__ = ("device", "lost", "slots", "running", "pending", "kv_tokens", "kv_free_tokens", "tokens_per_s", "moved_in", "losses")
@@ -681,20 +679,12 @@ class TokenLogprob(_message.Message):
     def __init__(self, token: _Optional[str] = ..., raw: _Optional[bytes] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queued_s", "prefill_s", "decode_s", "cached_prompt_tokens", "preemptions", "cached_unknown")
-    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("cached_prompt_tokens", "cached_unknown")
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    queued_s: float
-    prefill_s: float
-    decode_s: float
     cached_prompt_tokens: int
-    preemptions: int
     cached_unknown: bool
-    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_unknown: _Optional[bool] = ...) -> None: ...
+    def __init__(self, cached_prompt_tokens: _Optional[int] = ..., cached_unknown: _Optional[bool] = ...) -> None: ...
 
 class Prefixes(_message.Message):
     __slots__ = ("hashes",)
@@ -765,7 +755,7 @@ class StopTraining(_message.Message):
     def __init__(self, run: _Optional[str] = ..., snapshot: _Optional[bool] = ...) -> None: ...
 
 class Training(_message.Message):
-    __slots__ = ("job_id", "run", "step", "total_steps", "trained_tokens", "steps", "tokens_per_s", "end", "error_code", "error", "epoch", "revision")
+    __slots__ = ("job_id", "run", "step", "total_steps", "trained_tokens", "steps", "tokens_per_s", "end", "error_code", "error", "revision")
     class End(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         RUNNING: _ClassVar[Training.End]
@@ -788,7 +778,6 @@ class Training(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     run: str
@@ -800,9 +789,8 @@ class Training(_message.Message):
     end: Training.End
     error_code: str
     error: str
-    epoch: int
     revision: str
-    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TrainingStep, _Mapping]]] = ..., tokens_per_s: _Optional[float] = ..., end: _Optional[_Union[Training.End, str]] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., epoch: _Optional[int] = ..., revision: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., run: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TrainingStep, _Mapping]]] = ..., tokens_per_s: _Optional[float] = ..., end: _Optional[_Union[Training.End, str]] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class TrainingStep(_message.Message):
     __slots__ = ("step", "loss", "accuracy", "validation_loss")
@@ -869,16 +857,8 @@ class StoreReply(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class Bid(_message.Message):
-    __slots__ = ("bid_id", "free_slots", "free_kv_tokens", "tokens_per_s")
-    BID_ID_FIELD_NUMBER: _ClassVar[int]
-    FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    FREE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    bid_id: str
-    free_slots: int
-    free_kv_tokens: int
-    tokens_per_s: float
-    def __init__(self, bid_id: _Optional[str] = ..., free_slots: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("release_id", "attempt_ids")
@@ -967,11 +947,9 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "monotonic_s", "unix_s")
+    __slots__ = ("nonce", "unix_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
-    MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
     nonce: int
-    monotonic_s: float
     unix_s: float
-    def __init__(self, nonce: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., unix_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., unix_s: _Optional[float] = ...) -> None: ...

@@ -189,5 +189,4 @@ class Training:
     end: End
     error_code: str
     error: str
-    epoch: int
     revision: str

@@ -374,7 +374,8 @@ def encode_delta(delta: m.Delta) -> pb.Delta:
     if delta.tool_calls:
         encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
     if delta.timings is not None:
-        encoded.timings.CopyFrom(pb.Timings(**_fields(delta.timings)))
+        encoded.timings.cached_prompt_tokens = delta.timings.cached_prompt_tokens
+        encoded.timings.cached_unknown = delta.timings.cached_unknown
     return encoded
 
 
@@ -402,7 +403,6 @@ def encode_load(load: m.Load) -> pb.Load:
     own["devices"] = [pb.DeviceLoad(**each._asdict()) for each in load.figures.devices]
     return pb.Load(
         seq=load.seq,
-        monotonic_s=load.monotonic_s,
         stalled_s=load.stalled_s,
         unknown_messages=load.unknown_messages,
         **own,

@@ -45,7 +45,6 @@ class LoadReports:
         self._clock = clock
         self._on_stuck = on_stuck
         self._loads = 0
-        self._bids = 0
         self._load_s = float("-inf")  # when any gateway was last sent a report
         self._figures: LoadFigures | None = None
         self._stalled = False
@@ -70,12 +69,8 @@ class LoadReports:
             each.reports.reported(summary, seen.at_s)
         self._send(to, seen)
         for each in bidding:
-            self._bids += 1
             each.has_bid, each.bid_s = True, self._clock()
-            bid_id = f"{self._hello.boot_id}-{self._bids}"
-            free_slots = self._hello.slots - figures.running
-            bid = m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
-            each.attempts.outbox.bid(bid)
+            each.attempts.outbox.bid(m.Bid())
 
     def _may_bid(self, connection: Connection, figures: LoadFigures, draining: bool) -> bool:
         """Return whether to ask for work: once each time that room appears. Without room, withdraw a bid that
@@ -113,7 +108,7 @@ class LoadReports:
     def _send(self, to: Iterable[Connection], seen: LoadSeen, stalled_s: float = 0.0) -> None:
         self._load_s = seen.at_s
         self._loads += 1
-        load = m.Load(self._loads, seen.at_s, seen.figures, stalled_s, self.unknown_messages)
+        load = m.Load(self._loads, seen.figures, stalled_s, self.unknown_messages)
         for connection in to:
             self.sent += 1
             connection.reported_s = seen.at_s
@@ -128,5 +123,5 @@ class LoadReports:
             owed = now - each.reported_s >= SIGN_OF_LIFE_S + each.reports.every_s - REPORT_EVERY_S
             if each.linked and each.protocol >= PINGS_RARELY and (owed or not each.is_idle):
                 each.sign_s = now
-                each.attempts.outbox.put(m.Pong(NO_PING, now, time.time()))
+                each.attempts.outbox.put(m.Pong(NO_PING, time.time()))
                 each.wake()

@@ -146,7 +146,7 @@ class Site:
             case m.Release():
                 self._release(connection, message)
             case m.Ping():
-                attempts.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
+                attempts.outbox.put(m.Pong(message.nonce, time.time()))
             case m.Drain():
                 connection.draining = True
                 attempts.outbox.put(m.Draining(message.reason, message.deadline_s))

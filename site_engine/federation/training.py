@@ -74,16 +74,14 @@ class Run:
         self.task: asyncio.Task[None] | None = None
 
     def report(self, revision: str) -> Training:
-        order, ended = self.order, self.ended
-        step, total, tokens, epoch, per_s = 0, 0, 0, 0, 0.0
+        step, total, tokens, per_s = 0, 0, 0, 0.0
         if self.steps:
             first, last = self.steps[0], self.steps[-1]
             step, total, tokens = last.step, last.total_steps, last.trained_tokens
-            epoch = -(-step * order.epochs // total)
             took_s = self.times_s[-1] - self.times_s[0]
             per_s = (tokens - first.trained_tokens) / took_s if took_s > 0 else 0.0
         figures = step, total, tokens, tuple(self.steps), per_s
-        return Training(order.job_id, order.run, *figures, *ended, epoch, revision)
+        return Training(self.order.job_id, self.order.run, *figures, *self.ended, revision)
 
 
 class TrainingRuns:

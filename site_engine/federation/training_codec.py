@@ -65,7 +65,6 @@ def encode_training(report: Training) -> pb.Training:
         end=pb.Training.End.ValueType(report.end),
         error_code=report.error_code,
         error=report.error,
-        epoch=report.epoch,
         revision=report.revision,
     )
 

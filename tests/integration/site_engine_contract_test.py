@@ -175,7 +175,7 @@ def test_the_native_engine_answers_a_gateway() -> None:
             await session.until(
                 lambda: [load.kv_free_tokens for load in session.received("load")[-1:]] == [free]
             )
-            assert session.deltas("a")[-1].timings.decode_s >= 0
+            assert session.deltas("a")[-1].HasField("timings")
 
     asyncio.run(scenario())
 

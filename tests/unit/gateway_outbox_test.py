@@ -136,7 +136,7 @@ def test_a_message_that_is_never_read_ends_the_link() -> None:
         here = Scene()
         attempt = here.assign()
         await here.link.next_message()  # its write does not end
-        here.link.receive(pb.SiteMessage(load=pb.Load(seq=2, monotonic_s=1.0)))
+        here.link.receive(pb.SiteMessage(load=pb.Load(seq=2)))
         here.let_pass(READ_WITHIN_S)
         assert here.link.closing is None
         here.let_pass(2 * CHECK_EVERY_S)

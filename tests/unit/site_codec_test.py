@@ -257,7 +257,7 @@ def test_a_delta_says_everything() -> None:
     assert got.finish == pb.Delta.STOP
     assert (got.logprobs[0].raw, got.logprobs[0].logprob) == (b"\xc3\xa9", -0.5)
     assert got.prompt_logprobs[0].top[0].absent
-    assert (got.timings.queued_s, got.timings.preemptions) == (1, 5)
+    assert got.timings.cached_prompt_tokens == 4
 
 
 @given(st.lists(st.integers(0, 700_000), min_size=1, max_size=12))
@@ -296,7 +296,7 @@ def test_hello_and_load_carry_every_figure() -> None:
         18,
         frozenset({"f"}),
     )
-    (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
+    (load,) = codec.encode(m.Load(3, figures, stalled_s=14.0, unknown_messages=15))
     unsaid = set(pb.Load.DESCRIPTOR.fields_by_name) - {each.name for each, _ in load.load.ListFields()}
     assert not unsaid
     read = load_codec.load(load.load, 0.0)
@@ -334,7 +334,7 @@ def test_an_order_to_train_and_its_report_say_everything() -> None:
     stop = codec.decode(pb.GatewayMessage(stop_training=pb.StopTraining(run="r", snapshot=True)))
     assert stop == StopTraining("r", snapshot=True)
     steps = (StepDone(1, 2, 0.5, 0.25, 10), StepDone(2, 2, 0.25, 0.5, 20, 0.75))
-    report = Training("j", "r", 2, 2, 20, steps, 5.0, End.GIVEN_UP, "word", "why", 1, "rev")
+    report = Training("j", "r", 2, 2, 20, steps, 5.0, End.GIVEN_UP, "word", "why", "rev")
     (message,) = codec.encode(report)
     unsaid = set(pb.Training.DESCRIPTOR.fields_by_name) - {
         each.name for each, _ in message.training.ListFields()
@@ -374,7 +374,7 @@ def test_the_bound_of_prompts_is_that_of_the_site_that_takes_most() -> None:
 
 
 def test_a_gateway_takes_what_prompts_have_left_and_a_site_that_does_not_tell_for_none() -> None:
-    (load,) = codec.encode(m.Load(3, 99.0, FakeEngine().load()._replace(running=2, unread_tokens=700)))
+    (load,) = codec.encode(m.Load(3, FakeEngine().load()._replace(running=2, unread_tokens=700)))
     assert load_codec.load(load.load, 0.0).unread_tokens == 700
     load.load.ClearField("unread_tokens")
     assert load_codec.load(load.load, 0.0).unread_tokens == 0

@@ -129,8 +129,8 @@ def test_first_tokens_and_ends_go_at_once_and_alone() -> None:
 
 def test_answers_come_before_deltas_and_deltas_before_load() -> None:
     outbox = Outbox()
-    outbox.load(m.Load(1, 0.0, FIGURES))
-    outbox.bid(m.Bid("b", 1, 2, 3.0))
+    outbox.load(m.Load(1, FIGURES))
+    outbox.bid(m.Bid())
     outbox.delta(delta("a", "x", 1, Finish.STOP), urgent=True)
     outbox.put(m.Accepted("a", 1, 0, 1))
     kinds = [type(each) for each in outbox.take(0.0)]
@@ -139,10 +139,10 @@ def test_answers_come_before_deltas_and_deltas_before_load() -> None:
 
 def test_only_the_latest_load_is_sent_and_not_too_often() -> None:
     outbox = Outbox()
-    outbox.load(m.Load(1, 0.0, FIGURES))
+    outbox.load(m.Load(1, FIGURES))
     assert [each.seq for each in outbox.take(5.0)] == [1]
-    outbox.load(m.Load(2, 0.0, FIGURES))
-    outbox.load(m.Load(3, 0.0, FIGURES))
+    outbox.load(m.Load(2, FIGURES))
+    outbox.load(m.Load(3, FIGURES))
     assert outbox.take(5.0 + LOAD_INTERVAL_S / 2) == []
     assert outbox.due_s() == 5.0 + LOAD_INTERVAL_S
     assert [each.seq for each in outbox.take(5.0 + LOAD_INTERVAL_S)] == [3]
@@ -151,10 +151,10 @@ def test_only_the_latest_load_is_sent_and_not_too_often() -> None:
 def test_a_new_stream_hears_of_attempts_and_not_of_the_old_stream() -> None:
     outbox = Outbox()
     kept = [m.Accepted("a", 1, 0, 1), m.Rejected("b", Reason.FULL, "full"), m.Released("r", ("c",))]
-    for message in (m.Pong(1, 0.0, 0.0), *kept, m.Draining("why", 1.0)):
+    for message in (m.Pong(1, 0.0), *kept, m.Draining("why", 1.0)):
         outbox.put(message)
-    outbox.load(m.Load(1, 0.0, FIGURES))
-    outbox.bid(m.Bid("b", 1, 2, 3.0))
+    outbox.load(m.Load(1, FIGURES))
+    outbox.bid(m.Bid())
     outbox.stream_lost()
     assert outbox.take(0.0) == kept
 
@@ -163,7 +163,7 @@ def test_it_says_when_nobody_reads() -> None:
     outbox = Outbox()
     for nonce in range(MAX_ANSWERS):
         assert not outbox.full
-        outbox.put(m.Pong(nonce, 0.0, 0.0))
+        outbox.put(m.Pong(nonce, 0.0))
     assert outbox.full
     outbox.take(0.0)
     assert not outbox.full

@@ -171,7 +171,7 @@ async def test_a_job_is_fetched_trained_stored_served_and_then_succeeds() -> Non
     scene.runs.heard("r1", Saved(2, last=False, data=b"two"))
     await scene.until(lambda: len(scene.store.stored) == 2)
     (report,) = scene.reports()
-    assert (report.step, report.total_steps, report.trained_tokens, report.epoch) == (2, 4, 200, 1)
+    assert (report.step, report.total_steps, report.trained_tokens) == (2, 4, 200)
     assert (report.tokens_per_s, report.revision, report.end) == (100.0, BASE.revision, End.RUNNING)
     scene.steps("r1", 3, 4)
     scene.runs.heard("r1", Saved(4, last=True, data=b"four"))
