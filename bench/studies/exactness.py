@@ -1,6 +1,6 @@
 """Compare the engine with `generate` and transformers' continuous batching on random requests.
 
-The requests vary over families, runners, policies, engine shapes, tight pools, swaps and sharing.
+The requests vary over families, runners, policies, engine shapes, tight pools and sharing.
 
 `python -m bench.studies.exactness [--requests 2000]` compares float32 greedy tokens; the last line is JSON.
 A difference counts unless the plain model's two best logits there are closer than rounding.
@@ -30,7 +30,6 @@ from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
 from site_engine.engine.build import packed_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
-from site_engine.model.kv_swap import HostSwap
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.model_families import VOCAB, random_model, tiny_config
 from tests.support.padded_batch import padded_engine
@@ -66,7 +65,6 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
         kv_tokens=kv_tokens,
         policy=rnd.choice([*POLICIES.values(), *[DEFAULT_POLICY] * 5]),
         prefix_cache=paged and rnd.random() < 0.7,
-        swap_tokens=rnd.choice([0, 100, 4096]) if paged else 0,
         debug_poison=paged,
     )
     ticks = itertools.count()
@@ -76,10 +74,7 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
 
     if not paged:
         return padded_engine(served, settings, clock, apart=runner == "decoupled")
-    engine = packed_engine(served, settings, clock)
-    if isinstance(engine._scheduler.kv_cache_manager.swap, HostSwap):
-        engine._scheduler.kv_cache_manager.swap._worth = lambda tokens: rnd.random() < 0.7
-    return engine
+    return packed_engine(served, settings, clock)
 
 
 def random_requests(rnd: random.Random) -> list[Request]:

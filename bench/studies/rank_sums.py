@@ -143,10 +143,16 @@ def handed_over(group: TensorGroup) -> dict[str, float]:
         kept = inbox.receive(Moved(0.0, computed=MOVED_TOKENS, place=place))
         received_ms = 1e3 * (time.perf_counter() - began_s)
     digests: list[Any] = [None] * group.size
-    distributed.all_gather_object(digests, digest(kv_cache.copy_out(pages)))
+    distributed.all_gather_object(digests, digest(packed(kv_cache, pages)))
     right = sent > 0 and kept is not None and digest(kept) == digests[group.rank - 1]
     times = {"send_ahead_ms": ahead_ms, "send_rest_ms": rest_ms, "receive_ms": received_ms}
     return times | {"pages_right": float(right)}
+
+
+def packed(kv_cache: KVCache, pages: list[int]) -> torch.Tensor:
+    kept = torch.empty(len(pages), kv_cache.copies.page_bytes, dtype=torch.uint8, device=kv_cache.device)
+    kv_cache.copies.pack(kv_cache.index(pages), kept)
+    return kept
 
 
 def digest(pages: torch.Tensor) -> str:

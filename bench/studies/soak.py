@@ -3,7 +3,7 @@
     python -m bench.studies.soak --minutes 30
 
 Sends mixed queries with cancels, releases, deadlines, oversize prompts, errors and NaNs in the forward pass,
-and gives the engine so small a pool that requests are swapped out. The workload's clock counts iterations, so
+and gives the engine so small a pool that requests are preempted. The workload's clock counts iterations, so
 a busy machine does not change the load. The last line is JSON; the exit status is 1 if anything is wrong.
 """
 

@@ -1,11 +1,11 @@
-"""Give requests pages of keys and values, with those that the prefix cache or the swap space has already.
+"""Give requests pages of keys and values, with those that the prefix cache or another engine has computed.
 
 Decides about no request: the scheduler does. Holds no tensors.
 """
 
 from __future__ import annotations
 
-from site_engine.core.page_pool import PagePool, SwapSpace
+from site_engine.core.page_pool import PagePool, ReceivedKV
 from site_engine.core.prefix_cache import Owner, PrefixTree
 from site_engine.core.request import Request
 
@@ -17,13 +17,13 @@ class KVCacheManager:
         self,
         pool: PagePool,
         prefixes: PrefixTree | None,
-        swap: SwapSpace | None,
+        received: ReceivedKV | None,
         *,
         share_prefixes: bool,
     ) -> None:
         self.pool = pool
         self.prefixes = prefixes
-        self.swap = swap
+        self.received = received
         self._share_prefixes = share_prefixes
 
     def grow(self, request: Request, tokens: int) -> bool:
@@ -71,28 +71,21 @@ class KVCacheManager:
         if self.prefixes is not None:
             self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
 
-    def swap_out(self, request: Request) -> bool:
-        """Keep what a request has computed beside the pool if that is cheaper than computing it again."""
-        pages = request.pages[: self.pool.pages_for(request.computed)]
-        swapped = self.swap is not None and self.swap.swap_out(request.id, pages, request.computed)
-        request.swapped = request.computed if swapped else 0
-        return swapped
-
-    def swap_in(self, request: Request) -> None:
-        """Take back what a request has beside the pool, unless the prefix cache has it or room is short."""
-        if not request.swapped or self.swap is None:
+    def take_received(self, request: Request) -> None:
+        """Use what came with a request, unless the prefix cache has it or room is short."""
+        if not request.received or self.received is None:
             return
-        shared = len(request.pages)  # its prefix may still be in the cache
-        if request.swapped > request.computed and self.grow(request, request.swapped):
-            self.swap.swap_in(request.id, request.pages, shared)
-            request.computed = request.swapped
+        shared = len(request.pages)  # its prefix may be in the cache
+        if request.received > request.computed and self.grow(request, request.received):
+            self.received.copy_in(request.id, request.pages, shared)
+            request.computed = request.received
         else:
-            self.swap.drop(request.id)
-        request.swapped = 0
+            self.received.drop(request.id)
+        request.received = 0
 
-    def drop_swapped(self, request: Request) -> None:
-        if request.swapped and self.swap is not None:
-            self.swap.drop(request.id)
+    def drop_received(self, request: Request) -> None:
+        if request.received and self.received is not None:
+            self.received.drop(request.id)
 
     def _owner(self, request: Request) -> Owner:
         variant = request.variant

@@ -18,15 +18,11 @@ class PoolObserver(Protocol):
     def freed(self, pages: list[int]) -> None: ...
 
 
-class SwapSpace(Protocol):
-    """Host memory for the keys and values of preempted requests."""
+class ReceivedKV(Protocol):
+    """Keys and values of requests that came from other engines and have not started here."""
 
-    def swap_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
-        """Copy the pages of `tokens` tokens out if there is room and recomputing would take longer."""
-        ...
-
-    def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
-        """Copy the swapped pages into `pages` except the first `skip`, and drop the copy."""
+    def copy_in(self, request_id: str, pages: list[int], skip: int) -> None:
+        """Copy what came of a request into `pages` except the first `skip`, and drop it."""
         ...
 
     def drop(self, request_id: str) -> None: ...

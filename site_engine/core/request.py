@@ -68,7 +68,6 @@ class State(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     LAST = "last"  # its last token is being computed: nothing of it is planned again
-    SWAPPED = "swapped"  # preempted, its keys and values kept beside the pool
     FINISHED = "finished"
 
 
@@ -204,7 +203,7 @@ class Request:
     prompt_len: int = field(default=0, init=False)
     max_tokens: int = field(default=0, init=False)  # after clipping
     computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
-    swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
+    received: int = field(default=0, init=False)  # leading tokens whose keys and values came and are not used
     pages: list[int] = field(default_factory=list, init=False)
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
     cached_tokens: int = field(default=0, init=False)  # prefix-cache hits when its prompt was read first

@@ -14,7 +14,7 @@ from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.kv_cache_manager import KVCacheManager
 from site_engine.core.load import CostFit
 from site_engine.core.pacing import PromptBudget
-from site_engine.core.page_pool import PagePool, SwapSpace
+from site_engine.core.page_pool import PagePool, ReceivedKV
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Lane, Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
@@ -33,7 +33,7 @@ class Scheduler:
         pool: PagePool,
         queue: AdmissionQueue,
         prefixes: PrefixTree | None = None,
-        swap: SwapSpace | None = None,
+        received: ReceivedKV | None = None,
         *,
         slots: int,
         token_budget: int,
@@ -48,7 +48,7 @@ class Scheduler:
         Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
         a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
         """
-        self.kv_cache_manager = KVCacheManager(pool, prefixes, swap, share_prefixes=share_prefixes)
+        self.kv_cache_manager = KVCacheManager(pool, prefixes, received, share_prefixes=share_prefixes)
         self.queue = queue
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
@@ -127,7 +127,7 @@ class Scheduler:
             self._leave(request)
         elif request in self.preempted:
             self.preempted.remove(request)
-            self.kv_cache_manager.drop_swapped(request)
+            self.kv_cache_manager.drop_received(request)
         else:
             self.queue.remove(request.id)
         request.state = State.FINISHED
@@ -138,12 +138,11 @@ class Scheduler:
             self._preempt(request)
 
     def adopt(self, request: Request) -> None:
-        """Take a request that another engine has begun, whose keys and values wait in `swap`.
+        """Take a request that another engine has begun, whose keys and values wait in `received`.
 
         It starts as one that was preempted does, and its tenant is charged for what is left.
         """
         self.queue.charge(request)
-        request.state = State.SWAPPED
         self.preempted.append(request)
 
     # ---- running requests
@@ -298,7 +297,7 @@ class Scheduler:
         request.row = self._rows.pop()
         request.state = State.PREFILL
         request.started_s = now if request.started_s is None else request.started_s
-        if not request.reads_again and request.swapped <= request.computed:
+        if not request.reads_again and request.received <= request.computed:
             request.cached_tokens = request.computed
         if self._adapters is not None:
             self._adapters.hold(request, self.queue, self._slots)
@@ -308,17 +307,15 @@ class Scheduler:
             self._decode_heavy[request.tenant] += 1
         insort(self.running, request, key=lambda one: self._order[one.id])
         self.reservation.start(request)
-        self.kv_cache_manager.swap_in(request)
+        self.kv_cache_manager.take_received(request)
 
     def _preempt(self, request: Request) -> None:
-        """Free the pages of a request, which restarts before new ones of its lane.
-
-        Its tokens are computed again unless swapping them out and in is cheaper.
+        """Free the pages of a request, which restarts before new ones of its lane; its tokens are computed
+        again.
         """
-        swapped = self.kv_cache_manager.swap_out(request)
         self._leave(request)
         request.preemptions += 1
-        request.state = State.SWAPPED if swapped else State.WAITING
+        request.state = State.WAITING
         self.preempted.append(request)
 
     def _leave(self, request: Request) -> None:

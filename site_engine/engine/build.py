@@ -208,8 +208,6 @@ def allocate_kv_cache(
         affordable = affordable_tokens(model.layers, model.dtype, model.device, needed)
         tokens = min(affordable, settings.slots * model.context_tokens)
     if model.group is not None:
-        if settings.swap_tokens:
-            raise ValueError("swap_tokens need all heads of the keys and values in one process")
         tokens = model.group.least(tokens)
     pages = tokens // settings.page_size
     if pages < 1:

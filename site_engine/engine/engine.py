@@ -36,9 +36,9 @@ from site_engine.engine.training_loop import TrainingLoop
 from site_engine.engine.validate import validate_request
 from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_inbox import KVInbox
-from site_engine.model.kv_swap import host_swap
 from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
+from site_engine.model.received_kv import ReceivedPages
 from site_engine.model.runner import NOT_FINITE, Logits, OverlappedRunner, PendingStep, Runner, StepTokens
 from site_engine.model.sampler import Sampled, Sampler
 from site_engine.variants.base_alone import BaseAlone
@@ -81,13 +81,12 @@ class SiteEngine:
         self._pool = PagePool(self._kv_cache.pages, self._kv_cache.page_size, poison)
         self._token_budget = settings.token_budget_on(model.device.type)
         self._meter = Meter()
-        cost = self._meter.fit.cost
-        self._swap = host_swap(self._kv_cache, settings.swap_tokens, cost, self._token_budget, clock)
+        self._received = ReceivedPages(self._kv_cache)
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
             PrefixTree(self._pool) if settings.prefix_cache else None,
-            self._swap,
+            self._received,
             slots=settings.slots,
             token_budget=self._token_budget,
             policy=settings.policy,
@@ -229,8 +228,8 @@ class SiteEngine:
             self._expected_within = 0
             request.take_up(moved)
             if moved.computed < len(request.tokens) and (kept := self.inbox.receive(moved)) is not None:
-                self._swap.put(request.id, kept)
-                request.swapped = moved.computed
+                self._received.put(request.id, kept)
+                request.received = moved.computed
                 self._scheduler.adopt(request)
                 return
         self._scheduler.queue.push(request, now_s)

@@ -24,7 +24,6 @@ class EngineSettings:
     iteration_floor_s: float = 0.0  # shortest iteration; the engine's owner waits, the engine only counts it
     prefix_cache: bool = True
     share_prefixes: bool = False  # also between tenants, who could then time what others have asked
-    swap_tokens: int = 0  # host memory for preempted requests, in tokens; 0: they are computed again
     adapter_slots: int | None = None  # adapters that run at once; None: any number on a CPU, none on a GPU
     adapter_rank: int = 16  # of a slot on a GPU
     sleep: str = "disk"  # disk: its process ends instead; host or a GPU, as cuda:1: where its weights wait

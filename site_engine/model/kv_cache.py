@@ -155,17 +155,9 @@ class KVCache:
             self._gathered[which] = torch.empty(need + need // 4, dtype=room.dtype, device=room.device)
         return self._gathered[which][:need].view(pages, *room.shape[1:])
 
-    def copy_out(self, pages: list[int]) -> torch.Tensor:
-        """Copy pages to host memory, pinned if they are on a GPU: `[pages, bytes of a page]`."""
-        packed = torch.empty(len(pages), self.copies.page_bytes, dtype=torch.uint8, device=self.device)
-        self.copies.pack(self.index(pages), packed)
-        if self.device.type == "cpu":
-            return packed
-        return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True).copy_(packed)
-
     def copy_in(self, kept: torch.Tensor, pages: list[int]) -> None:
-        """Copy what `copy_out` returned into `pages`."""
-        self.copies.unpack(kept.to(self.device, non_blocking=True), self.index(pages))
+        """Copy packed pages, `[pages, bytes of a page]`, into `pages`."""
+        self.copies.unpack(kept, self.index(pages))
 
     def write_virtual(self, request: Request, first: int) -> None:
         """Write the keys and values of a request's virtual tokens into its pages, from number `first` on."""

@@ -183,7 +183,7 @@ def test_keys_and_values_that_do_not_come_are_computed_again(
     moved = begun(engines[0], request, got, None if why == "no place" else InboxPlace(addresses[2], 0))
     assert (moved.place is not None) == (why == "to an engine that was here before")
     engines[1].submit(again(request, got["r"].token_ids), moved)
-    assert engines[1]._scheduler.kv_cache_manager.swap.used_tokens == 0
+    assert not engines[1]._received._kept
     while engines[1].has_work:
         gather(engines[1].step(), got)
     assert got["r"].token_ids == expected
@@ -201,7 +201,9 @@ def test_pages_arrive_as_they_were_also_where_an_engine_has_come_in_the_place_of
         first.submit(request)
         for _ in range(10):
             gather(first.step(), got)
-        kept = first._kv_cache.copy_out(request.pages[: first._pool.pages_for(request.computed)])
+        pages = request.pages[: first._pool.pages_for(request.computed)]
+        kept = torch.empty(len(pages), first._kv_cache.copies.page_bytes, dtype=torch.uint8)
+        first._kv_cache.copies.pack(first._kv_cache.index(pages), kept)
         place = InboxPlace(other.inbox.open(), 3)
         _, moved = first.export("r", place)
         assert moved is not None and moved.place == place
@@ -211,6 +213,22 @@ def test_pages_arrive_as_they_were_also_where_an_engine_has_come_in_the_place_of
         other.inbox.close()
     assert len(first.inbox._others) == 2  # with its own
     first.inbox.close()
+
+
+def test_what_came_with_a_request_that_is_cancelled_before_it_starts_is_dropped() -> None:
+    engines = [engine_for(family("llama").served) for _ in range(2)]
+    _, inbox = (each.inbox.open() for each in engines)
+    request = greedy("r", [1, 2, 3, 4, 5], 20)
+    got: dict[str, Collected] = {}
+    moved = begun(engines[0], request, got, InboxPlace(inbox, 0))
+    engines[1].submit(again(request, got["r"].token_ids), moved)
+    assert engines[1]._received._kept
+    engines[1].cancel("r")
+    engines[1].step()
+    assert not engines[1]._received._kept
+    assert_idle(engines[1])
+    for engine in engines:
+        engine.inbox.close()
 
 
 def test_a_deadline_and_the_times_of_the_begin_go_with_a_request() -> None:

@@ -1,4 +1,4 @@
-"""A request that had to give up its pages goes on as if nothing had been, by either way back."""
+"""A request that had to give up its pages goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from site_engine.core.page_pool import PagePool
-from site_engine.core.request import Lane, Request, Sampling, State
+from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import POLICIES, AdmissionQueue
 from site_engine.core.scheduler import Scheduler
 from site_engine.engine.engine import SiteEngine
@@ -19,7 +19,6 @@ from tests.support.engine_models import (
     drain,
     engine_for,
     family,
-    gather,
     greedy,
 )
 
@@ -28,15 +27,12 @@ torch.set_num_threads(1)
 PROMPTS = [[7 * at + 1, 5, at + 2] for at in range(6)]
 
 
-def tight(*, swap_tokens: int, worth: bool = True, **settings: Any) -> SiteEngine:
+def tight(**settings: Any) -> SiteEngine:
     """A pool for two and a half answers, and forecasts that promise far too little."""
     engine = engine_for(
         family("llama").served,
-        **({"slots": 6, "kv_tokens": 96, "page_size": 4, "swap_tokens": swap_tokens} | settings),
+        **({"slots": 6, "kv_tokens": 96, "page_size": 4} | settings),
     )
-    swap: Any = engine._scheduler.kv_cache_manager.swap
-    if swap is not None:
-        swap._worth = lambda tokens: worth
     for at, prompt in enumerate(PROMPTS):
         request = greedy(str(at), prompt, 40)
         request.remaining = TOO_SHORT
@@ -49,37 +45,23 @@ def preemptions(collected: dict[str, Collected]) -> int:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize(("swap_tokens", "worth"), [(0, True), (4096, True), (40, True), (4096, False)])
-def test_every_way_back_gives_the_same_tokens(swap_tokens: int, worth: bool, prefix_cache: bool) -> None:
-    engine = tight(swap_tokens=swap_tokens, worth=worth, prefix_cache=prefix_cache)
-    swap: Any = engine._scheduler.kv_cache_manager.swap
-    collected: dict[str, Collected] = {}
-    swapped = 0
-    while engine.has_work:
-        gather(engine.step(), collected)
-        out = [one for one in engine._scheduler.preempted if one.state is State.SWAPPED]
-        swapped += len(out)
-        if swap is not None:
-            assert swap.used_tokens <= swap_tokens
-            assert set(swap._kept) == {one.id for one in out}
+def test_every_way_back_gives_the_same_tokens(prefix_cache: bool) -> None:
+    engine = tight(prefix_cache=prefix_cache)
+    collected = drain(engine)
     for at, prompt in enumerate(PROMPTS):
         found = collected[str(at)].token_ids
         assert found == family("llama").generate(prompt, 40, guess=found)
     assert preemptions(collected) > 0
-    assert (swapped > 0) == (swap_tokens > 0 and worth)
-    assert swap is None or swap.used_tokens == 0
     assert_idle(engine)
 
 
-def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
-    engine = tight(swap_tokens=4096)
-    while not any(one.state is State.SWAPPED for one in engine._scheduler.preempted):
+def test_a_preempted_request_that_is_cancelled_leaves_nothing() -> None:
+    engine = tight()
+    while not engine._scheduler.preempted:
         engine.step()
     for at in range(6):
         engine.cancel(str(at))
     engine.step()
-    swap: Any = engine._scheduler.kv_cache_manager.swap
-    assert swap.used_tokens == 0
     assert engine._pool.available == engine._pool.capacity
     assert_idle(engine)
 
@@ -101,7 +83,7 @@ def test_what_a_request_finds_of_its_own_when_it_returns_is_not_told_as_cached(s
 
 
 def test_who_is_preempted_is_not_in_the_same_plan() -> None:
-    engine = tight(swap_tokens=0)
+    engine = tight()
     scheduler: Any = engine._scheduler
     plan_ = scheduler.plan
 
@@ -141,7 +123,7 @@ def test_who_is_preempted_for_a_chat_does_not_return_in_the_same_plan() -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_policy_changes_the_order_and_no_token(name: str) -> None:
-    engine = tight(swap_tokens=0, policy=POLICIES[name])
+    engine = tight(policy=POLICIES[name])
     collected = drain(engine)
     for at, prompt in enumerate(PROMPTS):
         found = collected[str(at)].token_ids
@@ -167,16 +149,6 @@ def test_the_shortest_prompt_goes_first_when_asked_for() -> None:
     for length in (9, 3, 6):
         engine.submit(greedy(str(length), [1] * length, 1))
     assert list(drain(engine)) == ["3", "6", "9"]
-
-
-def test_swapping_is_chosen_when_it_is_cheaper() -> None:
-    """Computing a token is made to look dear or free; the measured copy is the same."""
-    for seconds, expected in ((10.0, True), (0.0, False)):
-        engine = engine_for(family("llama").served, swap_tokens=4096)
-        for tokens in range(1, 100):
-            engine._meter.fit.observe(1, tokens, tokens, seconds * tokens)
-        swap: Any = engine._scheduler.kv_cache_manager.swap
-        assert swap._worth(50) is expected
 
 
 def test_log_probabilities_of_a_prompt_come_once_also_after_a_preemption() -> None:

@@ -36,20 +36,13 @@ class Adapter:
     virtual_tokens: int = 0
 
 
-class Swap:
-    """Keeps what it is given, as far as its caller wants that."""
+class Received:
+    """Counts the pages that came with requests from other engines."""
 
-    def __init__(self, draw: Random) -> None:
+    def __init__(self) -> None:
         self.kept: dict[str, int] = {}
-        self._draw = draw
 
-    def swap_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
-        if not pages or self._draw.random() < 0.5:
-            return False
-        self.kept[request_id] = len(pages)
-        return True
-
-    def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
+    def copy_in(self, request_id: str, pages: list[int], skip: int) -> None:
         assert len(pages) >= self.kept.pop(request_id)
 
     def drop(self, request_id: str) -> None:
@@ -61,13 +54,13 @@ class Load:
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = Random(seed)
-        self.pool, self.swap = PagePool(PAGES, PAGE_SIZE), Swap(draw)
+        self.pool, self.received = PagePool(PAGES, PAGE_SIZE), Received()
         self.adapters = AdapterSlots(ADAPTERS)
         self.scheduler = Scheduler(
             self.pool,
             AdmissionQueue(),
             PrefixTree(self.pool) if draw.random() < 0.7 else None,
-            self.swap,
+            self.received,
             slots=SLOTS,
             token_budget=draw.choice((8, 32)),
             adapters=self.adapters,
@@ -95,7 +88,12 @@ class Load:
         request.max_tokens = draw.randint(1, min(30, LONGEST - len(prompt)))
         request.arrived_s = self.now
         self.live[name] = request
-        self.scheduler.queue.push(request)
+        if draw.random() < 0.7:
+            self.scheduler.queue.push(request)
+        else:  # it comes from another engine, which has begun it
+            request.received = draw.randrange(1, len(prompt))
+            self.received.kept[name] = self.pool.pages_for(request.received)
+            self.scheduler.adopt(request)
 
     def disturb(self) -> None:
         """Let something happen between two plans."""
@@ -149,7 +147,7 @@ class Load:
             held[p] for p in range(PAGES + 1)
         ]
         assert sorted([*(each.row for each in scheduler.running), *scheduler._rows]) == list(range(SLOTS))
-        assert set(self.swap.kept) == {each.id for each in scheduler.preempted if each.swapped}
+        assert set(self.received.kept) == {each.id for each in scheduler.preempted if each.received}
         assert self.adapters._held == Counter(each.variant for each in scheduler.running if each.has_adapter)
 
 
@@ -168,6 +166,6 @@ def test_in_any_load_no_token_is_planned_twice_and_all_is_given_back(seed: int) 
     if scheduler.kv_cache_manager.prefixes is not None:
         scheduler.kv_cache_manager.prefixes.clear()
     assert load.pool.free == PAGES
-    assert not load.swap.kept
+    assert not load.received.kept
     assert scheduler.reservation.reserved_tokens() == 0
     assert not (scheduler._order or scheduler._decode_heavy or scheduler.reservation._keepers)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 
 
-def test_faults_cancels_and_swaps_leave_nothing_and_change_no_known_answer() -> None:
-    soak = Soak(family("llama").served, seed=7)
+def test_faults_cancels_and_preemptions_leave_nothing_and_change_no_known_answer() -> None:
+    soak = Soak(family("llama").served, seed=4)
     soak.faults.armed = True
     assert soak.capacity(steps=500) > 0
     count = soak.ledger.count

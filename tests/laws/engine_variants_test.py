@@ -39,7 +39,7 @@ from tests.support.variants import Made, fine_tuned, lora, prefix_tuned, served,
 torch.set_num_threads(1)
 
 Case = tuple[Made | None, list[int], int]
-VARIANT_SHAPES = [*SHAPES, {**SHAPES[-1], "swap_tokens": 1000, "adapter_slots": 1}]
+VARIANT_SHAPES = [*SHAPES, {**SHAPES[-1], "adapter_slots": 1}]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

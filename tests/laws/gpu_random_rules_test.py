@@ -61,7 +61,7 @@ class Disturbed(Pair):
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "few pages": {"ends": 0.05, "kv_tokens": 72, "swap_tokens": 64},
+    "few pages": {"ends": 0.05, "kv_tokens": 72},
     "steps fail": {"ends": 0.05, "kv_tokens": 96, "steps": 0.1},
     "rules fail": {"ends": 0.05, "slots": 3, "rules": 0.05},
 }

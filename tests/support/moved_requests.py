@@ -137,7 +137,7 @@ class Pair:
     def close(self) -> None:
         for engine in self.engines:
             assert_idle(engine)
-            assert engine._scheduler.kv_cache_manager.swap.used_tokens == 0
+            assert not engine._received._kept
             engine._scheduler.kv_cache_manager.prefixes.clear()
             assert engine._pool.used == 0
             engine.inbox.close()

@@ -34,8 +34,8 @@ def padded_engine(
     With `apart` a prompt is computed on its own and its keys and values are put in ("decoupled"), instead of
     adding its length in columns to every row.
     """
-    if settings.prefix_cache or settings.swap_tokens or settings.debug_poison:
-        raise ValueError("prefix_cache, swap_tokens and debug_poison need pages, a padded batch has none")
+    if settings.prefix_cache or settings.debug_poison:
+        raise ValueError("prefix_cache and debug_poison need pages, a padded batch has none")
     return SiteEngine(model, PaddedRunner(model, settings, apart=apart), settings, clock)
 
 

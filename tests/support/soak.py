@@ -28,9 +28,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "mico" / "demo_model" / "weights"
 LOAD = 0.95
 ITERATION_S = 0.01  # of the workload's time
 WARM_UP_STEPS = 1500
-SETTINGS = EngineSettings(
-    slots=8, token_budget=128, page_size=16, kv_tokens=560, max_pending=256, swap_tokens=2048
-)
+SETTINGS = EngineSettings(slots=8, token_budget=128, page_size=16, kv_tokens=560, max_pending=256)
 TOO_SHORT = RemainingCurve((RemainingPoint(0, 4.0, 8),))
 KNOWN_PROMPTS = 6  # greedy, with an answer that is known: it must come whatever happens around it
 KNOWN_TOKENS = 40
@@ -129,13 +127,7 @@ class Soak:
         self._answers = [self._alone(prompt) for prompt in self._prompts]
         runner: Any = self.engine.runner
         self.faults = runner._forward = Faults(runner._forward, self.rnd)
-        swap: Any = self.engine._scheduler.kv_cache_manager.swap
-        swap._worth = self._swaps
         self._idle_steps = 0
-
-    def _swaps(self, tokens: int) -> bool:
-        self.ledger.count["preempted_in_all"] += 1
-        return self.rnd.random() < 0.7
 
     def _alone(self, prompt: list[int]) -> list[int]:
         sampling = Sampling(max_tokens=KNOWN_TOKENS, temperature=0.0, ignore_eos=True)
@@ -252,7 +244,6 @@ class Soak:
     def left(self) -> dict[str, int]:
         """Return the resources that are still in use; all should be 0."""
         scheduler, pool, load = self.engine._scheduler, self.engine._pool, self.engine.load()
-        swap: Any = scheduler.kv_cache_manager.swap
         if scheduler.kv_cache_manager.prefixes is not None:
             scheduler.kv_cache_manager.prefixes.clear()
         return {
@@ -260,7 +251,6 @@ class Soak:
             "pages": pool.capacity - pool.free,
             "reserved_tokens": scheduler.reservation.reserved_tokens(),
             "slots": SETTINGS.slots - scheduler.free_slots,
-            "swapped_tokens": swap.used_tokens,
             "queued_tokens": load.pending_prompt_tokens,
             "tenants_remembered": max(0, len(scheduler.queue._clocks) - SETTINGS.max_pending),
         }
