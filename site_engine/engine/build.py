@@ -96,7 +96,7 @@ def packed_engine(
     if model.group is not None:
         return SiteEngine(model, runner, settings, clock)
     slots = AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None
-    return SiteEngine(model, runner, settings, clock, VariantStore(model, settings.variant_bytes, slots))
+    return SiteEngine(model, runner, settings, clock, VariantStore(model, slots))
 
 
 def overlapped_engine(
@@ -117,7 +117,7 @@ def overlapped_engine(
     if settings.adapter_slots and isinstance(forward, LlamaForward):
         arenas = forward.arenas(settings.adapter_slots, settings.adapter_rank)
         slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
-        variants = VariantStore(model, settings.variant_bytes, slots, arenas.prepare)
+        variants = VariantStore(model, slots, arenas.prepare)
         variants.certifier.ready()  # now, since steps wait for it
     reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)

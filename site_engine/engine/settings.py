@@ -28,7 +28,6 @@ class EngineSettings:
     adapter_rank: int = 16  # of a slot on a GPU
     sleep: str = "disk"  # disk: its process ends instead; host or a GPU, as cuda:1: where its weights wait
     share_sleeping_memory: bool = False  # the KV cache can grow into the memory of other bases that sleep
-    variant_bytes: int | None = None  # that variants may own; None: half of the free memory
     policy: Policy = DEFAULT_POLICY
     training: Bounds = field(default_factory=Bounds)  # what it may cost those that are served
     debug_poison: bool = False  # fill freed pages with NaN

@@ -38,9 +38,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 class VariantStore:
-    """`max_bytes`: what all variants together may own; None: half of the memory that is free.
-
-    `slots` bound the adapters that run at once. `prepare` gets a variant whose factors are in host memory,
+    """`slots` bound the adapters that run at once. `prepare` gets a variant whose factors are in host memory,
     returns it ready for the engine's own kernels, and raises VariantRefused for one that they do not compute;
     None: factors go to the device.
     """
@@ -48,7 +46,6 @@ class VariantStore:
     def __init__(
         self,
         model: LoadedModel,
-        max_bytes: int | None = None,
         slots: AdapterSlots | None = None,
         prepare: Callable[[LoadedVariant], LoadedVariant] | None = None,
     ) -> None:
@@ -56,7 +53,6 @@ class VariantStore:
         self.certifier = Certifier(model)
         self._prepare = prepare or self._on_device
         self._model = model
-        self._max_bytes = max_bytes
         self._served: dict[str, LoadedVariant] = {}
         self._versions: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of modules, by content
         self._loading = threading.Lock()
@@ -109,7 +105,7 @@ class VariantStore:
             raise VariantRefused(f"{MAX_VARIANTS} variants are served, which is the limit")
 
     def _load(self, variant: Variant) -> LoadedVariant:
-        source, room_bytes = variant.adapter or variant.model, self._room_bytes()
+        source, room_bytes = variant.adapter or variant.model, free_bytes() // 2
         folder = local_folder(source, room_bytes if variant.adapter else None)
         if bool(variant.adapter) == bool(variant.model) or not folder.is_dir():
             raise VariantRefused(f"{variant.id} needs the folder of an adapter or of a model, got {source!r}")
@@ -181,12 +177,10 @@ class VariantStore:
         }
         return replace(variant, changes=changes)
 
-    def _room_bytes(self) -> int:
-        """Return the bytes that the next variant may own."""
-        if self._max_bytes is None:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        blocks = {block for each in self._served.values() for block in each.chain.blocks}
-        return max(0, self._max_bytes - sum(block.bytes for block in blocks))
+
+def free_bytes() -> int:
+    """Return the free memory of the host, of which a new variant may own half."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def own_blocks(found: Adapter, contents: Mapping[str, list[str]]) -> Iterator[Block]:

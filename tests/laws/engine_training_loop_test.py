@@ -119,7 +119,7 @@ def timed_engine(
         model.forward, kv_cache, slots=8, pages_per_row=64, use_variants=grouped.rows_of(model.device)
     )
     runner.clock = clock
-    engine = SiteEngine(model, runner, limits, clock, VariantStore(model, None, AdapterSlots(4)))
+    engine = SiteEngine(model, runner, limits, clock, VariantStore(model, AdapterSlots(4)))
     for number in range(16):  # so that the cost of an iteration is known
         engine.submit(greedy(f"before {number}", [1, 2] * (1 + 4 * number), 3))
         if number % 3 == 0:
