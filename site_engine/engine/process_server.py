@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeAlias
 
 from site_engine.core.chain import Chain
-from site_engine.core.request import Admission, Grammar, Moved, Output
+from site_engine.core.request import Admission, Grammar, Moved, Output, Request
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
@@ -163,34 +163,37 @@ class EngineServer:
 
     def _submit(self, message: pm.Submit) -> None:
         group = packing.to_requests(message)
+        self._ids.update(zip(message.numbers, message.ids, strict=True))
+        self._numbers.update(zip(message.ids, message.numbers, strict=True))
+        if message.grammar:
+            self._compiling.update(message.numbers)
+            self._compiler.submit(self._compile_first, message, group)
+        else:
+            self._pass_on(message, group)
 
+    def _compile_first(self, message: pm.Submit, group: list[Request]) -> None:
+        """Compile the grammar of a group, then submit the group. Called on the compiler's thread."""
+        try:
+            grammar = self._compile_grammar(message.grammar, self._ends.get(message.chain))
+        except Exception as exc:  # whatever it is, the site waits for an answer
+            if not isinstance(exc, NotServed):
+                log.exception("a grammar could not be compiled")
+                exc = NotServed(Reason.INTERNAL, "the grammar could not be compiled")
+            self._forget(message.ids)
+            self._sender.send(pm.frame(packing.to_admitted(message.call, exc)))
+        else:
+            for request in group:
+                request.grammar = grammar
+            self._pass_on(message, group)
+        self._compiling.difference_update(message.numbers)
+
+    def _pass_on(self, message: pm.Submit, group: list[Request]) -> None:
         def reply(answer: Admission | NotServed) -> None:
             if isinstance(answer, NotServed):
                 self._forget(message.ids)
             self._put(packing.to_admitted(message.call, answer))
 
-        def compile_first() -> None:
-            try:
-                grammar = self._compile_grammar(message.grammar, self._ends.get(message.chain))
-            except Exception as exc:  # whatever it is, the site waits for an answer
-                if not isinstance(exc, NotServed):
-                    log.exception("a grammar could not be compiled")
-                    exc = NotServed(Reason.INTERNAL, "the grammar could not be compiled")
-                self._forget(message.ids)
-                self._sender.send(pm.frame(packing.to_admitted(message.call, exc)))
-            else:
-                for request in group:
-                    request.grammar = grammar
-                self._thread.submit(group, reply, message.moved)
-            self._compiling.difference_update(message.numbers)
-
-        self._ids.update(zip(message.numbers, message.ids, strict=True))
-        self._numbers.update(zip(message.ids, message.numbers, strict=True))
-        if message.grammar:
-            self._compiling.update(message.numbers)
-            self._compiler.submit(compile_first)
-        else:
-            self._thread.submit(group, reply, message.moved)
+        self._thread.submit(group, reply, message.moved)
 
     def _cancel(self, numbers: list[int]) -> None:
         """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""

@@ -275,15 +275,19 @@ class TrainingRuns:
                 return Ended(End.STOPPED)
             if run.stops:
                 run.stops = False  # once: after the last step there is nothing to stop
-                last = await answer(partial(self._engine.stop_training, run.order.run))
-                if isinstance(last, Failed):
-                    run.failure = last
-                elif last is not None:
-                    stopped = True
-                    run.saved.append(last)
-                continue
-            run.changed.clear()
-            await run.changed.wait()
+                stopped = await self._stop_engine(run)
+            else:
+                run.changed.clear()
+                await run.changed.wait()
+
+    async def _stop_engine(self, run: Run) -> bool:
+        """Have the engine stop a run; return whether it did, and gave its last snapshot."""
+        last = await answer(partial(self._engine.stop_training, run.order.run))
+        if isinstance(last, Failed):
+            run.failure = last
+        elif last is not None:
+            run.saved.append(last)
+        return isinstance(last, Saved)
 
     async def _keep(self, run: Run, saved: Saved) -> None:
         """Store a snapshot, and after an epoch a checkpoint; without room for them the run goes on."""
