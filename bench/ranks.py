@@ -39,7 +39,7 @@ import transformers
 from bench.support import beside_vllm, device_map_peer
 from bench.support.random_folder import random_folder
 from site_engine.config import SiteConfig
-from site_engine.core.request import Admission, Output, Request, Sampling
+from site_engine.core.request import Output, Request, Sampling
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine.process_spawn import spawn
 from site_engine.engine_client import Facts, Listener, LoadSeen
@@ -94,7 +94,7 @@ class Answers:
         if not self.open:
             self.done.set()
 
-    def admitted(self, answer: Admission | NotServed) -> None:
+    def admitted(self, answer: NotServed | None) -> None:
         if isinstance(answer, NotServed):
             self.broken(answer.message)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Grammar, Output, Request, Thinking, ToolCall
+from site_engine.core.request import Grammar, Output, Request, Thinking, ToolCall
 from site_engine.core.training import Failed, Saved, TrainingEvent, TrainingOrder
 from site_engine.errors import NotServed, TrainingRefused, VariantRefused
 from site_engine.messages import Assign
@@ -175,10 +175,9 @@ class EngineClient(Protocol):
         """Count the tokens of a prompt, or refuse to; `is_wanted` as in `prepare`."""
         ...
 
-    def submit(
-        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
-    ) -> None:
-        """Admit all requests of an attempt or none. Each admitted request ends with exactly one finish.
+    def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
+        """Admit all requests of an attempt or none; reply with the refusal, None if they are admitted. Each
+        admitted request ends with exactly one finish.
 
         Until the first output of an admitted attempt, `reply` may be called again with a refusal, which ends
         all of its requests: a server may take an attempt late, or not at all.

@@ -314,8 +314,6 @@ class Load:
 class Accepted:
     attempt_id: str
     prompt_tokens: int
-    position: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

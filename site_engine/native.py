@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from site_engine.config import SiteConfig
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission
 from site_engine.core.startup import StartUp, describe
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.loading import Loaded, grammars_of, take_logs_of_transformers
@@ -44,7 +43,7 @@ class EngineCore(Protocol):
     def start(self, listener: Listener) -> None: ...
     def stop(self) -> None: ...
     def stalled_s(self) -> float: ...
-    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None: ...
+    def submit(self, group: Group, reply: Callable[[NotServed | None], None]) -> None: ...
     def cancel(self, request_ids: Iterable[str]) -> None: ...
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
     def request_load(self) -> None: ...
@@ -152,9 +151,7 @@ class NativeEngine:
     ) -> None:
         self._tokenizers.get(assign.model, self._tokenizer).count(assign, reply, is_wanted)
 
-    def submit(
-        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
-    ) -> None:
+    def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
         self._core.submit(group, reply)
 
     def cancel(self, request_ids: Iterable[str]) -> None:

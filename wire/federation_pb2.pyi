@@ -529,16 +529,12 @@ class ResumeFrom(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_chars: _Optional[int] = ..., tool_calls: _Optional[int] = ..., argument_chars: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[int] = ..., reasoning_chars: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("attempt_id", "prompt_tokens", "position", "max_tokens")
+    __slots__ = ("attempt_id", "prompt_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     prompt_tokens: int
-    position: int
-    max_tokens: int
-    def __init__(self, attempt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., position: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("attempt_id", "reason", "message", "param")

@@ -28,12 +28,11 @@ import uvloop
 from grpc.aio import EOF
 
 from gateway.federation.codec import bunch
-from site_engine.core.request import Admission
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.engine.process_answer import Answer
 from site_engine.engine_client import Facts, Group
-from site_engine.errors import LinkLost
+from site_engine.errors import LinkLost, NotServed
 from site_engine.federation.connection import Connection
 from site_engine.federation.link import Link, LinkTimeouts
 from site_engine.federation.site import Site
@@ -73,7 +72,7 @@ class Core:
         self._wanted = wanted
         self._numbers = count(1)
 
-    def submit(self, group: Group, reply: Callable[[Admission], None]) -> None:
+    def submit(self, group: Group, reply: Callable[[NotServed | None], None]) -> None:
         answers = [Answer(each, NoText(), (1,), "") for each in group]
         numbers = [next(self._numbers) for _ in answers]
         requests = [each.request for each in answers]
@@ -81,7 +80,7 @@ class Core:
         self.submitted_s.append(time.perf_counter())
         if len(self.submitted_s) == self._wanted:
             self.complete.set()
-        asyncio.get_running_loop().call_soon(reply, Admission(0, KV_TOKENS))
+        asyncio.get_running_loop().call_soon(reply, None)
 
     def request_load(self) -> None:
         """Report nothing."""

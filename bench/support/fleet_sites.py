@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from site_engine.core.load import IterationCost, LoadFigures, condense
-from site_engine.core.request import Admission, Finish, Output
+from site_engine.core.request import Finish, Output
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation.link import Link, Links, LinkTimeouts, open_channel
@@ -106,10 +106,8 @@ class StandInEngine:
     ) -> None:
         reply(PROMPT_TOKENS)
 
-    def submit(
-        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
-    ) -> None:
-        reply(Admission(0, len(self._words)))
+    def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
+        reply(None)
         for request in group:
             self._live[request.id] = len(prepared.resumed)
             asyncio.get_running_loop().call_later(self._token_s, self._next_token, request.id)

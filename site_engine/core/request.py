@@ -88,13 +88,6 @@ class RequestRejected(Exception):
         self.param = param
 
 
-class Admission(NamedTuple):
-    """An accepted request: its position in the queue and its token limit, clipped to the context."""
-
-    position: int
-    max_tokens: int
-
-
 class Moved(NamedTuple):
     """The state of a request, beside its tokens, that moves with it from one engine of a host to another.
 

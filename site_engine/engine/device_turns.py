@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Moved, Output
+from site_engine.core.request import Moved, Output
 from site_engine.engine.engine_interface import Engine, Inbox
 from site_engine.engine.training_loop import TrainingLoop
 
@@ -83,7 +83,7 @@ class SharedEngine:
         self._turns = turns
         self._member = member
         self._longest_s = longest_s
-        self.submit: Callable[..., Admission] = engine.submit
+        self.submit: Callable[..., None] = engine.submit
         self.expect: Callable[[], None] = engine.expect
         self.send_ahead: Callable[..., bool] = engine.send_ahead
         self.export: Callable[..., tuple[Sequence[Output], Moved | None]] = engine.export

@@ -14,7 +14,6 @@ from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import (
-    Admission,
     Finish,
     Moved,
     Output,
@@ -174,7 +173,7 @@ class SiteEngine:
 
     # ---- between iterations
 
-    def submit(self, request: Request, moved: Moved | None = None) -> Admission:
+    def submit(self, request: Request, moved: Moved | None = None) -> None:
         """Queue a request. Raises RequestRejected with a reason a person can act on.
 
         `moved`: another engine has begun it, knew this of it, and admitted it: no queue is too long for it.
@@ -194,14 +193,12 @@ class SiteEngine:
         if processor.contradicts_delivered or (request.guide is not None and request.guide.error):
             message = "what was delivered is not what was asked for"
             raise RequestRejected(RejectionReason.INVALID, message, "resume")
-        position = len(self._scheduler.queue)
         self._enqueue(request, moved)
         self._live.add(processor)
         if finish is not None:
             self._live.finish(processor, finish)
         elif self._overlapped is not None and request.sampling.prompt_logprobs:
             self._live.needs_host.add(request.id)
-        return Admission(position, request.max_tokens)
 
     def _check_place(self, tenant: str) -> None:
         """Raise RequestRejected if no more requests of a tenant may wait."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Moved, Output, Request
+from site_engine.core.request import Moved, Output, Request
 
 if TYPE_CHECKING:
     from site_engine.engine.training_loop import TrainingLoop
@@ -26,7 +26,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def submit(self, request: Request, moved: Moved | None = None) -> Admission: ...
+    def submit(self, request: Request, moved: Moved | None = None) -> None: ...
     def cancel(self, request_id: str) -> object: ...
 
     def end_by_text(self, request_id: str, generated: int) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
-from site_engine.core.request import Admission, Finish, Moved, Output, Request, RequestRejected, Sampling
+from site_engine.core.request import Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.engine.engine_interface import Engine
 from site_engine.engine.thread_training import ThreadTraining
@@ -94,9 +94,9 @@ class EngineThread:
         self._thread.join(within_s)
 
     def submit(
-        self, group: Group, reply: Callable[[Admission | NotServed], None], moved: Moved | None = None
+        self, group: Group, reply: Callable[[NotServed | None], None], moved: Moved | None = None
     ) -> None:
-        """Submit a group, all of its requests or none; reply with the admission or the refusal.
+        """Submit a group, all of its requests or none; reply with the refusal, None if it is admitted.
 
         `moved`: another engine has begun the one request of the group, and knew this of it.
         """
@@ -276,14 +276,13 @@ class EngineThread:
             self._longest_iteration_s = figures.longest_iteration_s
             self._calls.append(partial(self.listener.load, LoadSeen(figures, now)))
 
-    def _admit(self, group: Group, moved: Moved | None) -> Admission | NotServed:
+    def _admit(self, group: Group, moved: Moved | None) -> NotServed | None:
         if self._broken:
             return NotServed(Reason.INTERNAL, f"the engine of this site is broken: {self._broken}")
         taken: list[str] = []
-        answers = []
         try:
             for request in group:
-                answers.append(self._engine.submit(request, moved))
+                self._engine.submit(request, moved)
                 taken.append(request.id)
         except RequestRejected as refused:
             self._engine.release(taken)
@@ -293,7 +292,7 @@ class EngineThread:
             self._engine.release(taken)
             return NotServed(Reason.INTERNAL, f"the engine failed to take the request: {describe(exc)}")
         self._live.update((request.id, 0) for request in group)
-        return answers[0]
+        return None
 
     def _release_group(self, group: Sequence[str]) -> bool:
         """Release all requests of a group or none."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
-from site_engine.core.request import Admission, Finish, Moved, Output, Request, Timings
+from site_engine.core.request import Finish, Moved, Output, Request, Timings
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
@@ -40,7 +40,7 @@ AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
 """The timings of an answer that had ended before its request came to the engine."""
 
 
-AdmissionReply: TypeAlias = Callable[[Admission | NotServed], None]
+AdmissionReply: TypeAlias = Callable[[NotServed | None], None]
 ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
@@ -177,7 +177,7 @@ class EngineProcess(asyncio.Protocol):
         return max(self._stalled_s, silent_s if is_silent else 0.0)
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
-        """Submit a group, all of its requests or none; reply with the admission or the refusal."""
+        """Submit a group, all of its requests or none; reply with the refusal, None if it is admitted."""
         chain = self.variants.chains.get(group[0].chain)
         eos, fingerprint = self._eos_token_ids, ""
         if chain is not None:
@@ -343,12 +343,12 @@ class EngineProcess(asyncio.Protocol):
 
     def _admitted(self, message: pm.Admitted) -> None:
         numbers, reply = self._admissions.pop(message.call)
-        answer = packing.from_admitted(message)
-        if isinstance(answer, NotServed):
+        refusal = packing.from_admitted(message)
+        if refusal is not None:
             self.answers.pop(numbers)
-            reply(answer)
+            reply(refusal)
             return
-        reply(answer)
+        reply(None)
         for number in numbers:
             placed = self.answers.get(number)
             if placed is not None and placed.ended:

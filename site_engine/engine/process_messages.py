@@ -184,8 +184,6 @@ class Admitted(Message, frozen=True):
     """The answer to a Submit. `reason` names a `Reason`, empty if the group was admitted."""
 
     call: int
-    position: int
-    max_tokens: int
     reason: str = ""
     message: str = ""
     param: str = ""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from site_engine.core.request import Admission, Moved, Output, Request, TokenLogprob
+from site_engine.core.request import Moved, Output, Request, TokenLogprob
 from site_engine.engine import process_messages as pm
 from site_engine.engine_client import Group
 from site_engine.errors import NotServed, Reason
@@ -71,16 +71,16 @@ def to_requests(submit: pm.Submit) -> list[Request]:
     ]
 
 
-def to_admitted(call: int, answer: Admission | NotServed) -> pm.Admitted:
-    if isinstance(answer, NotServed):
-        return pm.Admitted(call, 0, 0, answer.reason.value, answer.message, answer.param)
-    return pm.Admitted(call, *answer)
+def to_admitted(call: int, answer: NotServed | None) -> pm.Admitted:
+    if answer is None:
+        return pm.Admitted(call)
+    return pm.Admitted(call, answer.reason.value, answer.message, answer.param)
 
 
-def from_admitted(message: pm.Admitted) -> Admission | NotServed:
-    if message.reason:
-        return NotServed(Reason(message.reason), message.message, message.param)
-    return Admission(message.position, message.max_tokens)
+def from_admitted(message: pm.Admitted) -> NotServed | None:
+    if not message.reason:
+        return None
+    return NotServed(Reason(message.reason), message.message, message.param)
 
 
 def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> pm.Step:

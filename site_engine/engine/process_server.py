@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeAlias
 
 from site_engine.core.chain import Chain
-from site_engine.core.request import Admission, Grammar, Moved, Output, Request
+from site_engine.core.request import Grammar, Moved, Output, Request
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
@@ -188,8 +188,8 @@ class EngineServer:
         self._compiling.difference_update(message.numbers)
 
     def _pass_on(self, message: pm.Submit, group: list[Request]) -> None:
-        def reply(answer: Admission | NotServed) -> None:
-            if isinstance(answer, NotServed):
+        def reply(answer: NotServed | None) -> None:
+            if answer is not None:
                 self._forget(message.ids)
             self._put(packing.to_admitted(message.call, answer))
 

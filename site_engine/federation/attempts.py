@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from site_engine.core.request import Admission, Finish, Output, Request, TokenLogprob
+from site_engine.core.request import Finish, Output, Request, TokenLogprob
 from site_engine.engine_client import Delivered, Prepared, ToolParser
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.outbox import STREAM_INTERVAL_S, Outbox
@@ -57,7 +57,6 @@ class _Attempt:
     choices: list[_Choice]
     phase: Phase = Phase.PREPARING
     prompt_tokens: int = 0
-    admission: Admission | None = None
     echo: str = ""
     count_offset: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
     cancelled: bool = False
@@ -189,12 +188,11 @@ class Attempts:
         reason = f"the site cannot prepare this request: {type(error).__name__}"
         self.refused(attempt_id, NotServed(Reason.INTERNAL, reason))
 
-    def admitted(self, attempt_id: str, admission: Admission) -> None:
+    def admitted(self, attempt_id: str) -> None:
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
             attempt.phase = Phase.ADMITTED
-            attempt.admission = admission
-            self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens, *admission))
+            self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens))
 
     def deliver(self, attempt_id: str, index: int, output: Output) -> list[str]:
         """Pass on an output of a choice; return the requests to cancel.
@@ -229,9 +227,9 @@ class Attempts:
         if attempt is None or attempt.choices[index].finished:
             return
         counted = output.prompt_tokens  # 0: known before, from the tokenizer
-        if counted and counted != attempt.prompt_tokens and attempt.admission is not None:
+        if counted and counted != attempt.prompt_tokens and attempt.phase is Phase.ADMITTED:
             attempt.prompt_tokens = counted  # the Accepted had a guess: repeat it before the finish
-            self.outbox.put(Accepted(attempt_id, counted, *attempt.admission))
+            self.outbox.put(Accepted(attempt_id, counted))
         choice = attempt.choices[index]
         choice.completion_tokens, choice.ended = output.completion_tokens, output.finish is not None
         begins = not choice.started and begins_answer(output)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from site_engine import messages as m
-from site_engine.core.request import Admission, Output
+from site_engine.core.request import Output
 from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
@@ -236,8 +236,8 @@ class Site:
         if group:
             self._engine.submit(answer, group, partial(self._admitted, connection, attempt_id))
 
-    def _admitted(self, connection: Connection, attempt_id: str, answer: Admission | NotServed) -> None:
-        if isinstance(answer, NotServed):
+    def _admitted(self, connection: Connection, attempt_id: str, answer: NotServed | None) -> None:
+        if answer is not None:
             assign = connection.attempts.wanted(attempt_id)
             if answer.reason is Reason.MODEL_UNKNOWN and assign and self.held.is_asleep(assign.model):
                 connection.attempts.prepare_again(attempt_id)  # it was put to sleep meanwhile
@@ -246,7 +246,7 @@ class Site:
                 connection.attempts.refused(attempt_id, answer)
         else:
             connection.admitted()
-            connection.attempts.admitted(attempt_id, answer)
+            connection.attempts.admitted(attempt_id)
         self._changed(connection)
 
     def _release(self, connection: Connection, release: m.Release) -> None:

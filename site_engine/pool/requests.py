@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from site_engine.core.request import Admission, Finish, Moved, Output
+from site_engine.core.request import Finish, Moved, Output
 from site_engine.engine.process_answer import Answer
 from site_engine.engine.process_client import AdmissionReply, Orphans
 from site_engine.engine_client import Group
@@ -114,16 +114,14 @@ class PoolRequests:
         self._deliver(outputs)
         self._on_end()
 
-    def _admitted(
-        self, request_ids: Sequence[str], reply: AdmissionReply, answer: Admission | NotServed
-    ) -> None:
+    def _admitted(self, request_ids: Sequence[str], reply: AdmissionReply, answer: NotServed | None) -> None:
         for request_id in request_ids:
             one = self.owned[request_id] = ownership.accepted(self.owned[request_id])
             self._replicas[one.engine].admitted.append(request_id)
             self.places.free(request_id)
             self._rebalancer.came_over(request_id, self._clock())
         reply(answer)
-        if isinstance(answer, NotServed):
+        if answer is not None:
             for request_id in request_ids:
                 if (refused := self.owned.pop(request_id, None)) is not None:
                     self._replicas[refused.engine].left(request_id)
@@ -208,11 +206,11 @@ class PoolRequests:
     def _reply_of(self, answer: Answer) -> AdmissionReply:
         """Return the reply for an answer that goes on: it has been admitted before."""
 
-        def reply(admission: Admission | NotServed) -> None:
-            if isinstance(admission, NotServed):
+        def reply(refusal: NotServed | None) -> None:
+            if refusal is not None:
                 cancelled = self.owned[answer.request.id].cancelled
                 finish = Finish.CANCELLED if cancelled else Finish.FAILED
-                self.take_outputs([answer.end(finish, "" if cancelled else admission.message)])
+                self.take_outputs([answer.end(finish, "" if cancelled else refusal.message)])
 
         return partial(self._admitted, [answer.request.id], reply)
 

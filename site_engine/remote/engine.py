@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from site_engine.core.request import Admission, Finish, Output
+from site_engine.core.request import Finish, Output
 from site_engine.core.request_queue import has_place
 from site_engine.core.stall_watch import StallWatch
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
@@ -143,22 +143,19 @@ class RemoteEngine:
     ) -> None:
         self._counter.count(assign, self._profile.models[assign.model], self._profile.dialect, reply)
 
-    def submit(
-        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
-    ) -> None:
+    def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
         assert isinstance(prepared.payload, HttpRequest)
         if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
         tokens, http = prepared.guessed_tokens, self._quirks.apply(prepared.payload)
         request = RemoteRequest(tuple(group), http, tokens, self._clock(), reply)
-        room = max(1, self._profile.context_tokens - tokens)
-        max_tokens = min(room, request.first.sampling.max_tokens or room)
         if request.is_spent:
-            reply(Admission(0, max_tokens))
+            reply(None)
             self.listener.outputs(_finishes(request, Finish.LENGTH))
             return
-        reply(Admission(self.queue.add(request), max_tokens))
+        self.queue.add(request)
+        reply(None)
         self.pump()
         self._report_load()  # with each admission, so that no older figures follow it
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from site_engine.core.request import Admission, Request, Timings
+from site_engine.core.request import Request, Timings
 from site_engine.core.request_queue import STARVING_AFTER_S, STARVING_EVERY
 from site_engine.errors import NotServed
 from site_engine.remote.pooling import PoolingResponse
@@ -25,7 +25,7 @@ class RemoteRequest:
     http: HttpRequest
     prompt_tokens: int  # a guess, until the server has counted
     arrived_s: float
-    reply: Callable[[Admission | NotServed], None]
+    reply: Callable[[NotServed | None], None]
     stream: ResponseStream | PoolingResponse = field(init=False)
     charged: float = 0.0  # to its tenant, in tokens, when it was sent
     sent_s: float | None = None
@@ -104,11 +104,9 @@ class RemoteQueue:
     def sent_tokens(self) -> int:
         return sum(each.tokens for each in self.sent)
 
-    def add(self, request: RemoteRequest) -> int:
-        """Return the position: the number of earlier arrivals that may go before the request."""
+    def add(self, request: RemoteRequest) -> None:
         insort(self.pending, request, key=lambda each: (each.level, each.arrived_s))
         self._by_id.update((each.id, request) for each in request.choices)
-        return self.pending.index(request)
 
     def peek(self, now_s: float) -> RemoteRequest:
         """Return the pending request to send next: the first arrival of the tenant furthest behind.

@@ -12,7 +12,7 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.remaining_curve import RemainingCurve
-from site_engine.core.request import Admission, Finish, Lane, Output, Request, Sampling
+from site_engine.core.request import Finish, Lane, Output, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import EngineClient, Listener, LoadSeen, Prepared
@@ -57,12 +57,12 @@ class Client:
         self.engine.prepare(assign, answer.set_result)
         return await asyncio.wait_for(answer, WAIT_S)
 
-    async def submit(self, assign: m.Assign) -> Admission | NotServed:
+    async def submit(self, assign: m.Assign) -> NotServed | None:
         """Prepare and submit an attempt, whose requests are named `id/choice`; let time pass in between."""
         prepared = await self.prepare(assign)
         assert isinstance(prepared, Prepared)
         await asyncio.sleep(0)
-        answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[NotServed | None] = asyncio.get_running_loop().create_future()
         group = [
             Request(f"{assign.attempt_id}/{at}", prepared.token_ids, assign.sampling, choice=at)
             for at in range(assign.choices)
@@ -166,7 +166,7 @@ def attempt(attempt_id: str, text: str = "abc", *, max_tokens: int = 4, choices:
 
 def test_an_attempt_is_prepared_admitted_answered_and_finished_once_per_choice(run) -> None:
     async def scenario(client: Client) -> None:
-        assert await client.submit(attempt("a", choices=2)) == Admission(0, 4)
+        assert await client.submit(attempt("a", choices=2)) is None
         assert [await client.finished(f"a/{at}") for at in range(2)] == [Finish.LENGTH] * 2
         assert [client.text(f"a/{at}") for at in range(2)] == ["abca"] * 2
         assert client.engine.waiting == client.engine.waiting_of("") == 0
@@ -206,9 +206,9 @@ def test_what_has_not_started_can_be_released_and_what_has_can_be_cancelled(run)
         await client.until(lambda: client.text("runs/0"))
         for at in range(8):  # a server may take some at once: the last waits in any case
             answer = await client.submit(attempt(f"w{at}", max_tokens=40))
-            if isinstance(answer, NotServed) or answer.position == PENDING - 1:
+            if answer is not None:
                 break
-        waiting = f"w{at if isinstance(answer, Admission) else at - 1}/0"
+        waiting = f"w{at if answer is None else at - 1}/0"
         assert await client.release(("runs/0",), (waiting,), ("nobody",)) == [False, True, False]
         client.engine.cancel(["runs/0", "nobody"])
         assert await client.finished("runs/0") is Finish.CANCELLED

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from site_engine.core.chain import Chain, Variant
-from site_engine.core.request import Admission, Finish, Output, Request, Sampling
+from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.engine import process_messages as pm
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, Listener, LoadSeen
@@ -81,7 +81,7 @@ def test_requests_are_spread_and_the_figures_are_sums() -> None:
             assert heard.facts.kv_tokens == 2 * CONTEXT_TOKENS
             assert heard.facts.context_tokens == CONTEXT_TOKENS
             for name in ("a", "b"):
-                assert await heard.submit(name, max_tokens=30) == (0, 30)
+                assert await heard.submit(name, max_tokens=30) is None
             await heard.until(lambda: heard.text("a") and heard.text("b"))
             await heard.until(lambda: heard.loads[-1].figures.running == 2)
             assert heard.loads[-1].figures.kv_free_tokens == 0
@@ -107,7 +107,7 @@ class Counted:
         self.has.difference_update(each.request_id for each in outputs if each.finish is not None)
         self.changed.set()
 
-    def admitted(self, name: str, answer: Admission | NotServed) -> None:
+    def admitted(self, name: str, answer: NotServed | None) -> None:
         if not isinstance(answer, NotServed):
             self.has.add(name)
         self.changed.set()
@@ -157,7 +157,7 @@ def test_an_engine_with_half_of_256_streams_is_killed_and_every_stream_goes_on_w
         async with launched(slots=STREAMS, max_pending=STREAMS, iteration_floor_s=0.1) as heard:
             names = [f"{at:03} go" for at in range(STREAMS)]
             admitted = await asyncio.gather(*(heard.submit(name, name, max_tokens=TOKENS) for name in names))
-            assert all(isinstance(each, Admission) for each in admitted)
+            assert admitted == [None] * STREAMS
             await heard.until(lambda: {each.request_id for each in heard.outputs} == {*names})
             pids, moved = heard.pool.pids, {name for name in names if heard.pool.requests.where(name) == 0}
             assert len(moved) > STREAMS / 4
@@ -197,7 +197,7 @@ def test_what_waits_for_admission_when_its_engine_dies_is_admitted_by_the_other(
             first, second = heard.pool.pids.values()
             os.kill(first, signal.SIGKILL)
             os.kill(second, signal.SIGCONT)
-            assert all(isinstance(each, Admission) for each in await asyncio.gather(*waiting))
+            assert await asyncio.gather(*waiting) == [None, None]
             await heard.until(lambda: heard.finishes("a") and heard.finishes("b"))
             assert (heard.text("a"), heard.text("b")) == ("abcab", "abcab")
 
@@ -397,11 +397,11 @@ def test_a_pool_sleeps_once_its_requests_have_ended_and_wakes_as_it_was() -> Non
             settings[1] = settings[0]
             assert await asyncio.wait_for(asked(sleeping.wake), WITHIN_S) == ""
             assert len(heard.pool.pids) == 2
-            answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+            answer: asyncio.Future[NotServed | None] = asyncio.get_running_loop().create_future()
             heard.pool.submit(
                 [Request("c", (97, 98), Sampling(max_tokens=3), chain="acme")], answer.set_result
             )
-            assert await asyncio.wait_for(answer, WITHIN_S) == (0, 3)
+            assert await asyncio.wait_for(answer, WITHIN_S) is None
             await heard.until(lambda: heard.finishes("c"))
             assert heard.broken == []
 
@@ -429,7 +429,7 @@ def test_a_pool_that_is_woken_before_it_sleeps_goes_on_also_where_an_engine_is_l
             await heard.serving(2)
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
             assert caplog.text.count("serves again") == 1
-            assert isinstance(await heard.submit("c", max_tokens=5), Admission)
+            assert await heard.submit("c", max_tokens=5) is None
             await heard.until(lambda: heard.finishes("c") and len(heard.text("a")) > 9 < len(heard.text("b")))
             for name in ("a", "b"):
                 assert heard.text(name) == ("abc" * 58)[: len(heard.text(name))]
@@ -444,7 +444,7 @@ def test_a_pool_that_loses_its_engine_while_it_is_to_sleep_sleeps_and_wakes() ->
             slept = asked((sleeping := heard.pool.sleeping).sleep)
             os.kill(heard.pool.pids[0], signal.SIGKILL)
             assert (await asyncio.wait_for(slept, WITHIN_S), await asked(sleeping.wake)) == ("", "")
-            assert isinstance(await heard.submit("b", max_tokens=3), Admission)
+            assert await heard.submit("b", max_tokens=3) is None
             assert (heard.finishes("a"), heard.broken) == ([Finish.FAILED], [])
 
     run(scenario())

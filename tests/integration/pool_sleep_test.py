@@ -10,7 +10,7 @@ import select
 import signal
 from pathlib import Path
 
-from site_engine.core.request import Admission, Finish
+from site_engine.core.request import Finish
 from tests.integration.engine_pool_test import Heard, asked, launched, launched_with
 from tests.support.child_processes import is_there
 from tests.support.fake_engine_process import fake_settings
@@ -18,7 +18,7 @@ from tests.support.heard_engine import WITHIN_S, run
 
 
 async def answered(heard: Heard, name: str) -> None:
-    assert isinstance(await heard.submit(name, max_tokens=9), Admission)
+    assert await heard.submit(name, max_tokens=9) is None
     await heard.until(lambda: heard.finishes(name))
     assert (heard.finishes(name), heard.text(name)) == ([Finish.LENGTH], "abcabcabc")
 

@@ -103,12 +103,6 @@ def test_every_request_ends_once_with_its_count(engine: Engine) -> None:
     assert at_rest(engine, free)
 
 
-def test_an_admission_says_the_position_and_the_clipped_limit(engine: Engine) -> None:
-    assert engine.submit(request("a", tokens=7)) == (0, 7)
-    assert engine.submit(request("b", tokens=None, length=10)) == (1, CONTEXT_TOKENS - 10)
-    assert engine.load().pending == 2
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_cancel_ends_a_request_in_any_state_with_the_next_step(engine: Engine, steps: int) -> None:
     free = engine.load().kv_free_tokens

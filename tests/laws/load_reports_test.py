@@ -25,7 +25,7 @@ from gateway.routing.policies import REPORTS_EVERY_S
 from predictor.forecast import Forecast
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures, condense
-from site_engine.core.request import Admission, Finish, Output
+from site_engine.core.request import Finish, Output
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation import codec as site_codec
@@ -83,12 +83,10 @@ class Engine:
     def count(self, *_: object) -> None:
         raise NotImplementedError
 
-    def submit(
-        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
-    ) -> None:
+    def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
         for request in group:
             self.pending[request.id] = self.next_tokens
-        reply(Admission(len(self.pending), self.next_tokens))
+        reply(None)
 
     def cancel(self, request_ids: Iterable[str]) -> None: ...
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.remaining_curve import RemainingCurve
-from site_engine.core.request import Admission, Finish, Lane, Output, Request, Sampling, Timings, TokenLogprob
+from site_engine.core.request import Finish, Lane, Output, Request, Sampling, Timings, TokenLogprob
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.errors import NotServed, Reason
@@ -129,7 +129,7 @@ def test_messages_are_found_however_the_bytes_are_cut(groups: list[int], data: s
 def test_figures_and_answers_arrive_as_they_were() -> None:
     load = pm.Load(FakeEngine().load()._replace(running_remaining=(1, 5)), 12.5)
     assert pm.decode_from_engine(pm.frame(load)[4:]) == load
-    for answer in (Admission(3, 77), NotServed(Reason.CONTEXT_LENGTH, "too long", "prompt")):
+    for answer in (None, NotServed(Reason.CONTEXT_LENGTH, "too long", "prompt")):
         got = pm.decode_from_engine(pm.frame(packing.to_admitted(1, answer))[4:])
         assert isinstance(got, pm.Admitted)
         back = packing.from_admitted(got)

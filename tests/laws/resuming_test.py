@@ -149,7 +149,8 @@ def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, 
     attempts.assign(assign, 0.0)
     prepared = PromptTokenizer(tokenizer(), VOCAB, lambda call: None, grammars).prepare_now(assign)
     (request,) = attempts.prepared("a", prepared)
-    attempts.admitted("a", engine.submit(request))
+    engine.submit(request)
+    attempts.admitted("a")
     for output in drain(engine)[request.id].outputs:
         attempts.output("a", 0, output)
     steps = [each for each in attempts.outbox.take(1e9) if isinstance(each, m.Step)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from site_engine.app import event_loop_factory
-from site_engine.core.request import Admission, Finish, Output, Request, Sampling
+from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, VariantRefused
 
@@ -44,10 +44,8 @@ class HeardEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def submit(
-        self, name: str, text: str = "abc", chain: str = "", **rules: Any
-    ) -> Admission | NotServed:
-        answer: asyncio.Future[Admission | NotServed] = asyncio.get_running_loop().create_future()
+    async def submit(self, name: str, text: str = "abc", chain: str = "", **rules: Any) -> NotServed | None:
+        answer: asyncio.Future[NotServed | None] = asyncio.get_running_loop().create_future()
         request = Request(name, tuple(map(ord, text)), Sampling(**rules), chain=chain)
         self.engine.submit([request], answer.set_result)
         return await asyncio.wait_for(answer, WITHIN_S)

@@ -12,7 +12,6 @@ from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.core.inbox import InboxPlace
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import (
-    Admission,
     Finish,
     Moved,
     Output,
@@ -86,7 +85,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.pending or self.cancelled)
 
-    def submit(self, request: Request, moved: Moved | None = None) -> Admission:
+    def submit(self, request: Request, moved: Moved | None = None) -> None:
         if request.chain and request.chain not in self.variants:
             raise RequestRejected(RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served", "model")
         room = CONTEXT_TOKENS - len(request.prompt)
@@ -98,7 +97,6 @@ class FakeEngine:
         elif len(self.pending) >= self.max_pending:
             raise RequestRejected(RejectionReason.FULL, f"{self.max_pending} requests wait already")
         self.pending[request.id] = request
-        return Admission(len(self.pending) - 1, min(room, _limit(request)))
 
     def cancel(self, request_id: str) -> None:
         run = self.running.pop(request_id, None)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from site_engine.core.request import Admission, Finish, Output, Request, Sampling
+from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.core.stall_watch import MAX_GAP_S, StallWatch
 from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, STALLED_AFTER_S, EngineThread
 from site_engine.engine_client import Listener, LoadSeen
@@ -44,8 +44,8 @@ class FakeLoop:
         self.engine_thread.request_load()
         self.until(lambda: len(self.loads) > seen)
 
-    def submit(self, *requests: Request) -> Admission | NotServed:
-        answers: list[Admission | NotServed] = []
+    def submit(self, *requests: Request) -> NotServed | None:
+        answers: list[NotServed | None] = []
         self.engine_thread.submit(requests, answers.append)
         self.until(lambda: answers)
         return answers[0]
@@ -79,7 +79,7 @@ def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
 
 def test_a_request_runs_to_its_end_and_the_engine_falls_idle() -> None:
     with at_work(FakeEngine()) as loop:
-        assert loop.submit(request("r", tokens=5)) == Admission(0, 5)
+        assert loop.submit(request("r", tokens=5)) is None
         loop.until(loop.finishes)
         assert "".join(each.text for each in loop.outputs) == "abcab"
         loop.until(lambda: loop.loads[-1].figures.running == 0)

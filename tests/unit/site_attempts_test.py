@@ -8,7 +8,7 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.remaining_curve import RemainingCurve
-from site_engine.core.request import Admission, Finish, Lane, Output, Sampling
+from site_engine.core.request import Finish, Lane, Output, Sampling
 from site_engine.engine_client import Delivered, Prepared
 from site_engine.federation.attempts import Attempts, Routes
 
@@ -34,7 +34,7 @@ def test_a_text_that_the_parser_fails_at_ends_its_own_attempt_alone(caplog: pyte
         prompt, rest = m.TextPrompt("hi"), (Sampling(), 1, False, RemainingCurve(), Lane.CHAT, 0, None, "")
         attempts.assign(m.Assign(name, name, "m", prompt, *rest), 0.0)
         attempts.prepared(name, Prepared((1,), "", tool_calling=calls))
-        attempts.admitted(name, Admission(0, 1))
+        attempts.admitted(name)
     cancelled = list[str]()
     for name in ("faulty", "other", "faulty"):
         cancelled += attempts.deliver(name, 0, Output(name, "text", (2,), completion_tokens=1))
@@ -62,7 +62,7 @@ def test_a_fault_after_a_finish_ends_the_attempt_and_its_other_choices() -> None
     prompt, rest = m.TextPrompt("hi"), (Sampling(), 2, False, RemainingCurve(), Lane.CHAT, 0, None, "")
     attempts.assign(m.Assign("a", "a", "m", prompt, *rest), 0.0)
     attempts.prepared("a", Prepared((1,), ""))
-    attempts.admitted("a", Admission(0, 1))
+    attempts.admitted("a")
     end = Output("1/0/a", "text", (2,), completion_tokens=1, finish=Finish.STOP)
     assert attempts.deliver("a", 0, end) == ["1/1/a"]
     deltas = [

@@ -132,7 +132,7 @@ def test_answers_come_before_deltas_and_deltas_before_load() -> None:
     outbox.load(m.Load(1, FIGURES))
     outbox.bid(m.Bid())
     outbox.delta(delta("a", "x", 1, Finish.STOP), urgent=True)
-    outbox.put(m.Accepted("a", 1, 0, 1))
+    outbox.put(m.Accepted("a", 1))
     kinds = [type(each) for each in outbox.take(0.0)]
     assert kinds == [m.Accepted, m.Step, m.Load, m.Bid]
 
@@ -150,7 +150,7 @@ def test_only_the_latest_load_is_sent_and_not_too_often() -> None:
 
 def test_a_new_stream_hears_of_attempts_and_not_of_the_old_stream() -> None:
     outbox = Outbox()
-    kept = [m.Accepted("a", 1, 0, 1), m.Rejected("b", Reason.FULL, "full"), m.Released("r", ("c",))]
+    kept = [m.Accepted("a", 1), m.Rejected("b", Reason.FULL, "full"), m.Released("r", ("c",))]
     for message in (m.Pong(1, 0.0), *kept, m.Draining("why", 1.0)):
         outbox.put(message)
     outbox.load(m.Load(1, FIGURES))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from site_engine.core.request import Admission, Finish, Output, Request
+from site_engine.core.request import Finish, Output, Request
 from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import UNKNOWN
@@ -73,7 +73,7 @@ def ask(refuse: Callable[[Body], httpx.Response | None], *bodies: Body) -> tuple
                 if each.finish is not None:
                     ends.put_nowait(each.finish)
 
-        def reply(said: Admission | NotServed) -> None:
+        def reply(said: NotServed | None) -> None:
             if isinstance(said, NotServed):
                 ends.put_nowait(said.reason)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from site_engine.core.request import Admission, Request
+from site_engine.core.request import Request
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import UNKNOWN
@@ -34,7 +34,7 @@ def test_a_refusal_that_names_no_time_does_not_shorten_one_that_did() -> None:
         def submit(name: str) -> asyncio.Future[NotServed]:
             refused: asyncio.Future[NotServed] = asyncio.get_running_loop().create_future()
 
-            def reply(said: Admission | NotServed) -> None:
+            def reply(said: NotServed | None) -> None:
                 if isinstance(said, NotServed):
                     refused.set_result(said)
 
