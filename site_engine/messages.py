@@ -191,17 +191,6 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    deadline_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ModelOrder:
     """`kind` is "add", "remove", "sleep" or "wake"; to add, `adapter` or `folder` is a folder here, or
     `content` an adapter of `parent` that the site fetches, for a tenant alone.
@@ -376,7 +365,6 @@ class Pong:
 @dataclass(frozen=True, slots=True)
 class Draining:
     reason: str
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +386,6 @@ FromGateway: TypeAlias = (
     | Rejected
     | Cancel
     | Release
-    | Drain
-    | Resume
     | ModelOrder
     | Ping
     | ReportPace

@@ -95,7 +95,7 @@ async def run_until_shutdown(
     await shutdown.requested.wait()
     if not shutdown.immediate.is_set():
         log.info("draining: %s; %d attempts still run", shutdown.reason, site.live)
-        site.drain(shutdown.reason, drain_s)
+        site.drain(shutdown.reason)
         idle = asyncio.Event()
         site.when_idle(idle.set)
         ends = [idle.wait()] if drain is None else [idle.wait(), drain()]

@@ -58,13 +58,11 @@ class SiteMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ..., held: _Optional[_Union[Held, _Mapping]] = ..., training: _Optional[_Union[Training, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order", "train", "stop_training", "report_pace")
+    __slots__ = ("welcome", "assign", "cancel", "release", "ping", "bunch", "count", "order", "train", "stop_training", "report_pace")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
-    RESUME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     BUNCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -76,8 +74,6 @@ class GatewayMessage(_message.Message):
     assign: Assign
     cancel: Cancel
     release: Release
-    drain: Drain
-    resume: Resume
     ping: Ping
     bunch: GatewayBunch
     count: Count
@@ -85,7 +81,7 @@ class GatewayMessage(_message.Message):
     train: Train
     stop_training: StopTraining
     report_pace: ReportPace
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ..., train: _Optional[_Union[Train, _Mapping]] = ..., stop_training: _Optional[_Union[StopTraining, _Mapping]] = ..., report_pace: _Optional[_Union[ReportPace, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ..., train: _Optional[_Union[Train, _Mapping]] = ..., stop_training: _Optional[_Union[StopTraining, _Mapping]] = ..., report_pace: _Optional[_Union[ReportPace, _Mapping]] = ...) -> None: ...
 
 class SiteBunch(_message.Message):
     __slots__ = ("messages",)
@@ -908,27 +904,11 @@ class Cancel(_message.Message):
     attempt_id: str
     def __init__(self, attempt_id: _Optional[str] = ...) -> None: ...
 
-class Drain(_message.Message):
-    __slots__ = ("deadline_s", "reason")
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    deadline_s: float
-    reason: str
-    def __init__(self, deadline_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class Resume(_message.Message):
+class Draining(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
-
-class Draining(_message.Message):
-    __slots__ = ("reason", "deadline_s")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    deadline_s: float
-    def __init__(self, reason: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Bye(_message.Message):
     __slots__ = ("reason",)

@@ -297,8 +297,6 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
     "count": decode_count,
     "cancel": lambda body: m.Cancel(body.attempt_id),
     "release": lambda body: m.Release(body.release_id, tuple(dict.fromkeys(body.attempt_ids))),
-    "drain": lambda body: m.Drain(body.deadline_s, body.reason),
-    "resume": lambda body: m.Resume(body.reason),
     **training_codec.DECODERS,
     "ping": lambda body: m.Ping(body.nonce),
     "report_pace": lambda body: m.ReportPace(body.times_off, body.every_s, body.heartbeat_s),

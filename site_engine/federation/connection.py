@@ -41,7 +41,6 @@ class Connection:
     lost_s: float = 0.0
     grace_s: float = 0.0
     heartbeat_s: float = 0.0  # the gateway says something as often
-    draining: bool = False  # at the request of this gateway
     protocol: int = 1
     reads_prefixes: bool = False
     reads_models: bool = False
@@ -60,7 +59,7 @@ class Connection:
         """Begin a stream with what its gateway says of itself."""
         self.linked, self.wake, self.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         self.heartbeat_s = welcome.heartbeat_s
-        self.draining = self.has_bid = self.hello_is_old = False
+        self.has_bid = self.hello_is_old = False
         self.protocol, self.reads_prefixes = welcome.protocol, welcome.reads_prefixes
         self.reads_models, self.reads_held = welcome.reads_models, welcome.reads_held
         self.tunes = welcome.tunes

@@ -79,7 +79,7 @@ class LoadReports:
         free_slots = self._hello.slots - figures.running
         preparing = any(each.attempts.preparing for each in self._connections.values())
         room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
-        if not room or draining or connection.draining or connection.reports.is_rare:
+        if not room or draining or connection.reports.is_rare:
             connection.withdraw_bid()
             return False
         return not connection.has_bid and self._clock() - connection.bid_s >= BID_INTERVAL_S

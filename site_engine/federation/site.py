@@ -147,11 +147,6 @@ class Site:
                 self._release(connection, message)
             case m.Ping():
                 attempts.outbox.put(m.Pong(message.nonce, time.time()))
-            case m.Drain():
-                connection.draining = True
-                attempts.outbox.put(m.Draining(message.reason, message.deadline_s))
-            case m.Resume():
-                connection.draining = False
             case m.ModelOrder():
                 self._order(connection, message)
             case m.Rejected():
@@ -161,7 +156,7 @@ class Site:
         self._changed(connection)
 
     def _assign(self, connection: Connection, assign: m.Assign) -> None:
-        refusal = self._refusal(connection, assign)
+        refusal = self._refusal(assign)
         if refusal is not None:
             connection.attempts.outbox.put(refusal)
         elif connection.attempts.assign(assign, self._clock()):
@@ -201,7 +196,7 @@ class Site:
                 connection.attempts.outbox.put(m.Counted(count_id, answer))
             connection.wake()
 
-        refusal = self._refusal(connection, assign)
+        refusal = self._refusal(assign)
         if refusal is not None:
             connection.attempts.outbox.put(refusal)
         elif count_id not in counting:
@@ -213,14 +208,14 @@ class Site:
             else:
                 count()
 
-    def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
+    def _refusal(self, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
         if assign.model not in self._models:
             named, more = self.models[:MAX_NAMED], len(self.models) - MAX_NAMED
             others = f" and {more} more" if more > 0 else ""
             message = f"this site serves {', '.join(named)}{others}, not {assign.model}"
             return reject(Reason.MODEL_UNKNOWN, message, "model")
-        if self._draining is not None or connection.draining:
+        if self._draining is not None:
             return reject(Reason.DRAINING, "this site takes no new work")
         waiting, of_tenant = self._engine.waiting, self._engine.waiting_of(assign.tenant)
         if not has_place(of_tenant, waiting, self._max_preparing):
@@ -322,9 +317,9 @@ class Site:
 
     # the end
 
-    def drain(self, reason: str, deadline_s: float) -> None:
+    def drain(self, reason: str) -> None:
         """Refuse new attempts from now on, and notify every gateway."""
-        self._draining = m.Draining(reason, deadline_s)
+        self._draining = m.Draining(reason)
         for connection in self._connections.values():
             if connection.linked:
                 connection.attempts.outbox.put(self._draining)

@@ -325,7 +325,7 @@ def test_orders_of_a_draining_site_survive_its_hang() -> None:
         hung, other = await two_sites(here)
         task = asyncio.create_task(collect(here, here.query()))
         await hung.assigned()
-        await hung.send(draining=pb.Draining(reason="its machine is taken back", deadline_s=60.0))
+        await hung.send(draining=pb.Draining(reason="its machine is taken back"))
         await until(lambda: state_of(here, "a") == "draining", "it drains")
         await hung.report(stalled_s=3.0)
         await other.finish(await other.assigned(), "done", 1)

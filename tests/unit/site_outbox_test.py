@@ -151,7 +151,7 @@ def test_only_the_latest_load_is_sent_and_not_too_often() -> None:
 def test_a_new_stream_hears_of_attempts_and_not_of_the_old_stream() -> None:
     outbox = Outbox()
     kept = [m.Accepted("a", 1), m.Rejected("b", Reason.FULL, "full"), m.Released("r", ("c",))]
-    for message in (m.Pong(1, 0.0), *kept, m.Draining("why", 1.0)):
+    for message in (m.Pong(1, 0.0), *kept, m.Draining("why")):
         outbox.put(message)
     outbox.load(m.Load(1, FIGURES))
     outbox.bid(m.Bid())

@@ -112,7 +112,7 @@ def test_who_has_no_room_does_not_bid(figures: dict[str, int]) -> None:
 def test_who_drains_does_not_bid() -> None:
     scene = Scene()
     connection = scene.link()
-    scene.site.receive(connection, m.Drain(1.0, "why"))
+    scene.site.drain("why")
     scene.load()
     assert bids(connection) == []
 
@@ -329,9 +329,9 @@ def test_a_drain_is_told_to_those_who_listen_and_to_those_who_come() -> None:
     scene = Scene()
     gone = scene.link("gone")
     scene.site.lost(gone)
-    scene.site.drain("an update", 25.0)
+    scene.site.drain("an update")
     back = scene.link("gone")
-    assert back.attempts.outbox.take(0.0) == [m.Draining("an update", 25.0)]
+    assert back.attempts.outbox.take(0.0) == [m.Draining("an update")]
 
 
 def test_a_second_assign_of_one_attempt_changes_nothing() -> None:
@@ -369,7 +369,7 @@ def test_counts_have_places_for_prompts_as_attempts_have() -> None:
     scene.site.receive(connection, m.Count(assign("c", "tenant")))
     (rejected,) = connection.attempts.outbox.take(0.0)
     assert (rejected.attempt_id, rejected.reason) == ("c", Reason.FULL)
-    scene.site.drain("an update", 25.0)
+    scene.site.drain("an update")
     connection.attempts.outbox.take(0.0)
     scene.site.receive(connection, m.Count(assign("d")))
     assert connection.attempts.outbox.take(0.0)[0].reason is Reason.DRAINING
