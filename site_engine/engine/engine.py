@@ -107,25 +107,40 @@ class SiteEngine:
 
     def step(self) -> list[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
-        if self.training.jobs and not self._live.needs_step:
-            self._measure_last(self._clock())
-            if self._pending is not None and self.training.is_due(self._published_s):
-                self._publish_pending()  # a slice would delay its tokens
-                return self._live.take_outputs()
-            if self._pending is None and self.training.run_slice(self._published_s):
-                return self._live.take_outputs()
-        if self._expected_within:
-            self._expected_within -= 1
-            if self._pending is not None:
-                self._publish_pending()  # what comes would wait for one more step that is launched ahead
-                return self._live.take_outputs()
-        if self._live.needs_host:
-            self._publish_pending()
-        if self._overlapped is None or self._live.needs_host:
-            return self._step_synchronous()
-        return self._step_overlapped(self._overlapped)
+        if not (self._run_slice() or self._await_move()):
+            if self._live.needs_host:
+                self._publish_pending()
+            if self._overlapped is None or self._live.needs_host:
+                self._step_synchronous()
+            else:
+                self._step_overlapped(self._overlapped)
+        return self._live.take_outputs()
 
-    def _step_synchronous(self) -> list[Output]:
+    def _run_slice(self) -> bool:
+        """Run a slice of training, or publish what it would delay; return whether either was due."""
+        if not self.training.jobs or self._live.needs_step:
+            return False
+        self._measure_last(self._clock())
+        if self._pending is None:
+            return self.training.run_slice(self._published_s)
+        if not self.training.is_due(self._published_s):
+            return False
+        self._publish_pending()
+        return True
+
+    def _await_move(self) -> bool:
+        """Launch no step while a request comes from another engine, which would wait for one step more;
+        publish the one that is launched. Return whether there was one.
+        """
+        if not self._expected_within:
+            return False
+        self._expected_within -= 1
+        if self._pending is None:
+            return False
+        self._publish_pending()
+        return True
+
+    def _step_synchronous(self) -> None:
         """Apply control, schedule, run, sample, publish."""
         began = self._clock()
         self._measure_last(began)
@@ -143,9 +158,8 @@ class SiteEngine:
             self._unmeasured = plan, began, discarded
         if not self._live.processors:
             self._measure_last(self._clock())
-        return self._live.take_outputs()
 
-    def _step_overlapped(self, runner: OverlappedRunner) -> list[Output]:
+    def _step_overlapped(self, runner: OverlappedRunner) -> None:
         """Apply control, schedule, launch; then publish the iteration before."""
         began = self._clock()
         self._measure_last(began)
@@ -169,7 +183,6 @@ class SiteEngine:
                     if len(left.chunks) > 1:  # one alone has failed, and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
-        return self._live.take_outputs()
 
     # ---- between iterations
 
