@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
+from gateway.batches.order import prefill_heavy
 from gateway.batches.pace import FIRST_PRIORITY
 from gateway.batches.prompts import Kept, answer_prompts
-from gateway.batches.values import WINDOW_S
+from gateway.batches.values import WINDOW_S, Batch, Line, Order
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
 from gateway.openai.error_body import translate
@@ -72,16 +73,14 @@ def line_queries(
 
 
 async def answer_line(
-    endpoint: UnaryFormat,
+    batch: Batch,
+    line: Line,
     body: dict[str, object],
     caller: Caller,
     context: BatchContext,
     *,
     query_id: str,
     preferred_site: str | None,
-    within_s: float,
-    any_order: bool,
-    prefill_heavy: bool,
     goes_first: bool,
     kept: Kept,
 ) -> bytes:
@@ -89,19 +88,20 @@ async def answer_line(
 
     `kept`: the prompts that earlier runs of the line have answered.
     """
+    endpoint, any_order = ENDPOINTS[batch.endpoint], batch.order is Order.BLEND
     request = read_request(endpoint, body)
     check_model(request, context.models(), caller.tenant, fleet_complete=context.knows_sites())
-    queries = line_queries(
-        request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
-    )
+    within_s = max(1.0, batch.expires_at - context.unix_time())
     queries = [
         replace(
             query,
             any_order=any_order,
-            prefill_heavy=prefill_heavy,
+            prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
             priority=FIRST_PRIORITY if goes_first else query.priority,
         )
-        for query in queries
+        for query in line_queries(
+            request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
+        )
     ]
     async with aclosing(answer_prompts(context.answer, queries, kept)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)

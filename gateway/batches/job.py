@@ -29,7 +29,6 @@ from gateway.batches.capacity import (
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
-from gateway.batches.order import prefill_heavy
 from gateway.batches.pace import Progress, is_late, work_of
 from gateway.batches.prompts import Kept
 from gateway.batches.reading import RawLine, read_line
@@ -396,15 +395,13 @@ class Job:
         read = partial(read_line, RawLine(line.number, line.begins, data), batch.endpoint, context.limits)
         request = await context.side_work.run_if_large(batch.tenant, line.size, read)
         return await answer_line(
-            ENDPOINTS[batch.endpoint],
+            batch,
+            line,
             request.body,
             caller,
             context,
             query_id=query_id,
             preferred_site=site or None,
-            within_s=max(1.0, batch.expires_at - context.unix_time()),
-            any_order=(any_order := batch.order is Order.BLEND),
-            prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
             goes_first=self.is_late,
             kept=self._kept.setdefault(line.number, {}),
         )
