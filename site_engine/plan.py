@@ -57,6 +57,35 @@ class Gpus(NamedTuple):
     bytes: int
 
 
+class AdapterSlots(NamedTuple):
+    """The slots of an engine on a GPU. `modules` is None on a CPU, which serves every kind of variant; empty
+    for a base of another family, whose variants a GPU does not serve.
+    """
+
+    bytes: int = 0
+    rank: int = 0
+    modules: frozenset[str] | None = None
+
+
+class Base(NamedTuple):
+    """What the files of a base say. `refusal`: why it will not be served, empty if nothing speaks against it.
+
+    `item_bytes`: of one number. `bytes_of_rank`: of the weights on one device. `step_bytes`: that iterations
+    need beside weights, keys and values. `most_tokens`: of keys and values that an engine makes room for.
+    """
+
+    folder: Path
+    item_bytes: int
+    ranks: int
+    shapes: Shapes
+    bytes_of_rank: int
+    kv_bytes_per_token: int
+    step_bytes: int
+    most_tokens: int
+    slots: AdapterSlots
+    refusal: str
+
+
 class PlannedVariant(NamedTuple):
     """`own_bytes`: of an adapter, 0 of LoRA that waits in host memory for a slot; of a fine-tuned model the
     most that it can need.
@@ -129,36 +158,61 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
     """Plan one group. Raises ConfigError where its base cannot be read."""
     if config.engine != "native":
         raise ConfigError(f"{config.site} is in front of a server, and a server has no weights to plan here")
+    base = read_base(config)
+    folder, shared, slots = str(base.folder), base.bytes_of_rank, base.slots.bytes
+    per_token = base.kv_bytes_per_token
+    refused = {folder: base.refusal} if base.refusal else {}
+    left = max(0, gpus.bytes - shared - slots)
+    kv_bytes = left // 4 if on_cpu(config) else kv_room(left, base.step_bytes)
+    tokens = config.kv_tokens or min(kv_bytes // per_token, base.most_tokens)
+    kv_bytes = tokens * per_token
+    room = left - kv_bytes
+    if room < 0 or tokens < config.page_size:
+        refused[folder] = (
+            f"the base has {shared:,} bytes and {tokens:,} KV tokens {kv_bytes:,}; "
+            f"a device has {gpus.bytes:,}"
+        )
+        if slots:
+            refused[folder] += f", of which slots for adapters take {slots:,}"
+    served = planned_variants(config, base, tokens, room, refused)
+    own_bytes = sum(each.own_bytes for each in served)
+    devices = [
+        PlannedDevice(name, shared + slots + own_bytes, kv_bytes, max(0, room - own_bytes))
+        for name in names_of_devices(config, gpus, refused)
+    ]
+    return Plan(config.site, gpus, shared, slots, served, per_token, tokens, refused, devices, base.ranks)
+
+
+def read_base(config: SiteConfig) -> Base:
+    """Read what the files of a base say. Raises ConfigError where they cannot be read."""
     folder, item = Path(config.model).expanduser(), ITEM_BYTES.get(config.dtype, 4 if on_cpu(config) else 2)
     ranks = max(len(each.split("+")) for each in config.devices or (config.device,))
-    refused = {}
+    refusal = ""
     try:
-        base = dict(tensors(folder))
+        shapes = dict(tensors(folder))
         per_token = kv_bytes_per_token(folder, item, ranks)
         needed = bytes_of_steps(config, folder, item, ranks)
         most_tokens = tokens_of_contexts(config, folder)
-        slots = slots_for(config, base, item)
-        own = shapes_of_rank(base, configuration(folder), ranks)
+        slots = slots_for(config, shapes, item)
+        own = shapes_of_rank(shapes, configuration(folder), ranks)
     except VariantRefused as exc:
         raise ConfigError(f"model {folder} cannot be planned: {exc}") from exc
     except ModelNotSupported as exc:
-        own, refused[str(folder)] = base, str(exc)
-    shared = sum(map(prod, own.values())) * item
-    left = max(0, gpus.bytes - shared - slots.bytes)
-    kv_bytes = left // 4 if on_cpu(config) else kv_room(left, needed)
-    tokens = config.kv_tokens or min(kv_bytes // per_token, most_tokens)
-    room = left - tokens * per_token
-    if room < 0 or tokens < config.page_size:
-        refused[str(folder)] = (
-            f"the base has {shared:,} bytes and {tokens:,} KV tokens {tokens * per_token:,}; "
-            f"a device has {gpus.bytes:,}"
-        )
-        if slots.bytes:
-            refused[str(folder)] += f", of which slots for adapters take {slots.bytes:,}"
-    served = []
+        own, refusal = shapes, str(exc)
+    of_rank = sum(map(prod, own.values())) * item
+    return Base(folder, item, ranks, shapes, of_rank, per_token, needed, most_tokens, slots, refusal)
+
+
+def planned_variants(
+    config: SiteConfig, base: Base, tokens: int, room: int, refused: dict[str, str]
+) -> list[PlannedVariant]:
+    """Return the variants that fit the `room` bytes beside the base and so many KV tokens; note in `refused`
+    why the others do not.
+    """
+    served: list[PlannedVariant] = []
     for variant in config.variants:
         try:
-            one = planned(variant, base, item, slots, per_token)
+            one = planned(variant, base)
             if one.own_bytes > room:
                 raise VariantRefused(
                     f"it needs {one.own_bytes:,} bytes, and {max(0, room):,} are left beside "
@@ -169,10 +223,7 @@ def plan(config: SiteConfig, gpus: Gpus) -> Plan:
         else:
             served.append(one)
             room -= one.own_bytes
-    weights = shared + slots.bytes + sum(each.own_bytes for each in served)
-    named = names_of_devices(config, gpus, refused)
-    each = [PlannedDevice(name, weights, tokens * per_token, max(0, room)) for name in named]
-    return Plan(config.site, gpus, shared, slots.bytes, served, per_token, tokens, refused, each, ranks)
+    return served
 
 
 def on_cpu(config: SiteConfig) -> bool:
@@ -197,16 +248,6 @@ def shapes_of_rank(base: Shapes, config: Mapping[str, Any], ranks: int) -> Shape
     except SENSELESS as exc:
         raise VariantRefused(f"config.json cannot be read: {exc!r}") from exc
     return {name: part_shape(part_of(name, shape, sizes, 0, ranks), shape) for name, shape in base.items()}
-
-
-class AdapterSlots(NamedTuple):
-    """The slots of an engine on a GPU. `modules` is None on a CPU, which serves every kind of variant; empty
-    for a base of another family, whose variants a GPU does not serve.
-    """
-
-    bytes: int = 0
-    rank: int = 0
-    modules: frozenset[str] | None = None
 
 
 def slots_for(config: SiteConfig, base: Shapes, item: int) -> AdapterSlots:
@@ -261,24 +302,22 @@ def check_gpu(variant: VariantConfig, own: Shapes, slots: AdapterSlots) -> None:
         raise VariantRefused(f"{what}; {SERVED_ON_GPU}")
 
 
-def planned(
-    variant: VariantConfig, base: Shapes, item: int, slots: AdapterSlots, per_token: int
-) -> PlannedVariant:
+def planned(variant: VariantConfig, base: Base) -> PlannedVariant:
     """Check a variant's shapes against the base's, and its kind. Raises VariantRefused."""
     if (variant.adapter or variant.model).startswith(HUB):
         raise VariantRefused("it is on the Hub, and plans read the headers of files that are here")
     folder = Path(variant.adapter or variant.model).expanduser()
     own = dict(tensors(folder, "adapter_model" if variant.adapter else "model"))
     if own.keys() == {EMBEDDINGS}:
-        check_prefix(own[EMBEDDINGS], per_token // item)
+        check_prefix(own[EMBEDDINGS], base.kv_bytes_per_token // base.item_bytes)
     elif variant.adapter:
-        check_adapter(own, base)
+        check_adapter(own, base.shapes)
     else:
-        check_same_shapes(own, base)
-    check_gpu(variant, own, slots)
-    if variant.adapter and slots.bytes and own.keys() != {EMBEDDINGS}:
+        check_same_shapes(own, base.shapes)
+    check_gpu(variant, own, base.slots)
+    if variant.adapter and base.slots.bytes and own.keys() != {EMBEDDINGS}:
         return PlannedVariant(variant.id, "adapter", 0)
-    size = sum(map(prod, own.values())) * item
+    size = sum(map(prod, own.values())) * base.item_bytes
     return PlannedVariant(variant.id, "adapter" if variant.adapter else "model", size)
 
 
