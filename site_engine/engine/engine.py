@@ -105,7 +105,7 @@ class SiteEngine:
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
         self._expected_within = 0  # steps within which a request comes from another engine; 0: none does
 
-    def step(self) -> list[Output]:
+    def step(self) -> Sequence[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
         if not (self._run_slice() or self._await_move()):
             if self._live.needs_host:
@@ -253,7 +253,7 @@ class SiteEngine:
         processor = self._live.processors.get(request_id)
         return processor is not None and self.inbox.send_ahead(processor.request, to)
 
-    def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[list[Output], Moved | None]:
+    def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[Sequence[Output], Moved | None]:
         """Take a request out, for another engine; return the outputs that were under way, which may end it.
 
         Its keys and values are copied to the place `to`, if it has any, but for those that were sent ahead.
@@ -359,11 +359,18 @@ class SiteEngine:
         """
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
+        described = {*broken, *(alternatives or ())}  # rows of which more than a token is known
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             if request.state is State.FINISHED:
                 discarded += 1
                 continue
-            processor, fault = live[request.id], broken.get(row)
+            processor = live[request.id]
+            if row not in described and (generated := processor.take_alone(token_id)):
+                outputs.request_ids.append(request.id)
+                outputs.token_ids.append(token_id)
+                outputs.generated.append(generated)
+                continue
+            fault = broken.get(row)
             if fault is None and request.guide is not None and request.guide.error:
                 fault = f"the answer's grammar: {request.guide.error}"
             if fault is not None:
@@ -374,7 +381,7 @@ class SiteEngine:
                 self._meter.prompt_tokens_total += len(request.prompt)
                 self._live.needs_host.discard(request.id)
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
-            outputs.append(output)
+            outputs.others.append(output)
             discarded += not output.token_ids
             if output.finish is not None:
                 self._scheduler.reservation.factors.ended(request, request.generated)

@@ -17,6 +17,7 @@ from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.request import Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
+from site_engine.core.step_outputs import StepOutputs, with_more_than_a_token
 from site_engine.engine.engine_interface import Engine
 from site_engine.engine.thread_training import ThreadTraining
 from site_engine.engine_client import Group, Listener, LoadSeen
@@ -252,14 +253,21 @@ class EngineThread:
             self.trainer.pass_on(self.listener.training)
 
     def _publish(self, outputs: Sequence[Output]) -> None:
-        known = [output for output in outputs if output.request_id in self._live]
+        if isinstance(outputs, StepOutputs) and not self._live.keys() >= set(outputs.request_ids):
+            outputs = list(outputs)  # some are of requests that have ended
+        known = [each for each in with_more_than_a_token(outputs) if each.request_id in self._live]
         for output in known:
             if output.finish is None:
                 self._live[output.request_id] = output.completion_tokens
             else:
                 self._live.pop(output.request_id)
-        if known:
-            self._calls.append(partial(self.listener.outputs, known))
+        if isinstance(outputs, StepOutputs):
+            self._live.update(zip(outputs.request_ids, outputs.generated, strict=True))
+            outputs.others = known
+        else:
+            outputs = known
+        if outputs:
+            self._calls.append(partial(self.listener.outputs, outputs))
 
     def _post_calls(self) -> None:
         calls, self._calls = self._calls, []
@@ -306,7 +314,7 @@ class EngineThread:
 
     def _check_health(self, outputs: Sequence[Output]) -> None:
         """Detect a dead device: it fails every request at once and looks idle. Raises EngineBroken."""
-        failed = [output for output in outputs if output.finish is Finish.FAILED]
+        failed = [each for each in with_more_than_a_token(outputs) if each.finish is Finish.FAILED]
         for output in failed:
             if output.request_id == PROBE_ID:
                 raise EngineBroken(f"even a request of one token fails: {output.error}")

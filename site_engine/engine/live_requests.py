@@ -6,11 +6,12 @@ without an output. Whichever it is, the scheduler gets back what the request hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from site_engine.core.deadlines import Deadlines
 from site_engine.core.request import Finish, Output, Request
 from site_engine.core.scheduler import Scheduler
+from site_engine.core.step_outputs import StepOutputs
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.model.kv_cache import KVCache
 
@@ -20,7 +21,7 @@ class LiveRequests:
 
     def __init__(self, scheduler: Scheduler, kv_cache: KVCache, clock: Callable[[], float]) -> None:
         self.processors: dict[str, OutputProcessor] = {}
-        self.outputs: list[Output] = []
+        self.outputs = StepOutputs()
         self.needs_host: set[str] = set()  # whose prompt's logits are needed on the host
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -54,9 +55,9 @@ class LiveRequests:
             if processor is not None and processor.request.deadline_s == deadline_s:
                 self.finish(processor, Finish.FAILED, "its deadline passed before it was done")
 
-    def take_outputs(self) -> list[Output]:
-        outputs, self.outputs = self.outputs, []
-        return outputs
+    def take_outputs(self) -> Sequence[Output]:
+        outputs, self.outputs = self.outputs, StepOutputs()
+        return outputs if outputs.request_ids else outputs.others
 
     def fail(self, processor: OutputProcessor, error: str) -> None:
         """End a request whose keys and values cannot be trusted: nobody reads them again."""
@@ -67,7 +68,7 @@ class LiveRequests:
 
     def finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
         """End a request with an output of its own."""
-        self.outputs.append(processor.end(finish, self._clock(), error))
+        self.outputs.others.append(processor.end(finish, self._clock(), error))
         self.forget(processor.request)
 
     def forget(self, request: Request) -> None:

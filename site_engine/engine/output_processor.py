@@ -48,6 +48,22 @@ class OutputProcessor:
     def contradicts_delivered(self) -> bool:
         return self._answer.contradicts_delivered
 
+    def take_alone(self, token_id: int) -> int:
+        """Append a token if its output is the token and nothing else; return the tokens generated, else 0."""
+        request = self.request
+        tokens = request.tokens
+        generated = len(tokens) - request.prompt_len + 1
+        if (
+            generated >= request.max_tokens
+            or token_id in self._ends
+            or self._starts_timed <= request.preemptions
+            or request.guide is not None
+            or not self._has_no_text
+        ):
+            return 0
+        tokens.append(token_id)
+        return generated
+
     def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
         """Append a token and return its output."""
         request, answer = self.request, self._answer
@@ -60,8 +76,6 @@ class OutputProcessor:
         generated = len(tokens) - request.prompt_len
         finish = self._finish(token_id, generated)
         is_timed = finish is None and self._starts_timed > request.preemptions
-        if is_timed and self._has_no_text and alternatives is None:  # most rows of an engine's process
-            return Output(request.id, "", (token_id,), completion_tokens=generated)
         text, finish = answer.read(token_id, generated, finish)
         ended = finish is Finish.STOP and token_id in self._ends
         is_timed = finish is None and is_timed

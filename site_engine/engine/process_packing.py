@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from site_engine.core.request import Moved, Output, Request, TokenLogprob
+from site_engine.core.step_outputs import StepOutputs, with_more_than_a_token
 from site_engine.engine import process_messages as pm
 from site_engine.engine_client import Group
 from site_engine.errors import NotServed, Reason
@@ -83,9 +84,12 @@ def from_admitted(message: pm.Admitted) -> NotServed | None:
     return NotServed(Reason(message.reason), message.message, message.param)
 
 
-def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> pm.Step:
-    """Pack the outputs of requests with these numbers. Their log probabilities name tokens by ids."""
-    token_ids = [output.token_ids[0] if output.token_ids else 0 for output in outputs]
+def to_step(outputs: Sequence[Output], numbers: Mapping[str, int]) -> pm.Step:
+    """Pack the outputs of requests, by their numbers. Their log probabilities name tokens by ids."""
+    request_ids, token_ids, others = list[str](), list[int](), with_more_than_a_token(outputs)
+    if isinstance(outputs, StepOutputs):
+        request_ids, token_ids = outputs.request_ids, outputs.token_ids
+    token_ids = token_ids + [each.token_ids[0] if each.token_ids else 0 for each in others]
     details = [
         pm.Detail(
             row,
@@ -96,10 +100,11 @@ def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> pm.Step:
             [_ranked(each) for each in output.logprobs],
             [_ranked(each) for each in output.prompt_logprobs],
         )
-        for row, output in enumerate(outputs)
+        for row, output in enumerate(others, start=len(request_ids))
         if output.timings is not None or output.finish is not None or output.logprobs
     ]
-    return pm.Step(list(numbers), token_ids, details)
+    request_ids = request_ids + [each.request_id for each in others]
+    return pm.Step([numbers[each] for each in request_ids], token_ids, details)
 
 
 def _ranked(value: TokenLogprob) -> pm.RankedToken:

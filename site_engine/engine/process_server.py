@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from site_engine.core.chain import Chain
 from site_engine.core.request import Grammar, Moved, Output, Request
+from site_engine.core.step_outputs import with_more_than_a_token
 from site_engine.engine import process_messages as pm
 from site_engine.engine import process_packing as packing
 from site_engine.engine.engine_thread import EngineThread
@@ -241,9 +242,9 @@ class EngineServer:
     # ---- on the engine thread
 
     def _outputs(self, outputs: Sequence[Output]) -> None:
-        numbers = self._numbers
-        self._put(packing.to_step(outputs, [numbers[output.request_id] for output in outputs]))
-        self._forget([output.request_id for output in outputs if output.finish is not None])
+        self._put(packing.to_step(outputs, self._numbers))
+        ended = [each.request_id for each in with_more_than_a_token(outputs) if each.finish is not None]
+        self._forget(ended)
 
     def _variant_added(self, call: int, answer: Chain | VariantRefused) -> None:
         if isinstance(answer, VariantRefused):

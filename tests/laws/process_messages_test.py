@@ -86,7 +86,8 @@ rows = st.builds(
 
 @given(st.lists(rows, max_size=30))
 def test_the_rows_of_a_step_arrive_as_they_were(outputs: list[Output]) -> None:
-    sent = packing.to_step(outputs, range(100, 100 + len(outputs)))
+    outputs = [output._replace(request_id=f"row {row}") for row, output in enumerate(outputs)]
+    sent = packing.to_step(outputs, {f"row {row}": 100 + row for row in range(len(outputs))})
     got = pm.decode_from_engine(pm.frame(sent)[4:])
     assert got == sent
     assert isinstance(got, pm.Step)

@@ -148,7 +148,7 @@ class FakeEngine:
         if self.variants.pop(variant_id, None) is None:
             raise VariantRefused(f"{variant_id} is not served here")
 
-    def step(self) -> list[Output]:
+    def step(self) -> Sequence[Output]:
         outputs, self.cancelled = self.cancelled, []
         while self.pending and len(self.running) < self.slots:
             request = self.pending.pop(next(iter(self.pending)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.core.stall_watch import MAX_GAP_S, StallWatch
+from site_engine.core.step_outputs import StepOutputs
 from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, STALLED_AFTER_S, EngineThread
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
@@ -128,7 +129,7 @@ class StuckEngine(FakeEngine):
         self.steps = 0
         self.inside, self.let_go = threading.Event(), threading.Event()
 
-    def step(self) -> list[Output]:
+    def step(self) -> Sequence[Output]:
         self.steps += 1
         if self.steps == 2:
             self.inside.set()
@@ -232,6 +233,49 @@ def test_outputs_of_an_iteration_arrive_in_one_call() -> None:
         loop.step()
         assert len(loop.outputs) == 4
         assert loop.batches - before == 1
+
+
+class EngineOfColumns(FakeEngine):
+    """Its outputs come in columns; `gone` names a request that has ended and has one more token."""
+
+    gone = ""
+
+    def step(self) -> StepOutputs:
+        found = StepOutputs()
+        for output in super().step():
+            if output.finish is None:
+                found.request_ids.append(output.request_id)
+                found.token_ids.append(output.token_ids[0])
+                found.generated.append(output.completion_tokens)
+            else:
+                found.others.append(output)
+        if self.gone:
+            found.request_ids.append(self.gone)
+            found.token_ids.append(1)
+            found.generated.append(2)
+        return found
+
+
+def test_outputs_in_columns_arrive_as_others_do() -> None:
+    told = []
+    for engine in (EngineOfColumns(), FakeEngine()):
+        with at_work(engine) as loop:
+            loop.submit(request("a", tokens=4), request("b", tokens=2))
+            loop.until(lambda: len(loop.finishes()) == 2)
+            told.append(sorted((each.request_id, each.token_ids) for each in loop.outputs))
+    assert told[0] == told[1]
+
+
+def test_a_token_in_columns_of_a_request_that_has_ended_reaches_nobody() -> None:
+    engine = EngineOfColumns()
+    engine.gone = "ended before"
+    with at_work(engine) as loop:
+        loop.submit(request("r"))
+        loop.until(loop.finishes)
+        assert {each.request_id for each in loop.outputs} == {"r"}
+        loop.engine_thread.cancel(["ended before"])  # it was not taken for one that runs
+        loop.until(lambda: loop.loads[-1].figures.running == 0)
+        assert loop.finishes() == {"r": Finish.LENGTH}
 
 
 def test_figures_that_follow_an_answer_count_what_was_taken() -> None:
