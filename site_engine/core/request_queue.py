@@ -7,7 +7,7 @@ whether a request fits; the scheduler does.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp, inf, log
@@ -118,9 +118,11 @@ def shortest_prompt(request: Request, _aged: float) -> float:
 
 def forecast(request: Request) -> list[float]:
     """Return the likely numbers of remaining tokens: of the likely lengths those that are not reached yet."""
-    generated, limit = request.generated, request.max_tokens
-    likely = [each * request.length_factor for each in likely_lengths(request.remaining)]
-    left = [min(each, limit) - generated for each in likely if each > generated]
+    generated, limit, likely = request.generated, request.max_tokens, likely_lengths(request.remaining)
+    if request.length_factor != 1.0:
+        likely = tuple([each * request.length_factor for each in likely])
+    still = likely[bisect_right(likely, generated) :]
+    left = [(each if each < limit else limit) - generated for each in still]
     return left or [request.expected_remaining()]
 
 

@@ -13,9 +13,9 @@ and not that those will end, since others come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,18 +70,22 @@ class FuturePeak:
         self._order = np.arange(0)  # of all ends, when they were summed up last
         self._changed = True
 
-    def put(self, owner: object, span: Span) -> None:
-        """Enter a request, or change it."""
-        if owner not in self._at:
-            if not self._free:
-                self._grow()
-            self._at[owner] = self._free.pop()
-        at, ends, likely = self._at[owner], span.ends, len(span.ends)
-        self._ends[at, :likely] = ends
-        self._shares[at] = self._bases[at] = 0.0
-        self._shares[at, :likely] = 1 / likely
-        self._bases[at, :likely] = span.base / likely
-        self._last[at] = span.base + ends[-1], span.variance
+    def put(self, spans: Mapping[Any, Span]) -> None:
+        """Enter requests, or change them."""
+        for owner in spans:
+            if owner not in self._at:
+                if not self._free:
+                    self._grow()
+                self._at[owner] = self._free.pop()
+        at = [self._at[owner] for owner in spans]
+        padded = [(each.ends + each.ends[-1:] * LIKELY_LENGTHS)[:LIKELY_LENGTHS] for each in spans.values()]
+        ends, bases = np.array(padded), np.array([each.base for each in spans.values()])
+        likely = np.array([len(each.ends) for each in spans.values()])
+        shares = (np.arange(LIKELY_LENGTHS) < likely[:, None]) / likely[:, None]
+        means = (ends * shares).sum(1)
+        self._ends[at], self._shares[at], self._bases[at] = ends, shares, bases[:, None] * shares
+        self._last[at, 0] = bases + ends[:, -1]
+        self._last[at, 1] = ((ends - means[:, None]) ** 2 * shares).sum(1)
         self._changed = True
 
     def remove(self, owner: object) -> None:
@@ -174,7 +178,7 @@ class Reservation:
 
     def _missing_pages(self, request: Request) -> int:
         known = max(len(request.tokens), request.computed + 1)
-        return max(0, self._pool.pages_for(known) - len(request.pages))
+        return max(0, -(-known // self._pool.page_size) - len(request.pages))
 
     def has_room(self, request: Request) -> bool:
         """Return whether memory suffices at every time for those that count for a request, with it."""
@@ -199,7 +203,7 @@ class Reservation:
         """Enter a request that starts. The pages that it has by now are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
-        self._futures[request.lane].put(request, self._spans[request])
+        self._futures[request.lane].put({request: self._spans[request]})
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
@@ -218,7 +222,7 @@ class Reservation:
             span = self._spans[other]
             self._shared[other] += pages
             self._spans[other] = span._replace(base=span.base - pages * self._pool.page_size)
-            self._futures[other.lane].put(other, self._spans[other])
+            self._futures[other.lane].put({other: self._spans[other]})
 
     def computes(self, request: Request, first: int, after: int) -> None:
         """Enter pages [first, after) of a request, which others can share from now on."""
@@ -251,8 +255,9 @@ class Reservation:
             return
         self.factors.update(self._spans)
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
-        for each, span in self._spans.items():
-            self._futures[each.lane].put(each, span)
+        for lane, future in self._futures.items():
+            if spans := {each: span for each, span in self._spans.items() if each.lane is lane}:
+                future.put(spans)
         self._read_at = self.iteration
         self._refused.clear()
 

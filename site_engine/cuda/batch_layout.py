@@ -180,24 +180,26 @@ class Packer:
         return min(tokens, row_bucket(self._slots, self._slots))
 
     def _items_of(self, plan: SchedulePlan, samples: int) -> int:
-        chunk = self._chunk_tokens(samples)
-        return sum([max(1, -(-scheduled.start // chunk)) for scheduled in plan.decodes])
+        return int(self._chunks(_starts(plan), samples).sum())
+
+    def _chunks(self, starts: Numbers, samples: int) -> Numbers:
+        """Return the chunks that decode rows with so many tokens before them are cut into."""
+        chunks: Numbers = np.maximum(1, -(-starts // self._chunk_tokens(samples)))
+        return chunks
 
     def fill(self, to: Sections, shape: Shape, plan: SchedulePlan) -> list[Request]:
         """Fill everything but the patches; return the requests that the sampled rows belong to, in order."""
         rows = len(plan.decodes)
-        to.source[:rows] = [
-            request.tokens[start] if start < len(request.tokens) else -1 - request.row
-            for request, start, _, _ in plan.decodes
-        ]
-        starts = np.array([scheduled.start for scheduled in plan.decodes], dtype=np.int32)
+        starts, sampled = _starts(plan), [scheduled.request for scheduled in plan.decodes]
+        slots = np.array([request.row for request in sampled], dtype=np.int32)
+        np.subtract(-1, slots, out=to.source[:rows])
+        known = [row for row, (request, at, _, _) in enumerate(plan.decodes) if at < len(request.tokens)]
+        to.source[known] = [sampled[row].tokens[plan.decodes[row].start] for row in known]
         to.position[:rows] = starts
         to.slot[:rows] = 0
-        slots = np.array([scheduled.request.row for scheduled in plan.decodes], dtype=np.int32)
         to.wanted[:rows] = np.arange(rows)
         to.owner[:rows] = slots
         self._fill_items(to.items.reshape(-1, 4), shape, starts, slots)
-        sampled = [scheduled.request for scheduled in plan.decodes]
         self._fill_prefills(to, plan, sampled)
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
@@ -210,8 +212,7 @@ class Packer:
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
         """Write one item per chunk of a row; without prefill, padding rows have one item and become zeros."""
         rows = len(starts)
-        chunk = self._chunk_tokens(shape.samples)
-        chunks = np.maximum(1, -(-starts // chunk))
+        chunks = self._chunks(starts, shape.samples)
         total = int(chunks.sum())
         owner = np.repeat(np.arange(rows), chunks)
         items[:total, 0] = owner
@@ -263,6 +264,10 @@ class Packer:
                 (at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)
             ]
         return [(at + i, row, position + i, min(step, length - i)) for i in range(0, length, step)]
+
+
+def _starts(plan: SchedulePlan) -> Numbers:
+    return np.array([scheduled.start for scheduled in plan.decodes], dtype=np.int32)
 
 
 def sampled_ends(plan: SchedulePlan) -> list[int]:

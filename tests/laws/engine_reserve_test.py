@@ -46,8 +46,11 @@ def test_the_peak_is_the_most_that_is_expected_of_every_iteration(
         return sum(share * (span.base + at) for share, span in zip(running, those, strict=True))
 
     future = FuturePeak()
-    for at, span in enumerate([*spans, *spans[:gone]]):
-        future.put(at, new if at >= len(spans) else span)
+    for at in range(len(spans), len(spans) + len(spans[:gone])):
+        future.put({at: new})
+    if spans:
+        future.put(dict(enumerate([new, *spans[1:]])))
+        future.put({0: spans[0]})
     for at in range(len(spans), len(spans) + len(spans[:gone])):
         future.remove(at)
     assert future.peak() == pytest.approx(max((held(at, spans) for at in range(61)), default=0))
