@@ -237,7 +237,7 @@ def _expand_each(
     row = tl.arange(0, slots.shape[0])[:, None]
     has = (slots >= 0)[:, None]
     factors = up + slots.to(tl.int64)[:, None, None] * up_stride + n[None, :, None] * RANK
-    for begin in tl.static_range(0, RANK, FEW_RANKS):
+    for begin in tl.range(0, RANK, FEW_RANKS, num_stages=1):  # unrolled, its loads would spill registers
         rank = begin + tl.arange(0, FEW_RANKS)
         mask = has[:, :, None] & exists[None, :, None]
         factor = tl.load(factors + rank[None, None, :], mask=mask, other=0.0)
