@@ -11,7 +11,7 @@ from site_engine.core.request import Output
 
 class StepOutputs(Sequence[Output]):
     """The outputs of one iteration. `request_ids`, `token_ids` and `generated` are the columns of requests
-    that got a token and go on, `generated` with it; `others` has all other outputs.
+    that got a token and go on, `generated` with it; `others` has all other outputs, which follow those.
 
     Where another process makes the text, most outputs are in the columns: an object for each row took the
     engine's thread three times as long.
@@ -22,6 +22,15 @@ class StepOutputs(Sequence[Output]):
         self.token_ids: list[int] = []
         self.generated: list[int] = []
         self.others: list[Output] = []
+
+    @property
+    def has_tokens(self) -> bool:
+        """Return whether a token is in it, which one of a later iteration must not come before."""
+        return bool(self.request_ids) or any(each.token_ids for each in self.others)
+
+    def owners(self) -> set[str]:
+        """Return the ids of the requests that have outputs."""
+        return {*self.request_ids, *(each.request_id for each in self.others)}
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)

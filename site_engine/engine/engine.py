@@ -359,13 +359,14 @@ class SiteEngine:
         """
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
+        in_columns = not outputs.has_tokens
         described = {*broken, *(alternatives or ())}  # rows of which more than a token is known
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             if request.state is State.FINISHED:
                 discarded += 1
                 continue
             processor = live[request.id]
-            if row not in described and (generated := processor.take_alone(token_id)):
+            if in_columns and row not in described and (generated := processor.take_alone(token_id)):
                 outputs.request_ids.append(request.id)
                 outputs.token_ids.append(token_id)
                 outputs.generated.append(generated)

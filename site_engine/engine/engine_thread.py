@@ -253,19 +253,16 @@ class EngineThread:
             self.trainer.pass_on(self.listener.training)
 
     def _publish(self, outputs: Sequence[Output]) -> None:
-        if isinstance(outputs, StepOutputs) and not self._live.keys() >= set(outputs.request_ids):
-            outputs = list(outputs)  # some are of requests that have ended
-        known = [each for each in with_more_than_a_token(outputs) if each.request_id in self._live]
-        for output in known:
-            if output.finish is None:
-                self._live[output.request_id] = output.completion_tokens
-            else:
-                self._live.pop(output.request_id)
-        if isinstance(outputs, StepOutputs):
-            self._live.update(zip(outputs.request_ids, outputs.generated, strict=True))
-            outputs.others = known
+        live = self._live
+        if isinstance(outputs, StepOutputs) and live.keys() >= outputs.owners():
+            live.update(zip(outputs.request_ids, outputs.generated, strict=True))
         else:
-            outputs = known
+            outputs = [each for each in outputs if each.request_id in live]
+        for output in with_more_than_a_token(outputs):
+            if output.finish is None:
+                live[output.request_id] = output.completion_tokens
+            else:
+                live.pop(output.request_id)
         if outputs:
             self._calls.append(partial(self.listener.outputs, outputs))
 
