@@ -12,7 +12,7 @@ import pytest
 from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.core.stall_watch import MAX_GAP_S, StallWatch
 from site_engine.core.step_outputs import StepOutputs
-from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, STALLED_AFTER_S, EngineThread
+from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, PROBE_ID, STALLED_AFTER_S, EngineThread
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
@@ -276,6 +276,23 @@ def test_a_token_in_columns_of_a_request_that_has_ended_reaches_nobody() -> None
         loop.engine_thread.cancel(["ended before"])  # it was not taken for one that runs
         loop.until(lambda: loop.loads[-1].figures.running == 0)
         assert loop.finishes() == {"r": Finish.LENGTH}
+
+
+class EngineWithADeadDevice(EngineOfColumns):
+    """It has a token on its way still when it fails even the request that probes it."""
+
+    def step(self) -> StepOutputs:
+        found = super().step()
+        found.others.append(Output(PROBE_ID, finish=Finish.FAILED, error="the device is gone"))
+        return found
+
+
+def test_a_probe_that_fails_beside_tokens_in_columns_shows_a_dead_device() -> None:
+    with at_work(EngineWithADeadDevice()) as loop:
+        loop.submit(request("r", tokens=9))
+        loop.until(lambda: loop.broken)
+        assert "the device is gone" in loop.broken[0]
+        assert loop.finishes() == {"r": Finish.FAILED}
 
 
 def test_figures_that_follow_an_answer_count_what_was_taken() -> None:
