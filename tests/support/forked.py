@@ -96,7 +96,7 @@ class ForkServer:
                 (sys.executable, "-m", "tests.support.forked", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=environment(),
+                env={**environment(), "OMP_NUM_THREADS": "1"},  # others of its threads would be missing
             )
         self.pid = self._process.pid
         atexit.register(self._end)
