@@ -157,6 +157,8 @@ class Reservation:
         self._futures = {lane: FuturePeak() for lane in Lane}
         self._keepers: dict[int, Request] = {}  # by page
         self._shared: dict[Request, int] = {}  # pages of a request whose keeper is another
+        self._at_limit: dict[Request, int] = {}  # pages of a request that reaches its token limit
+        self._all_at_limit = 0
         self._read_at = 0
         self._refused: set[Request] = set()  # the answer stays no until a request leaves
 
@@ -173,8 +175,17 @@ class Reservation:
 
     def has_pages(self, request: Request) -> bool:
         """Return whether pages are free for a request's tokens, and for all known ones of those that run."""
+        if self._fits_at_limit(request):
+            return True
         missing = sum(map(self._missing_pages, self._spans))
         return self._missing_pages(request) + missing <= self._pool.available
+
+    def _fits_at_limit(self, request: Request) -> bool:
+        """Return whether memory suffices even if all reach their token limits, whatever is expected."""
+        return self._all_at_limit + self._pages_at_limit(request) <= self._pool.capacity
+
+    def _pages_at_limit(self, request: Request) -> int:
+        return self._pool.pages_for(request.prompt_len + request.max_tokens + ENDS_LATE)
 
     def _missing_pages(self, request: Request) -> int:
         known = max(len(request.tokens), request.computed + 1)
@@ -182,7 +193,7 @@ class Reservation:
 
     def has_room(self, request: Request) -> bool:
         """Return whether memory suffices at every time for those that count for a request, with it."""
-        if all(each.lane > request.lane for each in self._spans):
+        if self._fits_at_limit(request) or all(each.lane > request.lane for each in self._spans):
             return True
         self._refresh_forecasts()
         span, future, page_size = self._span(request, 0), self._futures[request.lane], self._pool.page_size
@@ -203,6 +214,8 @@ class Reservation:
         """Enter a request that starts. The pages that it has by now are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
+        self._at_limit[request] = self._pages_at_limit(request)
+        self._all_at_limit += self._at_limit[request]
         self._futures[request.lane].put({request: self._spans[request]})
         self.shares(request, 0)
 
@@ -233,6 +246,7 @@ class Reservation:
         """Forget a request that is about to drop its pages."""
         self._futures[request.lane].remove(request)
         del self._spans[request], self._shared[request]
+        self._all_at_limit -= self._at_limit.pop(request)
         for page in request.pages:
             if self._keepers.get(page) is request:
                 del self._keepers[page]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.remaining_curve import LIKELY_LENGTHS, RemainingCurve, RemainingPoint, likely_lengths
-from site_engine.core.request import Lane, Request
+from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import POLICIES
-from site_engine.core.reserve import KEPT_DEVIATIONS, FuturePeak, Span
+from site_engine.core.reserve import ENDS_LATE, KEPT_DEVIATIONS, FuturePeak, Span
 from site_engine.core.schedule_plan import SchedulePlan
 from tests.support.counted_engine import CountedEngine, Counts
 from tests.support.held_to_the_end import HeldToTheEnd
@@ -118,8 +118,30 @@ def test_every_page_counts_once_whoever_shares_starts_leaves_or_is_preempted(
         assert 0 <= reservation._own_pages() <= len(held)
         assert all(page in keeper.pages for page, keeper in reservation._keepers.items())
         assert reservation.reserved_tokens() >= 0
+        assert reservation._at_limit.keys() == reservation._spans.keys()
+        assert reservation._all_at_limit == sum(reservation._at_limit.values())
     engine.run()
     assert not reservation._spans and not reservation._keepers
+    assert reservation._all_at_limit == 0
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 100_000), page_size=st.sampled_from([1, 4, 16]))
+def test_requests_whose_limits_fit_all_start_whatever_is_forecast(seed: int, page_size: int) -> None:
+    rnd = random.Random(seed)
+    lengths = {str(at): rnd.choice([1, 5, 30, 60]) for at in range(8)}
+    requests, room = [], 0
+    for name, tokens in lengths.items():
+        forecast = RemainingCurve((RemainingPoint(0, rnd.choice([2.0, 500.0]), 900),))
+        prompt, sampling = [int(name) + 5] * rnd.randint(1, 20), Sampling(max_tokens=tokens, ignore_eos=True)
+        requests.append(Request(name, prompt, sampling, remaining=forecast))
+        room += -(-(len(prompt) + tokens + ENDS_LATE) // page_size)
+    engine = CountedEngine(
+        lengths, at_once, kv_tokens=room * page_size, slots=8, token_budget=512, page_size=page_size
+    )
+    counts = engine.run(requests)
+    assert counts.most_running == 8
+    assert counts.preemptions == 0
 
 
 def test_requests_that_end_make_room_for_one_that_grows() -> None:
