@@ -183,6 +183,8 @@ class SiteEngine:
                     if len(left.chunks) > 1:  # one alone has failed, and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
+        if self._pending is not None:
+            self._pending.finish()  # now that grammars know the last token; later the device would wait
 
     # ---- between iterations
 

@@ -67,6 +67,10 @@ class PendingStep(Protocol):
     plan: SchedulePlan
     requests: list[Request]
 
+    def finish(self) -> None:
+        """Queue what had to wait for the tokens of the step before: the sampling of rows with rules."""
+        ...
+
     def wait(self) -> StepTokens:
         """Block until the step is computed and return its tokens."""
         ...
@@ -79,8 +83,8 @@ class OverlappedRunner(Runner, Protocol):
     def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> PendingStep:
         """Queue a plan and return at once; token ids still unknown are taken from the step before.
 
-        `rules` change the logits of requests that have any, before the next step is queued or this one is
-        waited for: until then the step before may be read, and what grammars allow be computed.
+        `rules` change the logits of requests that have any, once the step is finished: until then the step
+        before may be read, and what grammars allow be computed. The next launch finishes it, as waiting does.
         """
         ...
 

@@ -18,6 +18,8 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 from site_engine.core.remaining_curve import RemainingCurve
 from site_engine.core.request import Finish, Request, Sampling
+from site_engine.core.schedule_plan import SchedulePlan
+from site_engine.core.scheduler import Scheduler
 from site_engine.cuda.ruled_rows import RuledRows
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.build import packed_engine
@@ -62,6 +64,23 @@ def test_rows_with_rules_keep_them_and_hold_nobody_back(monkeypatch: pytest.Monk
         assert [each.logprob for each in told] == pytest.approx([each.logprob for each in known], abs=1e-4)
         tops = [[other.token for other in each.top] for each in told]
         assert tops == [[other.token for other in each.top] for each in known], name
+
+
+def test_rules_are_queued_as_soon_as_the_step_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the next step has been planned, for which the device would wait."""
+    engine, plan, finished = overlapped(family("llama")), Scheduler.plan, list[bool]()
+
+    def planned(scheduler: Scheduler, *given: Any, **more: Any) -> SchedulePlan:
+        pending: Any = engine._pending
+        finished.append(pending is None or pending._finished)
+        return plan(scheduler, *given, **more)
+
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    engine.submit(greedy("ruled", [3, 2, 1], 6, presence_penalty=0.7))
+    engine.submit(greedy("plain", [1, 2, 3], 8))
+    drain(engine)
+    assert len(finished) > 8
+    assert all(finished)
 
 
 def test_penalties_survive_preemption_and_resumption() -> None:
