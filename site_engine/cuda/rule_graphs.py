@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
 
 from site_engine.core.request import MAX_LOGPROBS
 from site_engine.cuda.batch_layout import Numbers
-from site_engine.cuda.kernels import rule_kernels
+from site_engine.cuda.host_buffers import StepBuffers
+from site_engine.cuda.kernels import logprob_kernels, rule_kernels
 from site_engine.cuda.sampling import RULES
 from site_engine.cuda.sampling_launch import sample
-from site_engine.model.logit_rules import NO_EDITS, Edits, copy_to
-from site_engine.model.sampler import to_host
+from site_engine.model.logit_rules import NO_EDITS, Edits
 
 ROWS = (4, 16, 64)
 """Of a graph; more rows take several."""
@@ -31,7 +32,9 @@ IN_PROMPT = 1 << 14
 PENALISED, COUNTING, MASKED = 1, 2, 4
 """The flags of a row."""
 HEAD = 12
-"""Numbers before those of rows: addresses of a step's tensors, of 64 bits each, and how many edits follow."""
+"""Numbers before those of rows, of 64 bits each: addresses of a step's tensors, how many edits follow, and
+how many of the best tokens are wanted.
+"""
 OF_ROWS = 6
 """Sampled row, slot, flags, three penalties; then its RULES."""
 OF_EDIT = 3
@@ -69,14 +72,22 @@ class RuleGraphs:
         where, vocabulary = logits.device, logits.shape[1]
         self._newest = newest
         self.counts = torch.zeros(len(newest), vocabulary, dtype=torch.int16, device=where)
-        size = HEAD + (OF_ROWS + RULES) * ROWS[-1] + OF_EDIT * max(MAX_EDITS, vocabulary)
-        self._numbers = torch.zeros(size, dtype=torch.int32, device=where)
+        usual = HEAD + (OF_ROWS + RULES) * ROWS[-1] + OF_EDIT * MAX_EDITS
+        most = usual + OF_EDIT * max(0, vocabulary - MAX_EDITS)
+        self._numbers = torch.zeros(most, dtype=torch.int32, device=where)
         self._allowed = torch.zeros(ROWS[-1], -(-vocabulary // WORD_BITS), dtype=torch.int32, device=where)
         self._changed = torch.zeros(ROWS[-1], vocabulary, dtype=torch.float32, device=where)
         self._chosen = torch.zeros(ROWS[-1], dtype=torch.int32, device=where)
         self._like = logits.new_zeros(1)
-        best = min(MAX_LOGPROBS, vocabulary)
+        best, spans = min(MAX_LOGPROBS, vocabulary), triton.cdiv(vocabulary, SPAN)
+        self._largest = torch.zeros(ROWS[-1], best, spans, dtype=torch.float32, device=where)
+        self._tokens = torch.zeros(ROWS[-1], best, spans, dtype=torch.int32, device=where)
+        self._sums = torch.zeros(ROWS[-1], 2, spans, dtype=torch.float32, device=where)
         self._ranking = torch.zeros(ROWS[-1], 2, 1 + best, dtype=torch.float64, device=where)
+        pinned = where.type == "cuda"
+        self._host_numbers = StepBuffers(usual, torch.int32, pinned=pinned)
+        self._host_allowed = StepBuffers(self._allowed.numel(), torch.int32, pinned=pinned)
+        self._host_ranking = StepBuffers(self._ranking.numel(), torch.float64, pinned=pinned)
         self._graphs: dict[tuple[Callable[[int], None], int], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle() if where.type == "cuda" else None
         for rows in ROWS:
@@ -88,6 +99,11 @@ class RuleGraphs:
                     with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                         kernels(rows)
 
+    def begin(self) -> None:
+        """Begin a step. The one before must have been computed."""
+        for each in (self._host_numbers, self._host_allowed, self._host_ranking):
+            each.begin()
+
     def sample(self, step: StepAddresses, ruled: Sequence[RuledRow]) -> None:
         """Queue what replaces the tokens of some sampled rows.
 
@@ -96,27 +112,31 @@ class RuleGraphs:
         for group in _groups(sorted(ruled, key=lambda each: each.allowed is None)):
             rows = next(size for size in ROWS if size >= len(group))
             if masks := [each.allowed for each in group if each.allowed is not None]:
-                copy_to(self._allowed[: len(masks)], np.stack(masks))
+                lines = self._allowed[: len(masks)]
+                from_host = self._host_allowed.take(lines.numel()).view_as(lines)
+                np.stack(masks, out=from_host.numpy())
+                lines.copy_(from_host, non_blocking=True)
             self._copy(step, group, rows)
             self._run(self._sample, rows)
 
-    def rank(self, step: StepAddresses, rows: Sequence[int]) -> list[torch.Tensor]:
-        """Queue the ranking of some sampled rows by their unchanged logits.
+    def rank(self, step: StepAddresses, rows: Sequence[int], best: int) -> list[torch.Tensor]:
+        """Queue the ranking of some sampled rows by their unchanged logits, for so many of the best tokens.
 
         Return tensors of the host, to be read when the device is past them, of all rows together [rows, 2, 1
-        + MAX_LOGPROBS]: the token ids, chosen and best, and their log probabilities.
+        + MAX_LOGPROBS]: the token ids, chosen and best, and their log probabilities. Only `best` are ranked.
         """
-        found = []
+        found, best = [], min(best, self._largest.shape[1])
         for first in range(0, len(rows), ROWS[-1]):
             some = rows[first : first + ROWS[-1]]
             size = next(size for size in ROWS if size >= len(some))
             nothing = np.zeros(RULES, dtype=np.int32)
             slot = len(self._newest) - 1
-            self._copy(
-                step, [RuledRow(row, slot, None, False, nothing, None, NO_EDITS) for row in some], size
-            )
+            group = [RuledRow(row, slot, None, False, nothing, None, NO_EDITS) for row in some]
+            self._copy(step, group, size, best)
             self._run(self._rank, size)
-            found.append(to_host(self._ranking[: len(some)].clone()))
+            ranked = self._ranking[: len(some)]
+            to = self._host_ranking.take(ranked.numel()).view_as(ranked)
+            found.append(ranked if ranked.is_meta else to.copy_(ranked, non_blocking=True))
         return found
 
     def _run(self, kernels: Callable[[int], None], rows: int) -> None:
@@ -125,24 +145,26 @@ class RuleGraphs:
         else:
             kernels(rows)
 
-    def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int) -> None:
+    def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int, best: int = 0) -> None:
         """Copy the numbers of a group, padded to `rows`, to the device."""
         counts = [len(each.edits.tokens) for each in group]
         end = HEAD + (OF_ROWS + RULES) * rows
-        numbers = np.zeros(end + OF_EDIT * sum(counts), dtype=np.int32)
-        numbers[: 2 * len(step)].view(np.int64)[:] = step
-        numbers[2 * len(step)] = sum(counts)
+        from_host = self._host_numbers.take(end + OF_EDIT * sum(counts))
+        numbers = from_host.numpy()
+        numbers[:HEAD].view(np.int64)[:] = *step, sum(counts), best
         of_rows, of_edits = numbers[HEAD:end].reshape(-1, rows), numbers[end:].reshape(-1, OF_EDIT)
+        of_rows[:] = 0
         of_rows[0], of_rows[1] = -1, len(self._newest) - 1
         if group:
             of_rows[:3, : len(group)] = np.array([(each.row, each.slot, _flags(each)) for each in group]).T
             penalties = [each.penalties or (0.0, 0.0, 1.0) for each in group]
             of_rows.view(np.float32)[3:OF_ROWS, : len(group)] = np.array(penalties).T
             of_rows[OF_ROWS:, : len(group)] = np.array([each.draw for each in group]).T
+        if len(of_edits):
             of_edits[:, 0] = np.repeat(range(len(group)), counts)
             of_edits[:, 1] = np.concatenate([each.edits.tokens for each in group])
             of_edits.view(np.float32)[:, 2] = np.concatenate([each.edits.added for each in group])
-        copy_to(self._numbers[: len(numbers)], numbers)
+        self._numbers[: len(numbers)].copy_(from_host, non_blocking=True)
 
     def _sample(self, rows: int) -> None:
         """Change the logits of the first `rows` lines of the buffers, and sample them again."""
@@ -160,18 +182,25 @@ class RuleGraphs:
         rule_kernels.settle_rows[(1,)](addresses, of_rows, chosen, ROWS=rows)
 
     def _rank(self, rows: int) -> None:
-        addresses, of_rows, logits = self._read(rows)
-        rule_kernels.chosen_rows[(1,)](addresses, of_rows, self._chosen, ROWS=rows)
-        logprobs, to = torch.log_softmax(logits, dim=-1), self._ranking[:rows]
-        best = logprobs.topk(to.shape[2] - 1, dim=-1)
-        chosen = self._chosen[:rows, None].long()
-        to[:, 0, :1], to[:, 0, 1:] = chosen, best.indices
-        to[:, 1, :1], to[:, 1, 1:] = logprobs.gather(-1, chosen), best.values
+        addresses, of_rows = self._of(rows)
+        vocabulary, (_, best, spans) = self._changed.shape[1], self._largest.shape
+        found = self._largest, self._tokens, self._sums
+        logprob_kernels.best_of_spans[(rows, spans)](
+            addresses, of_rows, self._like, *found, best, vocabulary, spans, SPAN=SPAN
+        )
+        logprob_kernels.best_of_rows[(rows,)](
+            addresses, of_rows, self._like, *found, self._ranking, self._chosen, best, vocabulary, spans,
+            SPANS=triton.next_power_of_2(spans), CANDIDATES=triton.next_power_of_2(best * spans),
+        )  # fmt: skip
+
+    def _of(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the addresses, and the numbers of the first `rows` rows."""
+        of_rows = self._numbers[HEAD : HEAD + (OF_ROWS + RULES) * rows].view(-1, rows)
+        return self._numbers[:HEAD].view(torch.int64), of_rows
 
     def _read(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read and change the logits of the rows; return the addresses, the rows' numbers and the logits."""
-        addresses, vocabulary = self._numbers[:HEAD].view(torch.int64), self._changed.shape[1]
-        of_rows = self._numbers[HEAD : HEAD + (OF_ROWS + RULES) * rows].view(-1, rows)
+        (addresses, of_rows), vocabulary = self._of(rows), self._changed.shape[1]
         rule_kernels.rule_rows[(rows, -(-vocabulary // SPAN))](
             addresses, of_rows, self._like, self.counts, self._allowed, self._changed, vocabulary,
             self._allowed.shape[1], ROWS=rows, PENALISED=PENALISED, COUNTING=COUNTING, MASKED=MASKED,

@@ -72,12 +72,15 @@ class RuledRows:
         assert step.logits is not None
         with torch.inference_mode():
             graphs = self.prepare(step.logits)
+            graphs.begin()
             changed = self._changed(ruled, rules, graphs)
             if changed:
                 graphs.sample(step.addresses, changed)
             pairs = zip(ruled.rows, ruled.requests, strict=True)
             wanted = {row: n for row, request in pairs if (n := request.sampling.logprobs) is not None}
-            return Ranked(wanted, graphs.rank(step.addresses, list(wanted))) if wanted else None
+            if not wanted:
+                return None
+            return Ranked(wanted, graphs.rank(step.addresses, list(wanted), max(wanted.values())))
 
     def _changed(self, ruled: Ruled, rules: LogitRules, graphs: RuleGraphs) -> list[RuledRow]:
         """Return the rows whose logits change."""

@@ -29,6 +29,7 @@ from site_engine.cuda.batch_layout import (
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
+from site_engine.cuda.host_buffers import HostBuffers
 from site_engine.cuda.ruled_rows import Ranked, Ruled, RuledRows
 from site_engine.cuda.sampling import RULES
 from site_engine.model.logit_rules import LogitRules, to_device
@@ -53,31 +54,6 @@ class Patches(NamedTuple):
 
     at: list[int]
     pages: list[int]
-
-
-class HostBuffers:
-    """Pinned memory that the device copies int32 numbers from and to, reused in turn.
-
-    A buffer is handed out again after IN_TURN others: by then the engine has waited for the step that used
-    it, since at most one is launched before the one before it is read.
-    """
-
-    IN_TURN = 4
-
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self._size, self._pinned = size, pinned
-        self._buffers = [self._new(size) for _ in range(self.IN_TURN)]
-        self._next = 0
-
-    def take(self, size: int) -> torch.Tensor:
-        """Return memory for `size` numbers with any contents; more than usual are allocated anew."""
-        if size > self._size:
-            return self._new(size)
-        self._next = (self._next + 1) % self.IN_TURN
-        return self._buffers[self._next][:size]
-
-    def _new(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
 
 
 class Unsampled(NamedTuple):

@@ -169,20 +169,11 @@ def to_device(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> 
 
     The copy to pinned memory is numpy's: torch would wake a thread on every core for it.
     """
-    return _pinned(numbers, device).to(device, non_blocking=True)
-
-
-def copy_to(to: torch.Tensor, numbers: np.ndarray[Any, np.dtype[Any]]) -> None:
-    """Queue a copy of an array to memory of a device, as `to_device` does."""
-    to.copy_(_pinned(numbers, to.device), non_blocking=True)
-
-
-def _pinned(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.from_numpy(numbers)
     pinned = torch.from_numpy(numbers[:0]).new_empty(numbers.shape, pin_memory=True)
     np.copyto(pinned.numpy(), numbers)
-    return pinned
+    return pinned.to(device, non_blocking=True)
 
 
 def is_penalised(request: Request) -> bool:

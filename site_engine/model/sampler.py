@@ -186,10 +186,3 @@ def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -
     return [
         Alternatives(own[row], ids[row][:count], numbers[row][:count]) for row, count in enumerate(wanted)
     ]
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Queue a copy of a tensor to pinned memory of the host; a tensor that is there is returned as it is."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -139,20 +139,26 @@ def test_a_row_that_was_not_finite_keeps_its_mark() -> None:
     assert step.chosen.tolist() == [5, -7]
 
 
-def test_any_number_of_rows_is_ranked_by_what_the_model_said() -> None:
+@pytest.mark.parametrize("best", [0, 3, MAX_LOGPROBS, 2 * MAX_LOGPROBS])
+@pytest.mark.parametrize("span", [16, rule_graphs.SPAN])
+def test_any_number_of_rows_is_ranked_by_what_the_model_said(
+    best: int, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule_graphs, "SPAN", span)
     step = OfStep(70)
     graphs = RuleGraphs(step.newest, step.logits)
     step.chosen[3] = -1 - step.chosen[3]  # its logits were not finite: what it ranks is not read
     rows = [row for row in range(70) if row != 1]
-    queued = graphs.rank(step.addresses, rows)
+    queued, best = graphs.rank(step.addresses, rows, best), min(best, MAX_LOGPROBS)
     if HERE.type == "cuda":
         torch.cuda.synchronize()
     found = [each for some in queued for each in some.tolist()]
     logprobs = torch.log_softmax(step.logits, dim=-1).cpu()
     for row, (ids, numbers) in zip(rows, found, strict=True):
-        chosen, best = max(int(step.chosen[row]), 0), logprobs[row].topk(MAX_LOGPROBS)
-        assert ids == [chosen, *best.indices.tolist()]
-        assert numbers == [float(logprobs[row, chosen]), *best.values.tolist()]
+        chosen, known = max(int(step.chosen[row]), 0), logprobs[row].topk(best)
+        assert ids[: 1 + best] == [chosen, *known.indices.tolist()]
+        expected = [float(logprobs[row, chosen]), *known.values.tolist()]
+        assert numbers[: 1 + best] == pytest.approx(expected, abs=1e-5)
 
 
 def test_one_row_may_have_more_edits_than_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:

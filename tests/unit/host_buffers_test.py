@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from site_engine.cuda.runner import HostBuffers
+import torch
+
+from site_engine.cuda.host_buffers import HostBuffers, StepBuffers
 
 
 def test_a_buffer_comes_back_only_after_all_others() -> None:
@@ -21,3 +23,14 @@ def test_a_large_one_is_new_and_leaves_the_others_in_their_turn() -> None:
     again = [buffers.take(8).data_ptr() for _ in range(HostBuffers.IN_TURN)]
     assert again[-1] == first.data_ptr()
     assert large.data_ptr() not in again
+
+
+def test_a_step_has_buffers_of_its_own_which_the_next_one_reuses() -> None:
+    buffers = StepBuffers(8, torch.float64, pinned=False)
+    one = [buffers.take(size) for size in (3, 8, 9)]
+    buffers.begin()
+    other = [buffers.take(size) for size in (8, 8)]
+    assert [len(each) for each in one] == [3, 8, 9]
+    assert len({each.data_ptr() for each in one}) == 3
+    assert [each.data_ptr() for each in other] == [each.data_ptr() for each in one[:2]]
+    assert all(each.dtype == torch.float64 for each in one)

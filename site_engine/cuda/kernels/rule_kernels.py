@@ -94,17 +94,3 @@ def settle_rows(
     to = tl.load(addresses + 1).to(chosen.dtype) + sampled
     first = tl.load(to, mask=here, other=0)
     tl.store(to, tl.load(chosen + row), mask=here & (first >= 0))
-
-
-@triton.jit
-def chosen_rows(
-    addresses,  # as of `rule_rows`, as `of_rows`
-    of_rows,
-    chosen,  # [ROWS]: receives the tokens of the sampled rows, 0 where logits were not finite
-    ROWS: tl.constexpr,
-):
-    """Read the tokens that a step has sampled."""
-    row = tl.arange(0, ROWS)
-    sampled = tl.load(of_rows + row)
-    token = tl.load(tl.load(addresses + 1).to(chosen.dtype) + sampled, mask=sampled >= 0, other=0)
-    tl.store(chosen + row, tl.maximum(token, 0))

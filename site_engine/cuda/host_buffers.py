@@ -1,0 +1,58 @@
+"""Pinned memory of the host for what steps copy to and from the device, reused: allocating it takes time."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostBuffers:
+    """Pinned memory that the device copies int32 numbers from and to, reused in turn.
+
+    A buffer is handed out again after IN_TURN others: by then the engine has waited for the step that used
+    it, since at most one is launched before the one before it is read.
+    """
+
+    IN_TURN = 4
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self._size, self._pinned = size, pinned
+        self._buffers = [self._new(size) for _ in range(self.IN_TURN)]
+        self._next = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return memory for `size` numbers with any contents; more than usual are allocated anew."""
+        if size > self._size:
+            return self._new(size)
+        self._next = (self._next + 1) % self.IN_TURN
+        return self._buffers[self._next][:size]
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
+
+
+class StepBuffers:
+    """Pinned memory for the rules of one step at a time: as many buffers as it needs, which the next reuses.
+
+    A step is filled when the one before it is read, so that all copies of that one are done.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self._size, self._dtype, self._pinned = size, dtype, pinned
+        self._buffers: list[torch.Tensor] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """Begin a step: what was handed out before is no longer used."""
+        self._taken = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return memory for `size` numbers with any contents; more than usual are allocated anew."""
+        if size > self._size:
+            return self._new(size)
+        if self._taken == len(self._buffers):
+            self._buffers.append(self._new(self._size))
+        self._taken += 1
+        return self._buffers[self._taken - 1][:size]
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=self._dtype, pin_memory=self._pinned)
