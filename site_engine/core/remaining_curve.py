@@ -21,6 +21,17 @@ class RemainingPoint(NamedTuple):
     p90: int
 
 
+class RemainingLine(NamedTuple):
+    """A piece of a curve, from `begins` to before `ends` tokens generated: `expected` tokens remain where it
+    begins, and `slope` more for each token generated since.
+    """
+
+    begins: int
+    ends: float
+    expected: float
+    slope: float
+
+
 @dataclass(frozen=True, slots=True)
 class RemainingCurve:
     """The forecast of the remaining response by tokens generated; linear between points, at least 1."""
@@ -43,8 +54,21 @@ class RemainingCurve:
         return cls((first, last) if tokens > 1 else (first,))
 
     def expected(self, generated: int) -> float:
-        low, high, part = self._between(generated)
-        return max(1.0, low.expected + (high.expected - low.expected) * part)
+        begins, _, expected, slope = self.line(generated)
+        return max(1.0, expected + slope * (generated - begins))
+
+    def line(self, generated: int) -> RemainingLine:
+        """Return the piece after so many tokens; less than 1 of what it expects means 1."""
+        points = self.points
+        after = bisect_right(points, (generated, inf))
+        if after == 0:
+            return RemainingLine(0, points[0].generated, points[0].expected, 0.0)
+        low = points[after - 1]
+        if after == len(points):
+            return RemainingLine(low.generated, inf, low.expected, 0.0)
+        high = points[after]
+        slope = (high.expected - low.expected) / (high.generated - low.generated)
+        return RemainingLine(low.generated, high.generated, low.expected, slope)
 
     def p90(self, generated: int) -> int:
         low, high, part = self._between(generated)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from site_engine.core.chain import ServedVariant
 from site_engine.core.inbox import InboxPlace
-from site_engine.core.remaining_curve import RemainingCurve
+from site_engine.core.remaining_curve import RemainingCurve, RemainingLine
 
 
 class Guide(Protocol):
@@ -106,6 +106,8 @@ class Moved(NamedTuple):
 
 
 MAX_LOGPROBS = 20
+NO_LINE = None, RemainingLine(0, 0, 0.0, 0.0)
+"""Of no curve."""
 """Best tokens whose log probabilities an answer may have beside each of its own."""
 MIN_RANDOM = 1e-6
 """A temperature or top_p below this leaves only the best token, and would underflow in float32."""
@@ -208,6 +210,7 @@ class Request:
     first_token_s: float | None = field(default=None, init=False)
     guide: Guide | None = field(default=None, init=False)  # its position in the grammar
     variant: ServedVariant | None = field(default=None, init=False)  # of its chain
+    _line: tuple[RemainingCurve | None, RemainingLine] = field(default=NO_LINE, init=False)  # that it is on
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.resumed]
@@ -256,8 +259,16 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     def expected_remaining(self) -> float:
-        generated = self.generated
-        return min(self.remaining.expected(generated), float(max(1, self.max_tokens - generated)))
+        """Return the tokens that are expected to come, at least 1. A load report asks all that run."""
+        generated = len(self.tokens) - self.prompt_len
+        curve, line = self._line
+        if curve is not self.remaining or not line.begins <= generated < line.ends:
+            line = self.remaining.line(generated)
+            self._line = self.remaining, line
+        left = line.expected + line.slope * (generated - line.begins)
+        most = float(self.max_tokens - generated)
+        left = most if most < left else left
+        return left if left > 1.0 else 1.0
 
     def typical_length(self) -> float:
         return min(self.remaining.typical(), float(max(1, self.max_tokens)))

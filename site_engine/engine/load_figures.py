@@ -14,7 +14,7 @@ def load_figures(
     queue, pool = scheduler.queue, scheduler.kv_cache_manager.pool
     remaining = [request.expected_remaining() for request in scheduler.running]
     # at least one each: an overlapped step counts a token as computed before it is there
-    unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
+    unread = sum([max(1, len(each.tokens) - each.computed) for each in scheduler.running])
     preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
     values, weight = condense(remaining)
     cost = meter.fit.cost()
