@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from bench.support.variant_engines import Query, submit
-from site_engine.core.chain import Variant
+from site_engine.core.chain import Chain, Variant
+from site_engine.core.loader_turns import LoaderTurns
 from site_engine.engine.engine import SiteEngine
 from site_engine.model import certify as model_certify
 from site_engine.variants import store
@@ -45,6 +46,7 @@ class Traffic:
         self, engine: SiteEngine, chains: Sequence[str], rows: int, ask: Callable[[str], Query], tokens: int
     ) -> None:
         self.engine, self._ask, self._tokens = engine, ask, tokens
+        self.loader_turns = LoaderTurns()
         self._chains: dict[str, str] = {}  # of running queries that are followed by others
         self._once: set[str] = set()  # running queries that are not
         self._count = 0
@@ -68,12 +70,14 @@ class Traffic:
         return bool(self._once)
 
     def step(self) -> None:
+        """Run a step, then a turn of the thread that loads, as the thread of an engine does."""
         for output in self.engine.step():
             assert not output.error, output.error
             if output.finish is not None:
                 self._once.discard(output.request_id)
                 if chain := self._chains.pop(output.request_id, ""):
                     self._submit(chain, self._tokens)
+        self.loader_turns.give()
 
     def end(self) -> None:
         for name in (*self._chains, *self._once):
@@ -127,10 +131,13 @@ def come_and_go(traffic: Traffic, added: Sequence[Variant], tokens: int) -> Iter
     engine = traffic.engine
     with ThreadPoolExecutor(1) as loader:
         for variant in added:
-            loading = loader.submit(engine.load_variant, variant)
+            loaded: list[Callable[[], Chain]] = []
+            load = partial(_load, engine, variant, loaded)
+            loading = loader.submit(traffic.loader_turns.run, load)
             while not loading.done():
                 yield "loading"
-            loading.result()()
+            loading.result()
+            loaded[0]()
             for _ in range(2):
                 traffic.ask_once(variant.id, tokens)
             yield "published"
@@ -140,3 +147,7 @@ def come_and_go(traffic: Traffic, added: Sequence[Variant], tokens: int) -> Iter
             yield "removed"
             for _ in range(CALM_STEPS):
                 yield "calm"
+
+
+def _load(engine: SiteEngine, variant: Variant, loaded: list[Callable[[], Chain]]) -> None:
+    loaded.append(engine.load_variant(variant))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from site_engine.core.chain import Block, BlockKind, Chain, ServedVariant
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.cuda.kernels import adapter_kernels
 from site_engine.cuda.own_layers import OwnLayers
@@ -188,15 +189,17 @@ class AdapterArenas:
     def _pack(self, changes: dict[str, Change], projection: Projection) -> Packed:
         """Copy the factors of a projection out of `changes`, which then refer to the copies."""
         arena, size = self._arenas[projection], self._sizes[projection]
-        packed = Packed(
-            *(
-                torch.zeros(room.shape[1:], dtype=room.dtype, pin_memory=room.is_cuda)
-                for room in (arena.down, arena.up, arena.scales, arena.biases)
+        with released():
+            packed = Packed(
+                *(
+                    torch.zeros(room.shape[1:], dtype=room.dtype, pin_memory=room.is_cuda)
+                    for room in (arena.down, arena.up, arena.scales, arena.biases)
+                )
             )
-        )
         first = 0
         for group, (module, columns) in enumerate(zip(MODULES[projection], size.columns, strict=True)):
             for layer in range(self.layers):
+                pause()
                 name = f"model.layers.{layer}.{module}"
                 change = changes.get(name, Change())
                 if self.own is not None and change.own is not None and change.own.bias is not None:

@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
+from site_engine.core.loader_turns import LoaderTurns
 from site_engine.core.request import Finish, Moved, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.core.step_outputs import StepOutputs, with_more_than_a_token
@@ -73,7 +74,7 @@ class EngineThread:
         self._longest_iteration_s = 0.0
         self._stall_watch = StallWatch()
         self._load_wanted = True
-        self._loader = ThreadPoolExecutor(1, "variants")
+        self._loader, self._loader_turns = ThreadPoolExecutor(1, "variants"), LoaderTurns()
         self.trainer = ThreadTraining(engine, self._loader, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -181,7 +182,7 @@ class EngineThread:
                 )
             self._enqueue(lambda: self._calls.append(partial(reply, _outcome(publish))))
 
-        self._loader.submit(load)
+        self._loader.submit(self._loader_turns.run, load)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
         """Remove a variant: requests that are here end with it, new ones are refused."""
@@ -213,6 +214,8 @@ class EngineThread:
         self._after_iteration.clear()
         self._report_load()
         self._post_calls()
+        if self._engine.has_work:
+            self._loader_turns.give()
 
     def _run(self) -> None:
         try:
@@ -231,12 +234,12 @@ class EngineThread:
         """Wait for an operation or a due iteration; return False when the thread is to end."""
         with self._wakeup:
             while not (self._operations or self._ending):
-                if self._broken or not self._engine.has_work:
-                    self._wakeup.wait()
-                    continue
-                left_s = self._ready_s - self._clock()
-                if left_s <= 0:
-                    break
+                left_s = None
+                if self._engine.has_work and not self._broken:
+                    left_s = self._ready_s - self._clock()
+                    if left_s <= 0:
+                        break
+                self._loader_turns.leave()
                 self._wakeup.wait(left_s)
             return not self._ending
 

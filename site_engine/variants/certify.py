@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from site_engine.core.loader_turns import pause, released
 from site_engine.errors import VariantRefused
 from site_engine.model import certify
 from site_engine.model.loader import LoadedModel
@@ -65,7 +66,9 @@ class Certifier:
         """Raise VariantRefused unless the variant's logits in a mixed batch are those that it has alone."""
         self.ready()
         changed, model = self._logits_alone(variant), self._model
-        if not all(bool(torch.isfinite(logits).all()) for logits in changed):
+        with released():
+            finite = all(bool(torch.isfinite(logits).all()) for logits in changed)
+        if not finite:
             raise VariantRefused(f"{variant.chain.id} gives logits that are not finite")
         off = certify.largest_difference(
             model.forward,
@@ -113,10 +116,11 @@ def past(variant: LoadedVariant | None) -> Any:
 
 def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Return the largest difference of logits, relative to the largest logit of the prompt."""
-    return max(
-        float((some.float() - other.float()).abs().max() / other.abs().max().clamp(min=1.0))
-        for some, other in zip(found, expected, strict=True)
-    )
+    with released():
+        return max(
+            float((some.float() - other.float()).abs().max() / other.abs().max().clamp(min=1.0))
+            for some, other in zip(found, expected, strict=True)
+        )
 
 
 def round_otherwise(model: Any, undo: ExitStack) -> None:
@@ -175,3 +179,5 @@ def change_modules(model: Any, variant: LoadedVariant, undo: ExitStack) -> None:
                 lambda _, given, out, product=change.low_rank: out + product(given[0])
             )
             undo.callback(hook.remove)
+        undo.callback(module.register_forward_pre_hook(lambda *_: pause()).remove)
+        pause()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from site_engine.core.loader_turns import pause
 from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import LayerShape
 from site_engine.variants import prefix_tuning
@@ -99,6 +100,7 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
     modules = dict(model.named_modules())
     adapter, halves = Adapter(), dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors.items():
+        pause()
         path = name.removeprefix(PREFIX)
         if found := LOW_RANK.fullmatch(path):
             halves.setdefault(found["module"], {})[found["part"]] = tensor
@@ -148,6 +150,7 @@ def checked_product(
     name: str, parts: Mapping[str, torch.Tensor], modules: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> LowRank:
     """Check the two halves of a LoRA product against the module that it adapts."""
+    pause()
     module = modules.get(name)
     if module is None:
         raise VariantRefused(f"the base has no module {name}")
@@ -200,6 +203,7 @@ def targets(settings: Mapping[str, Any], model: Any) -> Iterator[str]:
     if layers is not None:
         wanted = {str(each) for each in (layers if isinstance(layers, list) else [layers])}
     for name, _ in model.named_modules():
+        pause()
         if not any(name == each or name.endswith(f".{each}") for each in named):
             continue
         if layers is None or not wanted.isdisjoint(name.split(".")):

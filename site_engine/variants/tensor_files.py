@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from site_engine.core.loader_turns import pause, released
 from site_engine.errors import VariantRefused
 from site_engine.model.weights import DTYPES, header, read_into
 
@@ -98,10 +99,14 @@ class TensorFile:
         found: dict[str, torch.Tensor] = {}
         for _, run in groupby(self.names, key=lambda name: self._entries[name].dtype):
             names = list(run)
-            numbers = self._read(names).to(like.device, like.dtype)
+            with released():
+                numbers = self._read(names).to(like.device, like.dtype)
+                finite = _are_finite(numbers)
             pieces = numbers.split([math.prod(self.shape(name)) for name in names])
-            found |= {name: each.view(self.shape(name)) for name, each in zip(names, pieces, strict=True)}
-            if not _are_finite(numbers):
+            for name, each in zip(names, pieces, strict=True):
+                found[name] = each.view(self.shape(name))
+                pause()
+            if not finite:
                 for name in names:
                     refuse_not_finite(name, found[name])
         return found
@@ -160,6 +165,7 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
 
 def content_hash(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, data type and numbers."""
+    pause()
     plain: Any = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
     digest.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))

@@ -1,0 +1,97 @@
+"""Turns of a thread that loads beside an engine's thread.
+
+Both need the interpreter. A thread that computes in Python takes it whenever the other lets go of it, which a
+step of the engine does about ten times, and keeps it for a while each time. So a loading thread stops where
+it calls `pause`, and goes on for a short time between two steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TURN_S = 3e-4
+LATE_S = 5e-3
+"""An engine's thread waits no longer for one that loads to pause."""
+LONG_STEP_S = 0.1
+"""A thread that loads takes a turn without being given it when a step takes longer."""
+
+_here = threading.local()
+
+
+class LoaderTurns:
+    """Turns that an engine's thread gives to one thread that loads."""
+
+    def __init__(self) -> None:
+        self._given, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._waits = self._holds = False  # the thread that loads, for a turn; a turn that was given to it
+        self._idle = True
+        self._until_s = 0.0
+
+    # ---- on the engine's thread
+
+    def give(self) -> None:
+        """Let the loading thread run for a turn, if it waits for one."""
+        self._idle = False
+        if self._waits:
+            while self._back.acquire(blocking=False):
+                pass  # of a turn that it took too long for
+            self._given.release()
+            self._back.acquire(timeout=LATE_S)
+
+    def leave(self) -> None:
+        """Let the loading thread run until turns are given again: the engine has no work."""
+        self._idle = True
+        if self._waits:
+            self._given.release()
+
+    # ---- on the thread that loads
+
+    def run(self, load: Callable[[], None]) -> None:
+        """Run `load` in turns."""
+        _here.turns = self
+        self._take()
+        try:
+            load()
+        finally:
+            _here.turns = None
+            self._give_back()
+
+    def _pause(self) -> None:
+        if time.perf_counter() >= self._until_s:
+            self._give_back()
+            self._take()
+
+    def _take(self) -> None:
+        if not self._idle:
+            self._waits = True
+            self._holds = self._given.acquire(timeout=LONG_STEP_S)
+            self._waits = False
+        self._until_s = time.perf_counter() + TURN_S
+
+    def _give_back(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._back.release()
+
+
+def pause() -> None:
+    """Let an engine's step run first, if this thread loads beside it and its turn is over."""
+    turns: LoaderTurns | None = getattr(_here, "turns", None)
+    if turns is not None:
+        turns._pause()
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Let an engine's steps run while this thread waits, or computes without the interpreter."""
+    turns: LoaderTurns | None = getattr(_here, "turns", None)
+    if turns is not None:
+        turns._give_back()
+    try:
+        yield
+    finally:
+        if turns is not None:
+            turns._take()
