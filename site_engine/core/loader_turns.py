@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TURN_S = 3e-4
+TURN_S = 6e-4
 LATE_S = 5e-3
 """An engine's thread waits no longer for one that loads to pause."""
 LONG_STEP_S = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from site_engine.core.loader_turns import released
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Request, Sampling
 from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
@@ -58,7 +58,8 @@ def largest_difference(
     for request, variant in zip(requests, variants, strict=False):
         request.answered_by(variant)
     pool = PagePool(sum(-(-len(each.tokens) // PAGE_TOKENS) for each in requests), PAGE_TOKENS)
-    kv_cache = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
+    with released():
+        kv_cache = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
     runner = PackedRunner(
         forward, kv_cache, slots=len(prompts), pages_per_row=pool.capacity, use_variants=use_variants
     )
@@ -69,6 +70,7 @@ def largest_difference(
             request.computed = request.virtual_tokens
     worst = 0.0
     while plan := _next_plan(requests):
+        pause()
         rows = runner.run(plan).rows.float()
         places = [
             (request.row, start + length - 1 - request.virtual_tokens)

@@ -15,7 +15,7 @@ from site_engine.core.request import Request
 from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
-from site_engine.model.logit_rules import LogitRules
+from site_engine.model.logit_rules import LogitRules, to_device
 from site_engine.model.sampler import Alternatives
 from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
@@ -201,7 +201,7 @@ class PackedRunner:
         return begins, np.array(wanted or [0], dtype=np.int64)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        return to_device(numbers, self._device)
 
 
 def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np.ndarray]]:

@@ -15,6 +15,7 @@ from itertools import chain as joined
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -22,6 +23,7 @@ from site_engine.core.loader_turns import pause, released
 from site_engine.errors import VariantRefused
 from site_engine.model import certify
 from site_engine.model.loader import LoadedModel
+from site_engine.model.logit_rules import to_device
 from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.grouped import GroupedForward
@@ -96,7 +98,7 @@ class Certifier:
                 round_otherwise(model, undo)
             return [
                 model(
-                    torch.tensor([ids], device=device), past_key_values=past(variant), use_cache=False
+                    to_device(np.array([ids]), device), past_key_values=past(variant), use_cache=False
                 ).logits[0]
                 for ids in self._prompts
             ]

@@ -17,6 +17,7 @@ import torch
 
 from site_engine.core.loader_turns import pause
 from site_engine.core.schedule_plan import SchedulePlan
+from site_engine.model.logit_rules import to_device
 from site_engine.model.runner import UseVariants
 from site_engine.variants.changes import Change, LoadedVariant
 
@@ -91,7 +92,7 @@ def _index(mask: np.ndarray, device: torch.device) -> Index:
     rows = np.flatnonzero(mask)
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
+    return to_device(rows, device)
 
 
 class GroupedForward:

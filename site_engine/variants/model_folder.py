@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from site_engine.core.loader_turns import released
 from site_engine.errors import VariantRefused
 from site_engine.variants.tensor_files import TensorFile, read_json, refuse_not_finite
 
@@ -44,8 +45,10 @@ def read_own_tensors(folder: Path, model: Any, *, room_bytes: int) -> dict[str, 
             for name in sorted(set(file.names) - dict(model.named_buffers()).keys()):
                 ours = same_parameter(path, name, file.shape(name), parameters)
                 tied = [each for each in missing.pop(id(ours), []) if each not in file.names]
-                tensor = file.read(name, ours)
-                if torch.equal(tensor, ours):
+                with released():
+                    tensor = file.read(name, ours)
+                    equal = torch.equal(tensor, ours)
+                if equal:
                     continue
                 refuse_not_finite(name, tensor)
                 used_bytes += tensor.nbytes

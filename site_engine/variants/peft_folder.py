@@ -8,7 +8,7 @@ here or at its neutral value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
@@ -89,7 +89,8 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
         pickled = f"{PICKLE} is a pickle, which can run code" if (folder / PICKLE).exists() else "is missing"
         raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {pickled}")
     like = torch.empty(0, dtype=next(model.parameters()).dtype)
-    most = TENSORS_OF_A_MODULE * sum(1 for _ in model.modules())
+    modules = modules_of(model)
+    most = TENSORS_OF_A_MODULE * len(modules)
     with TensorFile(folder / WEIGHTS, room_bytes=room_bytes) as file:
         if len(file.names) > most:
             count = f"{len(file.names):,} tensors, and an adapter of this base at most {most}"
@@ -97,7 +98,6 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
         tensors = file.read_all(like)
     if settings["peft_type"] == "PREFIX_TUNING":
         return Adapter(virtual=virtual_keys_values(folder, tensors, settings, layers))
-    modules = dict(model.named_modules())
     adapter, halves = Adapter(), dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors.items():
         pause()
@@ -113,8 +113,17 @@ def read_adapter(folder: Path, model: Any, layers: Sequence[LayerShape], *, room
             adapter.own.setdefault(module, {})[parameter_name] = tensor
     for module, parts in halves.items():
         adapter.low_rank[module] = checked_product(module, parts, modules, settings)
-    check_complete(folder, settings, adapter, model)
+    check_complete(folder, settings, adapter, modules)
     return adapter
+
+
+def modules_of(model: Any) -> dict[str, Any]:
+    """Return the modules of a model by name."""
+    modules = {}
+    for name, module in model.named_modules():
+        modules[name] = module
+        pause()
+    return modules
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -182,9 +191,11 @@ def by_pattern(patterns: Any, name: str, default: Any) -> Any:
     return default
 
 
-def check_complete(folder: Path, settings: Mapping[str, Any], adapter: Adapter, model: Any) -> None:
+def check_complete(
+    folder: Path, settings: Mapping[str, Any], adapter: Adapter, modules: Mapping[str, Any]
+) -> None:
     """Refuse an adapter whose file lacks what its settings promise: peft would serve the base there."""
-    missing = sorted(name for name in targets(settings, model) if name not in adapter.low_rank)
+    missing = sorted(name for name in targets(settings, modules) if name not in adapter.low_rank)
     if missing:
         several = f"{len(missing)} modules that it targets, {missing[0]} the first"
         raise VariantRefused(f"{folder}: {WEIGHTS} has nothing for {several}")
@@ -195,14 +206,14 @@ def check_complete(folder: Path, settings: Mapping[str, Any], adapter: Adapter, 
         raise VariantRefused(f"{folder}: {WEIGHTS} holds nothing")
 
 
-def targets(settings: Mapping[str, Any], model: Any) -> Iterator[str]:
+def targets(settings: Mapping[str, Any], modules: Iterable[str]) -> Iterator[str]:
     """Yield the modules that target_modules names outright; other ways of naming are taken as they come."""
     named, layers = settings.get("target_modules"), settings.get("layers_to_transform")
     if not isinstance(named, list) or settings.get("exclude_modules"):
         return
     if layers is not None:
         wanted = {str(each) for each in (layers if isinstance(layers, list) else [layers])}
-    for name, _ in model.named_modules():
+    for name in modules:
         pause()
         if not any(name == each or name.endswith(f".{each}") for each in named):
             continue

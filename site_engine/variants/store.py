@@ -30,7 +30,7 @@ from site_engine.variants.changes import Change, LoadedVariant
 from site_engine.variants.grouped import group_module
 from site_engine.variants.hub import local_folder
 from site_engine.variants.model_folder import read_own_tensors
-from site_engine.variants.peft_folder import Adapter, read_adapter
+from site_engine.variants.peft_folder import Adapter, modules_of, read_adapter
 from site_engine.variants.tensor_files import content_hash, read_json
 
 MAX_VARIANTS = 1024
@@ -53,6 +53,7 @@ class VariantStore:
         self.certifier = Certifier(model)
         self._prepare = prepare or self._on_device
         self._model = model
+        self._modules = modules_of(model.model)
         self._served: dict[str, LoadedVariant] = {}
         self._versions: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of modules, by content
         self._loading = threading.Lock()
@@ -74,9 +75,8 @@ class VariantStore:
             if variant.fingerprint not in ("", loaded.fingerprint):
                 raise VariantRefused(f"the files of {variant.id} have changed; remove it and add it anew")
             loaded = self._prepare(loaded)
-            modules = dict(self._model.model.named_modules())
             for name in loaded.changes:
-                group_module(name, modules[name])
+                group_module(name, self._modules[name])
             if loaded.fingerprint not in self._certified:
                 self.certifier.certify(loaded)
                 self._certified[loaded.fingerprint] = None
@@ -122,12 +122,11 @@ class VariantStore:
             raise VariantRefused(f"{folder} does not fit the memory: {error}") from error
 
     def _loaded(self, variant: Variant, folder: Path, found: Adapter) -> LoadedVariant:
-        modules = dict(self._model.model.named_modules())
         changes: dict[str, Change] = {}
         owned: dict[str, list[str]] = {}  # contents by module
         for name, tensors in found.own.items():
             named = {each: content_hash(tensor) for each, tensor in sorted(tensors.items())}
-            changes[name] = self._own(name, modules.get(name), tensors, named)
+            changes[name] = self._own(name, self._modules.get(name), tensors, named)
             owned[name] = [f"{each} {content}" for each, content in named.items()]
         for name, product in found.low_rank.items():
             changes[name] = changes.get(name, Change())._replace(low_rank=product)

@@ -138,6 +138,7 @@ def _entries_in_order(found: Any, data_bytes: int) -> dict[str, Entry]:
     end = 0
     in_order = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
     for name, entry in in_order.items():
+        pause()
         first, last = entry.data_offsets
         if first != end or last < first:
             raise ValueError(f"{name} does not begin where the tensor before it ends")
