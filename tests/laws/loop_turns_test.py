@@ -8,7 +8,7 @@ from functools import partial
 
 from gateway.domain import Delta
 from gateway.federation.codec import MAX_TURN_DELTAS
-from gateway.federation.stream_pace import READERS_PER_TURN, StreamPace
+from gateway.federation.stream_pace import READERS_PER_TURN, TURNS_TO_READ, StreamPace
 from gateway.query.answer import answer
 from tests.support.fakes.federation import scene
 from wire import federation_pb2 as pb
@@ -43,7 +43,7 @@ def test_others_get_a_turn_between_the_parts_of_a_large_step() -> None:
     asyncio.run(main())
 
 
-def test_others_get_a_turn_between_readers_that_waited_together() -> None:
+def test_a_message_is_read_between_readers_that_waited_together() -> None:
     async def main() -> None:
         now_s, busy_s = 0.0, 0.0
         pace = StreamPace(0.02, lambda: now_s, lambda: busy_s)
@@ -63,6 +63,8 @@ def test_others_get_a_turn_between_readers_that_waited_together() -> None:
             await asyncio.sleep(0)
             in_turn.append(len(woken) - before)
         assert woken == list(readers)
-        assert max(in_turn) == READERS_PER_TURN
+        first = next(turn for turn, count in enumerate(in_turn) if count)
+        some = [READERS_PER_TURN, *[0] * (TURNS_TO_READ - 1)]
+        assert in_turn[first:] == [*some * 4, READERS_PER_TURN - 1]
 
     asyncio.run(main())
