@@ -8,11 +8,14 @@ it calls `pause`, and goes on for a short time between two steps.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 TURN_S = 6e-4
+"""After a short step, which the device computes meanwhile."""
+SHARE = 4
+"""After a long one a turn lasts for this part of it, so that loads beside long steps end."""
 LATE_S = 5e-3
 """An engine's thread waits no longer for one that loads to pause."""
 LONG_STEP_S = 0.1
@@ -60,16 +63,18 @@ class LoaderTurns:
             self._give_back()
 
     def _pause(self) -> None:
-        if time.perf_counter() >= self._until_s:
+        if perf_counter() >= self._until_s:
             self._give_back()
             self._take()
 
     def _take(self) -> None:
+        began_s = perf_counter()
         if not self._idle:
             self._waits = True
             self._holds = self._given.acquire(timeout=LONG_STEP_S)
             self._waits = False
-        self._until_s = time.perf_counter() + TURN_S
+        now_s = perf_counter()
+        self._until_s = now_s + max(TURN_S, (now_s - began_s) / SHARE)
 
     def _give_back(self) -> None:
         if self._holds:

@@ -106,9 +106,9 @@ class Moved(NamedTuple):
 
 
 MAX_LOGPROBS = 20
+"""Best tokens whose log probabilities an answer may have beside each of its own."""
 NO_LINE = None, RemainingLine(0, 0, 0.0, 0.0)
 """Of no curve."""
-"""Best tokens whose log probabilities an answer may have beside each of its own."""
 MIN_RANDOM = 1e-6
 """A temperature or top_p below this leaves only the best token, and would underflow in float32."""
 

@@ -204,7 +204,8 @@ class AdapterArenas:
                 change = changes.get(name, Change())
                 if self.own is not None and change.own is not None and change.own.bias is not None:
                     difference = change.own.bias - self.own.bias(layer, projection, group)
-                    packed.biases[layer, first : first + columns].copy_(difference)
+                    with released():  # it comes from the device
+                        packed.biases[layer, first : first + columns].copy_(difference)
                 if change.bias is not None:
                     bias = packed.biases[layer, first : first + columns].copy_(change.bias)
                     changes[name] = change = change._replace(bias=bias)

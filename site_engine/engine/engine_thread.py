@@ -229,6 +229,8 @@ class EngineThread:
             while self._wait():
                 self._operations.popleft()()
                 self._post_calls()
+        finally:
+            self._loader_turns.leave()
 
     def _wait(self) -> bool:
         """Wait for an operation or a due iteration; return False when the thread is to end."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from site_engine.core.loader_turns import pause
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.model.logit_rules import to_device
 from site_engine.model.runner import UseVariants
@@ -124,11 +124,12 @@ class GroupedForward:
         """Compute each row with its own version of the module, the rest with the base's."""
         shared = torch.ones(given.shape[1], dtype=torch.bool)
         parts = []
-        for module, index in own:
-            shared[index if isinstance(index, slice) else index.cpu()] = False
-            parts.append((module, index))
-        if shared.any():
-            parts.append((self.base, shared.nonzero()[:, 0].to(given.device)))
+        with released():  # indexes come from the device
+            for module, index in own:
+                shared[index if isinstance(index, slice) else index.cpu()] = False
+                parts.append((module, index))
+            if shared.any():
+                parts.append((self.base, shared.nonzero()[:, 0].to(given.device)))
         out = None
         for compute, index in parts:
             part = compute(given[:, index])

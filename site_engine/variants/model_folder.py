@@ -48,9 +48,10 @@ def read_own_tensors(folder: Path, model: Any, *, room_bytes: int) -> dict[str, 
                 with released():
                     tensor = file.read(name, ours)
                     equal = torch.equal(tensor, ours)
+                    if not equal:
+                        refuse_not_finite(name, tensor)
                 if equal:
                     continue
-                refuse_not_finite(name, tensor)
                 used_bytes += tensor.nbytes
                 if used_bytes > room_bytes:
                     more = f"more than {used_bytes:,} bytes of its own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,8 @@ def read_json(path: Path, max_bytes: int = 1_000_000) -> Any:
         raise VariantRefused(f"{path} cannot be read: {error}") from error
 
 
+LARGE_BYTES = 1 << 20
+"""Of a tensor whose hash takes longer than a turn beside an engine."""
 MAX_NUMBERS = (1 << 63) - 1
 """The most numbers of a tensor."""
 
@@ -167,7 +170,8 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
 def content_hash(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, data type and numbers."""
     pause()
-    plain: Any = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-    digest.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+    with released() if tensor.nbytes > LARGE_BYTES else nullcontext():
+        plain: Any = tensor.detach().cpu().contiguous()
+        digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+        digest.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,7 @@ class Loading:
 def turns(monkeypatch: pytest.MonkeyPatch) -> LoaderTurns:
     """Turns of one piece each, which nobody takes without being given them."""
     monkeypatch.setattr(loader_turns, "TURN_S", 0.0)
+    monkeypatch.setattr(loader_turns, "SHARE", math.inf)
     monkeypatch.setattr(loader_turns, "LATE_S", PATIENCE_S)
     monkeypatch.setattr(loader_turns, "LONG_STEP_S", PATIENCE_S)
     return LoaderTurns()
@@ -94,6 +96,31 @@ def test_what_needs_no_interpreter_runs_beside_steps(turns: LoaderTurns) -> None
     turns.give()
     loading.ends()
     assert done == ["read", "checked"]
+
+
+def test_a_turn_lasts_for_a_part_of_the_step_before(
+    turns: LoaderTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what loads beside long steps ends."""
+    now_s, done = [0.0], list[int]()
+    monkeypatch.setattr(loader_turns, "SHARE", 4)
+    monkeypatch.setattr(loader_turns, "perf_counter", lambda: now_s[0])
+
+    def work() -> None:
+        for piece in range(8):
+            done.append(piece)
+            now_s[0] += 1.0
+            pause()
+
+    turns.give()
+    loading = Loading(turns, work)
+    for expected in (3, 6, 8):
+        loading.waits()
+        now_s[0] += 12.0
+        turns.give()
+        loading.waits()
+        assert len(done) == expected
+    loading.ends()
 
 
 def test_one_that_fails_gives_its_turn_back(turns: LoaderTurns, monkeypatch: pytest.MonkeyPatch) -> None:
