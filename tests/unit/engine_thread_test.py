@@ -78,6 +78,17 @@ def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
     return Request(name, [ord(each) for each in prompt], Sampling(max_tokens=tokens))
 
 
+def test_what_loads_goes_on_without_turns_once_the_thread_has_ended() -> None:
+    with at_work(FakeEngine()) as loop:
+        assert loop.submit(request("r", tokens=5)) is None
+        loop.until(loop.finishes)
+    turns = loop.engine_thread._loader_turns
+    turns.give()
+    assert not turns._idle
+    loop.engine_thread._run()  # it ends at once: the thread is to end
+    assert turns._idle
+
+
 def test_a_request_runs_to_its_end_and_the_engine_falls_idle() -> None:
     with at_work(FakeEngine()) as loop:
         assert loop.submit(request("r", tokens=5)) is None
