@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from site_engine.core.load import LoadFigures
 from site_engine.core.request import Finish, Output, Request, Sampling
 from site_engine.core.stall_watch import MAX_GAP_S, StallWatch
 from site_engine.core.step_outputs import StepOutputs
@@ -312,6 +313,26 @@ def test_figures_that_follow_an_answer_count_what_was_taken() -> None:
         loop.step()
         loop.submit(request("second"))
         assert loop.loads[-1].figures.pending == 1
+
+
+def test_figures_that_take_long_are_not_made_for_each_admission() -> None:
+    engine = FakeEngine(slots=1)
+    with at_work(engine, floor_s=1.0) as loop:
+        figures = engine.load
+
+        def load() -> LoadFigures:
+            loop.clock.now += 0.001
+            return figures()
+
+        engine.load = load  # type: ignore[method-assign]
+        loop.submit(request("first", tokens=9))
+        loop.step()
+        reports = len(loop.loads)
+        loop.submit(request("second"))
+        assert len(loop.loads) == reports
+        loop.clock.now += 0.02
+        loop.submit(request("third"))
+        assert loop.loads[-1].figures.pending == 2
 
 
 @pytest.mark.parametrize("prompt", ["x" * CONTEXT_TOKENS, "x" * (CONTEXT_TOKENS + 9)])
