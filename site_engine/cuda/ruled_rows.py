@@ -16,7 +16,8 @@ from site_engine.core.request import Request
 from site_engine.cuda.batch_layout import Numbers
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.rule_graphs import IN_PROMPT, RuledRow, RuleGraphs
-from site_engine.model.logit_rules import NO_EDITS, LogitRules, is_penalised, to_device
+from site_engine.model.host_copies import to_device
+from site_engine.model.logit_rules import NO_EDITS, LogitRules, is_penalised
 from site_engine.model.sampler import Alternatives
 
 

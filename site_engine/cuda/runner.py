@@ -32,7 +32,8 @@ from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.host_buffers import HostBuffers
 from site_engine.cuda.ruled_rows import Ranked, Ruled, RuledRows
 from site_engine.cuda.sampling import RULES
-from site_engine.model.logit_rules import LogitRules, to_device
+from site_engine.model.host_copies import to_device
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import NOT_FINITE, Forward, Logits, PackedRunner, StepTokens
 from site_engine.model.tensor_group import TensorGroup
 

@@ -108,7 +108,7 @@ class EngineThread:
 
         def run() -> None:
             self._calls.append(partial(reply, self._admit(group, moved)))
-            self._load_wanted = True  # older figures, sent after the reply, do not count this request
+            self._load_wanted = True  # soon: older figures, sent after the reply, lack this request
 
         self._enqueue(run)
 

@@ -10,7 +10,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from site_engine.core.request import Request, State
-from site_engine.model.logit_rules import to_device
+from site_engine.model.host_copies import to_device
 
 WORD_BITS = 32
 MAX_THREADS = 8

@@ -15,7 +15,7 @@ import torch
 from site_engine.core.request import Request
 from site_engine.core.step_memory import kv_room
 from site_engine.errors import NoMemory
-from site_engine.model.logit_rules import to_device
+from site_engine.model.host_copies import to_device
 from site_engine.model.page_copies import PageCopies
 from site_engine.model.sleep_memory import Room, SleepMemory, whole
 from site_engine.model.tensor_group import TensorGroup

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from site_engine.core.request import Grammar, Guide, Request
+from site_engine.model.host_copies import to_device
 
 if TYPE_CHECKING:
     from site_engine.model.grammar_bitmask import GrammarBitmask
@@ -162,18 +163,6 @@ def has_rules(request: Request) -> bool:
         or one.logprobs is not None
         or is_penalised(request)
     )
-
-
-def to_device(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> torch.Tensor:
-    """Queue a copy of an array to a device; neither the host nor its other cores wait.
-
-    The copy to pinned memory is numpy's: torch would wake a thread on every core for it.
-    """
-    if device.type != "cuda":
-        return torch.from_numpy(numbers)
-    pinned = torch.from_numpy(numbers[:0]).new_empty(numbers.shape, pin_memory=True)
-    np.copyto(pinned.numpy(), numbers)
-    return pinned.to(device, non_blocking=True)
 
 
 def is_penalised(request: Request) -> bool:

@@ -14,8 +14,9 @@ from site_engine.core.page_pool import NULL_PAGE
 from site_engine.core.request import Request
 from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.model import attention_context
+from site_engine.model.host_copies import to_device
 from site_engine.model.kv_cache import KVCache
-from site_engine.model.logit_rules import LogitRules, to_device
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.sampler import Alternatives
 from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows

@@ -22,8 +22,8 @@ import transformers
 from site_engine.core.loader_turns import pause, released
 from site_engine.errors import VariantRefused
 from site_engine.model import certify
+from site_engine.model.host_copies import to_device
 from site_engine.model.loader import LoadedModel
-from site_engine.model.logit_rules import to_device
 from site_engine.variants import grouped
 from site_engine.variants.changes import LoadedVariant
 from site_engine.variants.grouped import GroupedForward

@@ -17,7 +17,7 @@ import torch
 
 from site_engine.core.loader_turns import pause, released
 from site_engine.core.schedule_plan import SchedulePlan
-from site_engine.model.logit_rules import to_device
+from site_engine.model.host_copies import to_device
 from site_engine.model.runner import UseVariants
 from site_engine.variants.changes import Change, LoadedVariant
 
