@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
+from site_engine.core.loader_turns import pause
 from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
+from site_engine.training.tensor_bytes import write_tensors
 from site_engine.variants.peft_folder import CONFIG, MAX_RANK, PREFIX, WEIGHTS
 
 KINDS = {"Linear": (1, 0), "Conv1D": (0, 1)}
@@ -60,6 +61,7 @@ def new_adapter(modules: Mapping[str, Any], shape: AdapterShape, seed: int) -> A
     draw = torch.Generator().manual_seed(seed)
     factors = {}
     for name, module in modules.items():
+        pause()
         weight = module.weight
         inputs, outputs = (weight.shape[dimension] for dimension in KINDS[type(module).__name__])
         bound = 1 / sqrt(inputs)
@@ -161,6 +163,7 @@ def write_folder(folder: Path, factors: Mapping[str, torch.Tensor], shape: Adapt
     shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
     staging.mkdir(parents=True)
     (staging / CONFIG).write_text(json.dumps(settings, indent=2), "utf-8")
-    save_file(dict(factors), staging / WEIGHTS, metadata={"format": "pt"})
+    with (staging / WEIGHTS).open("wb", buffering=0) as file:
+        write_tensors(file, factors, {"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from io import BytesIO
 from typing import Any, NamedTuple
 
-import safetensors
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from site_engine.core.training import Saved
 from site_engine.errors import TrainingRefused
+from site_engine.training.tensor_bytes import read_tensors, write_tensors
 from site_engine.variants.peft_folder import PREFIX
 
 ABOUT = "mico"
@@ -43,17 +42,16 @@ class Snapshot(NamedTuple):
 
 
 def encode(snapshot: Snapshot) -> bytes:
-    note = json.dumps({"step": snapshot.step, "about": snapshot.about})
-    tensors = {name: each.cpu() for name, each in snapshot.tensors.items()}
-    return bytes(save_tensors(tensors, metadata={ABOUT: note}))
+    note, file = json.dumps({"step": snapshot.step, "about": snapshot.about}), BytesIO()
+    write_tensors(file, snapshot.tensors, {ABOUT: note})
+    return file.getvalue()
 
 
 def decode(data: bytes) -> Snapshot:
     """Read a snapshot. Raises TrainingRefused for data that is none."""
     try:
-        tensors = load_tensors(data)
-        size = int.from_bytes(data[:8], "little")
-        note = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][ABOUT])
+        tensors, metadata = read_tensors(data)
+        note = json.loads(metadata[ABOUT])
         return Snapshot(int(note["step"]), note["about"], tensors)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise TrainingRefused(f"the snapshot can't be read: {error}") from error

@@ -71,7 +71,7 @@ class TensorFile:
             if room_bytes is not None and size > room_bytes:
                 raise VariantRefused(f"{path} has {size:,} bytes, and there is room for {room_bytes:,}")
             self._begin, found = header(path)
-            self._entries = _entries_in_order(found, size - self._begin)
+            self._entries = entries_in_order(found, size - self._begin)
             self._file = path.open("rb", buffering=0)
         except (OSError, ValueError) as error:
             raise VariantRefused(f"{path} cannot be read: {error}") from error
@@ -129,7 +129,7 @@ class TensorFile:
         return read.view(dtype)
 
 
-def _entries_in_order(found: Any, data_bytes: int) -> dict[str, Entry]:
+def entries_in_order(found: Any, data_bytes: int) -> dict[str, Entry]:
     """Return the tensors of a header as they lie in the file: one after another, all of it.
 
     Raises ValueError.

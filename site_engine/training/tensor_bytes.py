@@ -1,0 +1,90 @@
+"""Tensors as the bytes of a safetensors file, written and read in pieces.
+
+safetensors' own functions keep the interpreter from every other thread for the whole file, which has half a
+gigabyte for an adapter of an 8B model with its moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+
+from site_engine.core.loader_turns import pause, released
+from site_engine.variants.tensor_files import FLOATS, entries_in_order
+
+PIECE_BYTES = 1 << 18
+ALIGNED_BYTES = 8
+NAMES = {dtype: name for name, dtype in FLOATS.items()}
+METADATA = "__metadata__"
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors in the order in which safetensors writes them; equal tensors make equal files."""
+    in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    head, end = dict[str, Any]({METADATA: {**metadata}}), 0
+    for name, tensor in in_order:
+        begin, end = end, end + tensor.nbytes
+        head[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
+        pause()
+    text = msgspec.json.encode(head)
+    text += b" " * (-len(text) % ALIGNED_BYTES)
+    file.write(len(text).to_bytes(8, "little") + text)
+    on_host = _on_host(tensors)
+    for name, _ in in_order:
+        numbers: Any = on_host[name].contiguous().view(-1).view(torch.uint8).numpy()
+        for at in range(0, len(numbers), PIECE_BYTES):
+            pause()
+            file.write(memoryview(numbers[at : at + PIECE_BYTES]))
+
+
+def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return copies of the tensors of a file, and its metadata. Raises ValueError for other content."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < begin <= len(data):
+        raise ValueError("it is cut, or no safetensors file")
+    try:
+        head = msgspec.json.decode(data[8:begin], type=dict[str, Any])
+        metadata = msgspec.convert(head.pop(METADATA, {}), dict[str, str])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is no safetensors file: {error}") from error
+    found = {}
+    for name, entry in entries_in_order(head, len(data) - begin).items():
+        pause()
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{name} holds {entry.dtype}, not floating-point numbers")
+        first, end = entry.data_offsets
+        numbers = torch.empty(end - first, dtype=torch.uint8)
+        numbers.numpy()[:] = np.frombuffer(data, np.uint8, end - first, begin + first)
+        found[name] = numbers.view(FLOATS[entry.dtype]).view(entry.shape)
+    return found, metadata
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in host memory.
+
+    Those that share their memory on a GPU are copied as one, beside what it computes and not between.
+    """
+    found, copied = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
+    for name, tensor in tensors.items():
+        pause()
+        if not tensor.is_cuda:
+            found[name] = tensor
+            continue
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in copied:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory)
+            beside = torch.cuda.Stream(tensor.device)
+            beside.wait_stream(torch.cuda.current_stream(tensor.device))
+            with released(), torch.cuda.stream(beside):
+                copied[memory.data_ptr()] = whole.cpu()
+        whole = copied[memory.data_ptr()]
+        found[name] = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return found
