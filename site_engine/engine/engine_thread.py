@@ -78,7 +78,7 @@ class EngineThread:
         self._load_wanted = True
         self._load_took_s = 0.0
         self._loader, self._loader_turns = ThreadPoolExecutor(1, "variants"), LoaderTurns()
-        self.trainer = ThreadTraining(engine, self._loader, self._enqueue, self._call)
+        self.trainer = ThreadTraining(engine, self._load, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
@@ -185,7 +185,7 @@ class EngineThread:
                 )
             self._enqueue(lambda: self._calls.append(partial(reply, _outcome(publish))))
 
-        self._loader.submit(self._loader_turns.run, load)
+        self._load(load)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
         """Remove a variant: requests that are here end with it, new ones are refused."""
@@ -195,6 +195,10 @@ class EngineThread:
     def between(self, act: Callable[[], T], reply: Callable[[T], None]) -> None:
         """Run `act` between two iterations; reply with what it returns."""
         self._enqueue(lambda: self._calls.append(partial(reply, act())))
+
+    def _load(self, load: Callable[[], None]) -> None:
+        """Run `load` on the loader's thread, in turns with the iterations."""
+        self._loader.submit(self._loader_turns.run, load)
 
     def _enqueue(self, operation: Callable[[], None]) -> None:
         with self._wakeup:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,16 +26,16 @@ class ThreadTraining:
     def __init__(
         self,
         engine: Engine,
-        loader: Executor,
+        load: Callable[[Callable[[], None]], object],
         enqueue: Callable[[Callable[[], None]], None],
         call: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`enqueue` runs something on the engine's thread, between two iterations, where `call` has the event
-        loop call something once that pass is over.
+        """`load` runs something on the loader's thread, in turns with the iterations, and `enqueue` on the
+        engine's, between two of them; `call` has the event loop call something once that pass is over.
         """
         self.has_begun = False
         self._engine = engine
-        self._loader = loader
+        self._load = load
         self._enqueue = enqueue
         self._call = call
 
@@ -64,7 +63,7 @@ class ThreadTraining:
                 answer = refused
             self._call(partial(reply, answer))
 
-        self._loader.submit(load)
+        self._load(load)
 
     def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
         """End a job without an event; reply with its last state, why that is lost, or None without a job."""
@@ -78,7 +77,7 @@ class ThreadTraining:
             if stopped is None:
                 self._call(partial(reply, None))
             else:
-                self._loader.submit(self._save, reply, stopped, last=False)
+                self._load(partial(self._save, reply, stopped, last=False))
 
         self._enqueue(run)
 
@@ -89,7 +88,7 @@ class ThreadTraining:
                 self._call(partial(on_event, job_id, event))
             else:  # megabytes, which take longer to write than the time between two tokens
                 last = job_id not in self._engine.training.jobs
-                self._loader.submit(self._save, partial(on_event, job_id), event, last=last)
+                self._load(partial(self._save, partial(on_event, job_id), event, last=last))
 
     def _save(self, reply: Callable[[Saved | Failed], None], snapshot: Snapshot, *, last: bool) -> None:
         """Reply with a snapshot as bytes, behind what has happened before, or why there are none."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from site_engine.core.loader_turns import pause
 from site_engine.text.prompt_encoder import PromptEncoder
 from site_engine.text.template_arguments import shielded
 from site_engine.text.tool_format import HARMONY, chat_template, recognize
@@ -57,6 +58,7 @@ class RowEncoder:
         """Encode all lines of a file, or up to the last fault that is named."""
         examples, faults = list[Example](), list[Fault]()
         for number, line in enumerate(lines, 1):
+            pause()
             try:
                 examples += self.examples(read_row(line))
             except BadRow as bad:

@@ -11,6 +11,8 @@ from itertools import accumulate
 
 import torch
 
+from site_engine.core.loader_turns import pause
+
 MAX_GRADIENT_NORM = 1.0
 ALIGNED_NUMBERS = 64
 """Kernels read factors by whole lines of memory."""
@@ -30,6 +32,7 @@ class Optimizer:
         *self._begins, end = accumulate(sizes, initial=0)
         values = factors[0].detach().new_zeros(end)
         for factor, place in zip(factors, self._parts(values), strict=True):
+            pause()
             factor.data = place.copy_(factor.detach())
         values.grad = torch.zeros_like(values)
         self.gradients = list(self._parts(values.grad))
@@ -59,16 +62,16 @@ class Optimizer:
     def copies(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return copies of factors, moments and the number of steps, by the names of the factors."""
         found = dict(zip(names, self._parts(self._values.detach().clone()), strict=True))
-        steps = self._state[STEP].clone()
         for moment in MOMENTS:
             copied = self._parts(self._state[moment].clone())
             found |= {f"{moment}.{name}": each for name, each in zip(names, copied, strict=True)}
-        return found | {f"{STEP}.{name}": steps.clone() for name in names}
+        return found | dict.fromkeys((f"{STEP}.{name}" for name in names), self._state[STEP].clone())
 
     def restore(self, names: Sequence[str], copies: Mapping[str, torch.Tensor]) -> None:
         """Take what `copies` returned. Raises KeyError and RuntimeError for what is no such thing."""
         parts = {"": self._values.detach(), **{f"{each}.": self._state[each] for each in MOMENTS}}
         for prefix, of_all in parts.items():
             for name, place in zip(names, self._parts(of_all), strict=True):
+                pause()
                 place.copy_(copies[prefix + name])
         self._state[STEP].copy_(copies[f"{STEP}.{names[0]}"])

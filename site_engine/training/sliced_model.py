@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.model import attention_context, certify
@@ -237,7 +238,10 @@ class SlicedModel:
         """Have the layers and the head computed by fused kernels."""
         from site_engine.training.llama_layers import TrainedHead, TrainedLayer  # where there is Triton
 
-        self._trained = [TrainedLayer(name, layer, factors, scale) for name, layer in self.layers]
+        self._trained = []
+        for name, layer in self.layers:
+            pause()
+            self._trained.append(TrainedLayer(name, layer, factors, scale))
         self._head = TrainedHead(self._model.base_model.norm, self._model.lm_head)
 
     @contextmanager
@@ -259,14 +263,18 @@ class SlicedModel:
         ids = torch.cat(sequences).to(self.device)
         positions = torch.cat([torch.arange(length) for length in SAMPLE_LENGTHS]).to(self.device)
         expected = []
-        for each in sequences:
-            with attention_context.use(PackedContext((0, len(each)))):
-                whole = self._model(input_ids=each[None].to(self.device), use_cache=False).logits[0]
-            expected.append(whole)
+        with ExitStack() as undo:
+            for _, layer in self.layers:
+                undo.callback(layer.register_forward_pre_hook(lambda *_: pause()).remove)
+            for each in sequences:
+                with attention_context.use(PackedContext((0, len(each)))):
+                    whole = self._model(input_ids=each[None].to(self.device), use_cache=False).logits[0]
+                expected.append(whole)
         wanted = torch.cat(expected)
         begun = self.begin(ids, positions, begins)
         hidden = begun.hidden
         for number in range(len(self.layers)):
+            pause()
             hidden = self.layer(number, hidden, begun)
         off = (self.head(hidden[0]) - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
         if self._head is not None:  # its kernels are compiled here, and not beside answers
@@ -275,7 +283,8 @@ class SlicedModel:
             self.backward(0, Recomputed(begun.hidden), begun, gradient[None], {})
             exact = F.cross_entropy(wanted.float(), ids, reduction="sum")
             off = torch.maximum(off, (loss - exact).abs() / exact)
-        return float(off) if bool(torch.isfinite(off)) else float("inf")
+        with released():
+            return float(off) if bool(torch.isfinite(off)) else float("inf")
 
 
 def _can_fuse(model: Any) -> bool:

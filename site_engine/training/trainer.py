@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.slack import NextSlice, SliceCosts
 from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
@@ -130,8 +131,9 @@ class Trainer:
             self._after_lack_of_memory()
         except Exception as error:  # noqa: BLE001 - a job's fault must not cost what is served
             self._fail(f"{type(error).__name__}: {error}")
-        self._model.wait(slices=1 if ahead else 0)
-        ended = self._clock()
+        with released():
+            self._model.wait(slices=1 if ahead else 0)
+            ended = self._clock()
         self._costs.observe(kind, size, ended - began, ended)
         return ended - began
 
@@ -145,6 +147,7 @@ class Trainer:
         self._slices = self._rehearsal()
         self._next = next(self._slices)
         while self._rehearses and not self.ended:
+            pause()
             self.run_slice()
         known.adopt(self._costs)
         self._costs = known

@@ -150,7 +150,12 @@ def plain_model(model: Any, variant: LoadedVariant | None = None) -> Any:
     if not model._can_set_attn_implementation():
         raise VariantRefused(f"{type(model).__name__} takes no variants: its attention cannot be put back")
     tensors: Sequence[Any] = list(joined(model.parameters(), model.buffers()))
-    made = copy.deepcopy(model, {id(each): each for each in tensors})
+    copied: dict[int, Any] = {id(each): each for each in tensors}
+    for layers in (each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
+        for layer in layers:
+            copy.deepcopy(layer, copied)
+            pause()
+    made = copy.deepcopy(model, copied)
     for module in made.modules():
         if isinstance(module.__dict__.get("forward"), GroupedForward):
             del module.__dict__["forward"]
