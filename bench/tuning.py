@@ -36,7 +36,7 @@ from bench.support.trainer_peer import TrainerPeer
 from site_engine.core.chain import Variant
 from site_engine.core.request import Request, Sampling
 from site_engine.core.training import AdapterShape, Recipe, StepDone, TrainingOrder
-from site_engine.engine.build import packed_engine
+from site_engine.engine.build import build_engine, packed_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model import loader
@@ -134,23 +134,25 @@ def exactness(steps: int, texts: int) -> dict[str, object]:
     }
 
 
-def learns(count: int, texts: int) -> dict[str, object]:
+def learns(folder: Path, device: str, count: int, texts: int) -> dict[str, object]:
     """Train on `count` rows, and let Trainer do so on its own; compare what both make of held-out rows."""
-    model = loader.load(str(DEMO))
+    model = loader.load(str(folder), device=device, dtype="float32" if device == "cpu" else "bfloat16")
+    slots = None if device == "cpu" else 8
+    engine = build_engine(model, EngineSettings(slots=8, kv_tokens=8192, adapter_slots=slots), time.monotonic)
     recipe = Recipe(epochs=3, batch_size=16, learning_rate=1e-3, seed=7, shape=AdapterShape(8, 16.0))
     order = TrainingOrder("bench", "bench", recipe, rows(count, 0, NOTES), rows(200, 1, NOTES))
     job = open_job(model, order, time.monotonic)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(device)
     peer = TrainerPeer(plain, job, recipe, own_seed=8)
     untrained = peer.valid_loss()
     peer.train()
-    engine = engine_of(model)
     engine.training.begin("bench", "bench", job)
     done = [event for event in finished(engine, "bench") if isinstance(event, StepDone)]
     valid, theirs = done[-1].valid_loss or 0.0, peer.valid_loss()
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(Path(folder) / "tuned", job.snapshot().adapter, recipe.shape, str(DEMO))
-        engine.add_variant(Variant("tuned", adapter=str(Path(folder) / "tuned")))
+    with tempfile.TemporaryDirectory() as temporary:
+        tuned = Path(temporary) / "tuned"
+        write_folder(tuned, job.snapshot().adapter, recipe.shape, str(folder))
+        engine.add_variant(Variant("tuned", adapter=str(tuned)))
         prompts = prompts_of(model.tokenizer, texts)
         before, after = (answers_of(engine, prompts, chain) for chain in ("", "tuned"))
     expected = [json.loads(line)["messages"][1]["content"] for line in rows(texts, 2).splitlines()]
@@ -350,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a job")
+    parser.add_argument("--model", type=Path, default=DEMO, help="folder of the model that `learns` trains")
+    parser.add_argument("--device", default="cpu", help="of `learns`; in bfloat16 but on a CPU")
     parser.add_argument("--rows", type=int, default=2000, help="that `learns` trains on")
     parser.add_argument("--texts", type=int, default=100, help="greedy texts that are compared")
     parser.add_argument("--kills", type=int, default=KILLS, help="times that the job is killed")
@@ -372,14 +376,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     machine = f"{platform.platform()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    print(f"{machine}; the demo model in float32 on one thread")
+    print(f"{machine}; in float32 on one thread of the CPU but where --device says otherwise")
     figures: dict[str, dict[str, object]] = {}
     for part in wanted:
         print(f"{part}:", flush=True)
         if part == "exactness":
             figures[part] = exactness(options.steps, options.texts)
         elif part == "learns":
-            figures[part] = learns(options.rows, options.texts)
+            figures[part] = learns(options.model, options.device, options.rows, options.texts)
         elif part == "resume":
             figures[part] = resume(options.steps, options.kills)
         elif part == "tenants":

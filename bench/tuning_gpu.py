@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ import transformers
 
 from bench.engine_gpu import plain_model
 from bench.support.trainer_peer import TrainerPeer
+from site_engine.core.loader_turns import LoaderTurns
 from site_engine.core.request import Request, Sampling
 from site_engine.core.slack import Bounds
 from site_engine.core.training import AdapterShape, Failed, Recipe, StepDone
@@ -35,6 +37,7 @@ from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.process_settings import set_up_process
+from site_engine.training import snapshot as snapshots
 from site_engine.training.adapter import attach, new_adapter, target_modules
 from site_engine.training.data import Dataset, Example
 from site_engine.training.micro_batch import run_micro_batch
@@ -42,6 +45,7 @@ from site_engine.training.packing import pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import Trainer
 
+T = TypeVar("T")
 PARTS = ("gradients", "alone", "beside", "trainer")
 SHAPE = AdapterShape(16, 32.0)
 BETWEEN_S = 0.02
@@ -62,9 +66,12 @@ def examples(count: int, vocabulary: int, longest: int, seed: int) -> list[Examp
     return made
 
 
-def trainer_of(engine: SiteEngine, model: LoadedModel, rows: int, batch: int) -> Trainer:
+def data_of(model: LoadedModel, rows: int) -> Dataset:
+    return Dataset(tuple(examples(rows, model.vocab_size, model.context_tokens, seed=1)))
+
+
+def trainer_of(engine: SiteEngine, model: LoadedModel, data: Dataset, batch: int) -> Trainer:
     tokens = engine.training._train_tokens
-    data = Dataset(tuple(examples(rows, model.vocab_size, model.context_tokens, seed=1)))
     trainer = Trainer(
         SlicedModel(model.model),
         data,
@@ -191,9 +198,15 @@ class Ran(NamedTuple):
 
 
 def run_while(
-    engine: SiteEngine, goes_on: Callable[[float], bool], ended: Callable[[str], None] = lambda name: None
+    engine: SiteEngine,
+    goes_on: Callable[[float], bool],
+    ended: Callable[[str], None] = lambda name: None,
+    stepped: Callable[[], None] = lambda: None,
 ) -> Ran:
-    """Step an engine while `goes_on` after so many seconds, and tell the names of requests that end."""
+    """Step an engine while `goes_on` after so many seconds, and tell the names of requests that end.
+
+    `stepped` is called after each step.
+    """
     engine.training.take_events()
     begin = end = time.perf_counter()
     steps: list[tuple[float, int]] = []  # the end of each optimizer step, and the tokens trained by then
@@ -211,6 +224,7 @@ def run_while(
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
             steps += [(end, event.trained_tokens)] if isinstance(event, StepDone) else []
+        stepped()
     trained_per_s = 0.0
     if len(steps) > 1:
         (first_s, first), (last_s, last) = steps[0], steps[-1]
@@ -226,21 +240,27 @@ def slices_ms(job: Trainer) -> dict[str, dict[int, float]]:
     }
 
 
-def opened_beside(
-    engine: SiteEngine, model: LoadedModel, batch: int, ended: Callable[[str], None]
-) -> tuple[Trainer, Ran, float]:
-    """Open a job beside the iterations of an engine, as a site does, in so many seconds."""
+def done_beside(
+    engine: SiteEngine, act: Callable[[], T], ended: Callable[[str], None]
+) -> tuple[T, dict[str, object]]:
+    """Do something in turns with the iterations of an engine, as a site opens and saves jobs.
+
+    Also returns how long it took, and what was between tokens meanwhile.
+    """
+    turns, made = LoaderTurns(), list[T]()
     began_s = time.perf_counter()
-    with ThreadPoolExecutor(1) as opener:
-        opened = opener.submit(trainer_of, engine, model, 64 * batch, batch)
-        ran = run_while(engine, lambda _: not opened.done(), ended)
-    return opened.result(), ran, round(time.perf_counter() - began_s, 2)
+    with ThreadPoolExecutor(1) as loader:
+        doing = loader.submit(turns.run, lambda: made.append(act()))
+        ran = run_while(engine, lambda _: not doing.done(), ended, turns.give)
+    doing.result()
+    took = {"s": round(time.perf_counter() - began_s, 2), "between_ms_p50_p99_most": ran.between_ms()}
+    return made[0], took
 
 
 def alone(engine: SiteEngine, model: LoadedModel, seconds: float, batch: int) -> dict[str, object]:
     """Train with nothing beside it, after half as long to warm up."""
     began_s = time.perf_counter()
-    job = trainer_of(engine, model, 64 * batch, batch)
+    job = trainer_of(engine, model, data_of(model, 64 * batch), batch)
     opened_s = time.perf_counter() - began_s
     engine.training.begin("job", "acme", job)
     run_while(engine, lambda ran_s: ran_s < seconds / 2)
@@ -282,12 +302,15 @@ def beside(
             chat(f"{name} {number}")
         run_while(engine, lambda ran_s: ran_s < seconds / 4, chat)
         if name == "trained":
-            job, opening, found["opened_s"] = opened_beside(engine, model, batch, chat)
-            found["opening_between_ms_p50_p99_most"] = opening.between_ms()
+            data = data_of(model, 64 * batch)
+            job, found["opened"] = done_beside(engine, partial(trainer_of, engine, model, data, batch), chat)
             engine.training.begin("job", "acme", job)
             first = run_while(engine, lambda ran_s: ran_s < seconds / 2, chat)
             found["first_half_between_ms_p50_p99_most"] = first.between_ms()
             found["first_half_trained_tokens_per_s"] = round(first.trained_per_s)
+            snapshot = job.snapshot()
+            saved, found["saved"] = done_beside(engine, partial(snapshots.encode, snapshot), chat)
+            found["saved_mb"] = len(saved) // 1_000_000
         ran = run_while(engine, lambda ran_s: ran_s < seconds, chat)
         found |= {
             f"{name}_decoded_per_s": round(ran.decoded_per_s),

@@ -83,12 +83,13 @@ class TrainerPeer:
 
     def valid_loss(self) -> float:
         """Return the mean loss of the learned tokens of the validation file."""
-        total, count = 0.0, 0
+        total, count, device = 0.0, 0, self._model.device
         self._model.eval()
         for example in self._valid:
-            ids, learned = torch.from_numpy(example.ids), torch.from_numpy(example.learned).nonzero()[:, 0]
+            ids = torch.from_numpy(example.ids).to(device)
+            learned = torch.from_numpy(example.learned).nonzero()[:, 0].to(device)
             with torch.no_grad():
-                logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
             total += float(
                 torch.nn.functional.cross_entropy(logits[learned - 1], ids[learned], reduction="sum")
             )
