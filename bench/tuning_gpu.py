@@ -36,7 +36,7 @@ from site_engine.engine.build import build_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.process_settings import set_up_process
+from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.training import snapshot as snapshots
 from site_engine.training.adapter import attach, new_adapter, target_modules
 from site_engine.training.data import Dataset, Example
@@ -397,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began_s = time.perf_counter()
         engine.training.warm_up()  # as a site does before it joins
         print(f"warmed up in {time.perf_counter() - began_s:.1f} s", flush=True)
+        set_up_collector()
         if "beside" in wanted:
             show(
                 figures,

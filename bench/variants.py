@@ -32,7 +32,7 @@ from bench.support.live_adapters import Traffic, come_and_go, timed
 from bench.support.merged import PeftMixed, serve_in_turn
 from bench.support.variant_engines import BASE, Query, Scene, Sizes, decode, serve
 from site_engine.engine.engine import SiteEngine
-from site_engine.process_settings import set_up_process
+from site_engine.process_settings import set_up_collector, set_up_process
 from site_engine.variants.certify import plain_model
 
 MARGIN, TIMES_BASE = {torch.bfloat16: 0.02, torch.float32: 1e-3}, 1.5
@@ -222,6 +222,7 @@ class Bench(Claims):
             scene.engine, chains, rows, lambda chain: self.work([chain], 1, LIVE_PROMPT)[0], tokens
         )
         timed(traffic, come_and_go(traffic, added[:1], LIVE_ANSWER))  # compiles what adding needs
+        set_up_collector()  # as a site does once it has started
         calm = timed(traffic, repeat("calm", 4 * scene.sizes.steps))
         steps = timed(traffic, come_and_go(traffic, added[1:], LIVE_ANSWER))
         traffic.end()

@@ -6,7 +6,7 @@ gigabyte for an adapter of an 8B model with its moments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 from site_engine.core.loader_turns import pause, released
 from site_engine.variants.tensor_files import FLOATS, entries_in_order
 
-PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 20
 ALIGNED_BYTES = 8
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 METADATA = "__metadata__"
@@ -37,12 +37,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata:
     text = msgspec.json.encode(head)
     text += b" " * (-len(text) % ALIGNED_BYTES)
     file.write(len(text).to_bytes(8, "little") + text)
-    on_host = _on_host(tensors)
-    for name, _ in in_order:
-        numbers: Any = on_host[name].contiguous().view(-1).view(torch.uint8).numpy()
-        for at in range(0, len(numbers), PIECE_BYTES):
-            pause()
-            file.write(memoryview(numbers[at : at + PIECE_BYTES]))
+    for group in _groups([tensor for _, tensor in in_order]):
+        file.write(memoryview(_on_host(group)))
 
 
 def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -67,24 +63,30 @@ def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return found, metadata
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors in host memory.
+def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield neighbours of PIECE_BYTES at most together, and parts of larger tensors."""
+    group, size = list[torch.Tensor](), 0
+    for tensor in tensors:
+        for part in tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+            if size + part.nbytes > PIECE_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(part)
+            size += part.nbytes
+            pause()
+    if group:
+        yield group
 
-    Those that share their memory on a GPU are copied as one, beside what it computes and not between.
+
+def _on_host(numbers: Sequence[torch.Tensor]) -> Any:
+    """Return numbers [bytes] as one array in host memory.
+
+    A GPU copies them beside what it computes. Of much at once it would keep the driver from other threads.
     """
-    found, copied = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
-    for name, tensor in tensors.items():
-        pause()
-        if not tensor.is_cuda:
-            found[name] = tensor
-            continue
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in copied:
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory)
-            beside = torch.cuda.Stream(tensor.device)
-            beside.wait_stream(torch.cuda.current_stream(tensor.device))
-            with released(), torch.cuda.stream(beside):
-                copied[memory.data_ptr()] = whole.cpu()
-        whole = copied[memory.data_ptr()]
-        found[name] = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return found
+    first = numbers[0]
+    if not first.is_cuda:
+        return torch.cat([*numbers]).numpy()
+    beside = torch.cuda.Stream(first.device)
+    beside.wait_stream(torch.cuda.current_stream(first.device))
+    with released(), torch.cuda.stream(beside):
+        return torch.cat([*numbers]).cpu().numpy()
