@@ -160,6 +160,8 @@ def from_model(
     model.eval()
     parameter = next(model.parameters())
     device = parameter.device
+    if device.type == "cuda":  # cuDNN plans attention for 4 to 10 ms, in each thread for each shape
+        torch.backends.cuda.enable_cudnn_sdp(False)
     config = model.config.get_text_config()
     prompts = certify.sample_prompts(config.vocab_size)
     with _as_not_supported(model):
