@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any, Final
 
 import grpc
@@ -33,23 +34,25 @@ class Bulk:
         self._open_channel = open_channel
         self._metadata = metadata
 
-    async def fetch(self, content: Content, received: bytearray) -> None:
-        """Append to `received` what it lacks of content. Raises TransferFailed; a later call goes on from
-        what has come.
+    async def fetch(self, content: Content, received: BytesIO) -> None:
+        """Write to `received` what it lacks of content. Raises TransferFailed; a later call goes on from what
+        has come.
         """
         async with self._calls() as stub:
             call = stub.Fetch(
-                pb.FetchRequest(sha256=content.sha256, offset=len(received)), metadata=self._metadata
+                pb.FetchRequest(sha256=content.sha256, offset=received.tell()), metadata=self._metadata
             )
             while (chunk := await asyncio.wait_for(call.read(), SILENT_S)) is not grpc.aio.EOF:
-                received += chunk.data
-                if len(received) > content.size_bytes:
+                received.write(chunk.data)
+                if received.tell() > content.size_bytes:
                     break
-        if len(received) < content.size_bytes:
-            raise TransferFailed(f"{content.size_bytes - len(received)} bytes of the content are missing")
-        digest = await asyncio.to_thread(hashlib.sha256, received)
-        if len(received) > content.size_bytes or digest.digest() != content.sha256:
-            received.clear()
+        if (size := received.tell()) < content.size_bytes:
+            raise TransferFailed(f"{content.size_bytes - size} bytes of the content are missing")
+        with received.getbuffer() as content_bytes:
+            digest = await asyncio.to_thread(hashlib.sha256, content_bytes)
+        if size > content.size_bytes or digest.digest() != content.sha256:
+            received.seek(0)
+            received.truncate()
             raise TransferFailed("the content that came has another digest")
 
     async def store(self, order: Train, kind: Kind, step: int, data: bytes) -> None:

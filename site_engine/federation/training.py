@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from io import BytesIO
 from typing import Any, Final, NamedTuple, TypeVar
 
 from site_engine.core.training import (
@@ -321,17 +322,17 @@ class TrainingRuns:
         """Return content from any gateway. Raises TransferFailed."""
         if content.size_bytes > max_bytes:
             raise TransferFailed(f"{content.size_bytes} bytes; this site takes {max_bytes} at most")
-        received, fruitless, reason = bytearray(), 0, "no gateway is linked"
+        received, fruitless, reason = BytesIO(), 0, "no gateway is linked"
         while fruitless < MAX_FETCHES:
             for bulk in self._bulks():
-                had = len(received)
+                had = received.tell()
                 try:
                     await bulk.fetch(content, received)
-                    return bytes(received)
+                    return received.getvalue()
                 except TransferFailed as exc:
                     if exc.final:
                         raise
-                    reason, fruitless = str(exc), 0 if len(received) > had else fruitless
+                    reason, fruitless = str(exc), 0 if received.tell() > had else fruitless
             fruitless += 1
             await self._sleep(RETRY_S)
         raise TransferFailed(f"the content could not be fetched: {reason}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from site_engine.core.loader_turns import released
 from site_engine.core.slack import SliceCosts
 from site_engine.core.training import AdapterShape, Failed, Recipe, TrainingOrder
 from site_engine.errors import TrainingRefused
@@ -47,11 +48,9 @@ def open_job(
     encoder = RowEncoder(model.tokenizer, model.eos_token_ids, model.context_tokens)
     data = _read("training_file", encoder, order.data)
     valid = _read("validation_file", encoder, order.valid) if order.valid else None
-    about = {
-        "base": model.revision,
-        "data": hashlib.sha256(order.data).hexdigest(),
-        "valid": hashlib.sha256(order.valid).hexdigest(),
-    }
+    with released():
+        hashes = [hashlib.sha256(each).hexdigest() for each in (order.data, order.valid)]
+    about = {"base": model.revision, "data": hashes[0], "valid": hashes[1]}
     on_gpu = model.device.type == "cuda"
     sliced = SlicedModel(model.model)
     trainer = Trainer(
@@ -113,8 +112,19 @@ def tokens_on_cpu(model: SlicedModel) -> int:
 
 
 def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:
-    """Encode a file; a line feed ends its last line or separates none."""
-    dataset = encoder.dataset(data.removesuffix(b"\n").split(b"\n"))
+    dataset = encoder.dataset(_lines(data))
     if dataset.faults:
         raise TrainingRefused("\n".join(f"{name}: {fault}" for fault in dataset.faults))
     return dataset
+
+
+def _lines(data: bytes) -> Iterator[bytes]:
+    """Yield the lines of a file, whose last one a line feed ends or none does.
+
+    To split a large file at once would keep the interpreter from answers.
+    """
+    begin, end = 0, len(data) - data.endswith(b"\n")
+    while (at := data.find(b"\n", begin, end)) >= 0:
+        yield data[begin:at]
+        begin = at + 1
+    yield data[begin:end]

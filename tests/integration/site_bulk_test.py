@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any
 
 import grpc
@@ -76,18 +77,18 @@ def test_a_fetch_that_was_cut_goes_on_and_other_content_is_refused() -> None:
     async def main() -> None:
         async with calls() as (gateway, bulk):
             gateway.breaks = CHUNK_BYTES + 5
-            received = bytearray()
+            received = BytesIO()
             with pytest.raises(TransferFailed, match="the database is away") as cut:
                 await bulk.fetch(CONTENT, received)
             assert not cut.value.final
             await bulk.fetch(CONTENT, received)
-            assert (bytes(received), gateway.offsets) == (DATA, [0, CHUNK_BYTES + 5])
+            assert (received.getvalue(), gateway.offsets) == (DATA, [0, CHUNK_BYTES + 5])
             for other in (DATA[:-1] + b"x", DATA + b"x", DATA[:-1]):
                 gateway.data, gateway.breaks = other, len(other)
                 with pytest.raises(
                     TransferFailed, match=r"another digest|1 bytes of the content are missing"
                 ):
-                    await bulk.fetch(CONTENT, bytearray())
+                    await bulk.fetch(CONTENT, BytesIO())
 
     asyncio.run(main())
 
@@ -128,7 +129,7 @@ def test_a_site_whose_certificate_has_expired_tries_again() -> None:
 
     async def main() -> None:
         bulk = Bulk(refuse, ())
-        for call in (bulk.fetch(CONTENT, bytearray()), bulk.store(ORDER, Kind.SNAPSHOT, 1, DATA)):
+        for call in (bulk.fetch(CONTENT, BytesIO()), bulk.store(ORDER, Kind.SNAPSHOT, 1, DATA)):
             with pytest.raises(TransferFailed, match="no certificate yet") as failed:
                 await call
             assert not failed.value.final
