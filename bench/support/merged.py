@@ -60,6 +60,7 @@ class PeftMixed:
         peft: Any = importlib.import_module("peft")
         base = plain_model(scene.model.model)
         base.set_attn_implementation("sdpa")
+        torch.backends.cuda.enable_cudnn_sdp(True)  # as PyTorch has it, which certifying engines leave out
         first, *others = chains
         self._device = scene.model.device
         plainly = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": True}

@@ -6,6 +6,7 @@ What takes longer is done on the loader's thread: reading the files of a job, wr
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from site_engine.training.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
+
+MAX_UNSAVED = 3
+"""Snapshots of a job that wait to be written, each in the device's memory; the oldest goes."""
 
 
 class ThreadTraining:
@@ -38,6 +42,7 @@ class ThreadTraining:
         self._load = load
         self._enqueue = enqueue
         self._call = call
+        self._unsaved: dict[str, deque[tuple[Snapshot, bool]]] = {}  # by job; whether each is its last
 
     def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
         """Begin a job, read beside the iterations; reply None, or why it is not trained here."""
@@ -84,11 +89,23 @@ class ThreadTraining:
     def pass_on(self, on_event: Callable[[str, TrainingEvent], None]) -> None:
         """Pass on what has happened to jobs since the last call. Called on the engine's thread."""
         for job_id, event in self._engine.training.take_events():
+            ended = job_id not in self._engine.training.jobs
             if isinstance(event, StepDone | Failed):
                 self._call(partial(on_event, job_id, event))
             else:  # megabytes, which take longer to write than the time between two tokens
-                last = job_id not in self._engine.training.jobs
-                self._load(partial(self._save, partial(on_event, job_id), event, last=last))
+                unsaved = self._unsaved.setdefault(job_id, deque(maxlen=MAX_UNSAVED))
+                unsaved.append((event, ended))
+                self._load(partial(self._save_oldest, unsaved, partial(on_event, job_id)))
+            if ended:
+                self._unsaved.pop(job_id, None)
+
+    def _save_oldest(
+        self, unsaved: deque[tuple[Snapshot, bool]], reply: Callable[[Saved | Failed], None]
+    ) -> None:
+        """Save the oldest snapshot that waits; where newer ones have taken the place of some, none may."""
+        if unsaved:
+            snapshot, last = unsaved.popleft()
+            self._save(reply, snapshot, last=last)
 
     def _save(self, reply: Callable[[Saved | Failed], None], snapshot: Snapshot, *, last: bool) -> None:
         """Reply with a snapshot as bytes, behind what has happened before, or why there are none."""

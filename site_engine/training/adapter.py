@@ -163,7 +163,7 @@ def write_folder(folder: Path, factors: Mapping[str, torch.Tensor], shape: Adapt
     shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
     staging.mkdir(parents=True)
     (staging / CONFIG).write_text(json.dumps(settings, indent=2), "utf-8")
-    with (staging / WEIGHTS).open("wb", buffering=0) as file:
+    with (staging / WEIGHTS).open("wb") as file:
         write_tensors(file, factors, {"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)

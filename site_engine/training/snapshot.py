@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from site_engine.core.training import Saved
@@ -19,6 +20,13 @@ from site_engine.training.tensor_bytes import read_tensors, write_tensors
 from site_engine.variants.peft_folder import PREFIX
 
 ABOUT = "mico"
+
+
+class Note(msgspec.Struct):
+    """What a file says of a snapshot, beside its tensors."""
+
+    step: int
+    about: dict[str, Any]
 
 
 class Snapshot(NamedTuple):
@@ -51,7 +59,7 @@ def decode(data: bytes) -> Snapshot:
     """Read a snapshot. Raises TrainingRefused for data that is none."""
     try:
         tensors, metadata = read_tensors(data)
-        note = json.loads(metadata[ABOUT])
-        return Snapshot(int(note["step"]), note["about"], tensors)
-    except (ValueError, KeyError, TypeError) as error:
+        note = msgspec.json.decode(metadata[ABOUT], type=Note)
+        return Snapshot(note.step, note.about, tensors)
+    except (ValueError, KeyError, msgspec.DecodeError, RecursionError) as error:
         raise TrainingRefused(f"the snapshot can't be read: {error}") from error

@@ -7,6 +7,7 @@ gigabyte for an adapter of an 8B model with its moments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, BinaryIO
 
 import msgspec
@@ -14,16 +15,19 @@ import numpy as np
 import torch
 
 from site_engine.core.loader_turns import pause, released
+from site_engine.model.weights import MAX_HEADER_BYTES
 from site_engine.variants.tensor_files import FLOATS, entries_in_order
 
 PIECE_BYTES = 1 << 20
+PIECES_OF_A_TURN = 16
+"""That are copied from a device while an engine's step runs."""
 ALIGNED_BYTES = 8
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 METADATA = "__metadata__"
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors in the order in which safetensors writes them; equal tensors make equal files."""
+    """Write a file of which `write` writes all that it is given. Equal tensors make equal files."""
     in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     head, end = dict[str, Any]({METADATA: {**metadata}}), 0
     for name, tensor in in_order:
@@ -37,14 +41,18 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata:
     text = msgspec.json.encode(head)
     text += b" " * (-len(text) % ALIGNED_BYTES)
     file.write(len(text).to_bytes(8, "little") + text)
-    for group in _groups([tensor for _, tensor in in_order]):
-        file.write(memoryview(_on_host(group)))
+    pieces = _pieces([tensor for _, tensor in in_order])
+    beside = _stream_beside(tensors.values())
+    while some := [*islice(pieces, PIECES_OF_A_TURN)]:
+        for numbers in _on_host(some, beside):
+            pause()
+            file.write(memoryview(numbers))
 
 
 def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return copies of the tensors of a file, and its metadata. Raises ValueError for other content."""
     begin = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < begin <= len(data):
+    if not 8 < begin <= min(len(data), 8 + MAX_HEADER_BYTES):
         raise ValueError("it is cut, or no safetensors file")
     try:
         head = msgspec.json.decode(data[8:begin], type=dict[str, Any])
@@ -63,30 +71,34 @@ def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return found, metadata
 
 
-def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield neighbours of PIECE_BYTES at most together, and parts of larger tensors."""
-    group, size = list[torch.Tensor](), 0
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield neighbours of PIECE_BYTES at most together, as bytes, and parts of larger tensors."""
+    piece, size = list[torch.Tensor](), 0
     for tensor in tensors:
-        for part in tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+        for part in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
             if size + part.nbytes > PIECE_BYTES:
-                yield group
-                group, size = [], 0
-            group.append(part)
+                yield piece
+                piece, size = [], 0
+            piece.append(part)
             size += part.nbytes
-            pause()
-    if group:
-        yield group
+    if piece:
+        yield piece
 
 
-def _on_host(numbers: Sequence[torch.Tensor]) -> Any:
-    """Return numbers [bytes] as one array in host memory.
+def _stream_beside(tensors: Iterable[torch.Tensor]) -> torch.cuda.Stream | None:
+    """Return a stream that copies tensors of a GPU once they are computed; None for those of a CPU."""
+    device = next((each.device for each in tensors if each.is_cuda), None)
+    if device is None:
+        return None
+    beside = torch.cuda.Stream(device)
+    beside.wait_stream(torch.cuda.current_stream(device))
+    return beside
 
-    A GPU copies them beside what it computes. Of much at once it would keep the driver from other threads.
+
+def _on_host(pieces: Sequence[Sequence[torch.Tensor]], beside: torch.cuda.Stream | None) -> list[Any]:
+    """Return pieces as arrays in host memory.
+
+    A GPU copies one after the other: of much at once it would keep the driver from other threads.
     """
-    first = numbers[0]
-    if not first.is_cuda:
-        return torch.cat([*numbers]).numpy()
-    beside = torch.cuda.Stream(first.device)
-    beside.wait_stream(torch.cuda.current_stream(first.device))
     with released(), torch.cuda.stream(beside):
-        return torch.cat([*numbers]).cpu().numpy()
+        return [torch.cat([*piece]).cpu().numpy() for piece in pieces]

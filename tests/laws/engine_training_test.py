@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -26,6 +27,7 @@ from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import batch_at, micro_batches, pack
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.snapshot import Snapshot
+from site_engine.training.tensor_bytes import write_tensors
 from tests.support.engine_models import FAMILIES, drain, engine_for, greedy, greedy_answer
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, computed, equal, examples, run, started, trainer
@@ -144,6 +146,16 @@ def test_a_snapshot_that_is_cut_is_refused() -> None:
     for cut in (b"", whole[:5], whole[: len(whole) // 2], b"{}" * 40):
         with pytest.raises(TrainingRefused, match="can't be read"):
             snapshots.decode(cut)
+
+
+@pytest.mark.parametrize(
+    "note", ["", "{}", "[" * 100_000, '{"step": 1e999, "about": {}}', '{"step": 1, "about": []}', "\ufffd"]
+)
+def test_a_snapshot_that_does_not_say_what_it_is_of_is_refused(note: str) -> None:
+    file = BytesIO()
+    write_tensors(file, {"a": torch.ones(2)}, {snapshots.ABOUT: note})
+    with pytest.raises(TrainingRefused, match="can't be read"):
+        snapshots.decode(file.getvalue())
 
 
 def test_steps_without_finite_gradients_are_left_out_and_the_third_in_a_row_fails() -> None:

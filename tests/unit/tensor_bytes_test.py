@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from site_engine.training.tensor_bytes import PIECE_BYTES, read_tensors, write_tensors
+from site_engine.training import tensor_bytes
+from site_engine.training.tensor_bytes import PIECE_BYTES, PIECES_OF_A_TURN, read_tensors, write_tensors
 
 TENSORS = {
     "b": torch.randn(3, 5),
@@ -17,7 +18,8 @@ TENSORS = {
     "none": torch.empty(0, 4),
     "number": torch.tensor(7.0),
     "wide": torch.randn(64, dtype=torch.float64),
-    "large": torch.randn(PIECE_BYTES // 4 + 3),
+    "large": torch.randn(PIECE_BYTES // 4 * (PIECES_OF_A_TURN + 1) + 3),
+    "repeated": torch.ones(1).expand(5),
 }
 METADATA = {"format": "pt", "note": "größer"}
 
@@ -70,3 +72,9 @@ def test_tensors_that_share_their_memory_are_written_each() -> None:
 def test_what_is_no_such_file_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"cut|no safetensors file|not floating-point"):
         read_tensors(data)
+
+
+def test_a_header_larger_than_any_file_s_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_bytes, "MAX_HEADER_BYTES", 8)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        read_tensors(written())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
-from site_engine.training.adapter import AddedProduct
+from site_engine.core.training import AdapterShape
+from site_engine.training.adapter import AddedProduct, write_folder
 
 
 @pytest.mark.parametrize("shape", [(1, 9, 24), (7, 24)])
@@ -39,3 +43,18 @@ def test_the_first_layer_needs_no_gradient_of_what_it_is_given() -> None:
     AddedProduct.apply(given, out, down, up).sum().backward()
     assert given.grad is None
     assert (down.grad == 24).all()
+
+
+@pytest.mark.parametrize("missing", [1, 1000])
+def test_an_adapter_that_the_disk_has_no_room_for_is_not_there(tmp_path: Path, missing: int) -> None:
+    factors = {"base_model.model.q_proj.lora_A.weight": torch.ones(64, 4096)}
+    write_folder(tmp_path / "whole", factors, AdapterShape(), "base")
+    size = (tmp_path / "whole" / "adapter_model.safetensors").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_folder(tmp_path / "cut", factors, AdapterShape(), "base")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "cut").exists()
