@@ -84,13 +84,13 @@ class Store:
         self.refusal: TransferFailed | None = None
         self.stored: list[tuple[str, Kind, int, bytes]] = []
 
-    async def fetch(self, content: Content, received: bytearray) -> None:
-        self.offsets.append(len(received))
+    async def fetch(self, content: Content, received: io.BytesIO) -> None:
+        self.offsets.append(received.tell())
         if content.sha256 not in self.contents:
             raise TransferFailed("NOT_FOUND", final=True)
         whole, until, self.breaks = self.contents[content.sha256], self.breaks, None
-        received += whole[len(received) : until]
-        if len(received) < content.size_bytes:
+        received.write(whole[received.tell() : until])
+        if received.tell() < content.size_bytes:
             raise TransferFailed("the call was cut")
 
     async def store(self, order: Train, kind: Kind, step: int, data: bytes) -> None:
