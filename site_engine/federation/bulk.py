@@ -48,9 +48,8 @@ class Bulk:
                     break
         if (size := received.tell()) < content.size_bytes:
             raise TransferFailed(f"{content.size_bytes - size} bytes of the content are missing")
-        with received.getbuffer() as content_bytes:
-            digest = await asyncio.to_thread(hashlib.sha256, content_bytes)
-        if size > content.size_bytes or digest.digest() != content.sha256:
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(received.getbuffer()).digest())
+        if size > content.size_bytes or digest != content.sha256:
             received.seek(0)
             received.truncate()
             raise TransferFailed("the content that came has another digest")
