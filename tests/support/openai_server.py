@@ -264,10 +264,11 @@ class OpenAIServer:
     async def _may_go_on(self, reader: asyncio.StreamReader) -> bool:
         going = asyncio.create_task(self.go.wait())
         leaving = asyncio.create_task(self._until_left(reader))
-        await asyncio.wait((going, leaving), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((going, leaving), return_when=asyncio.FIRST_COMPLETED)
         for task in (going, leaving):
             task.cancel()
-        return going.done()
+        await asyncio.gather(going, leaving, return_exceptions=True)  # until then `leaving` reads
+        return going in done
 
     async def _until_left(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):
