@@ -8,8 +8,8 @@ import sys
 
 SWITCH_S = 2e-4
 """After which a thread gives up the interpreter to one that waits. A step of the engine gives it up about
-ten times and then waits each time for a thread that computes in Python, as one that opens a job of training
-does: 50 ms with Python's own 5 ms. A prompt that is read beside a busy event loop waits two or three times.
+ten times and then waits each time for a thread that computes in Python: 50 ms with Python's own 5 ms. A
+prompt that is read beside a busy event loop waits two or three times.
 """
 PINNED_MEMORY = "pinned_use_cuda_host_register:True"
 """Memory is touched before CUDA pins it, not while the driver is locked. By default 18 MB for an adapter take

@@ -1,6 +1,7 @@
 """Train in the engine of a thread: jobs begin and end between two iterations.
 
-What takes longer is done on the loader's thread: reading the files of a job, writing its snapshots.
+What takes longer is done on the loader's thread, in turns with the iterations: reading the files of a job,
+writing its snapshots.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ThreadTraining:
     def _save_oldest(
         self, unsaved: deque[tuple[Snapshot, bool]], reply: Callable[[Saved | Failed], None]
     ) -> None:
-        """Save the oldest snapshot that waits; where newer ones have taken the place of some, none may."""
+        """Save the oldest snapshot that waits, if one does: the oldest of too many are gone."""
         if unsaved:
             snapshot, last = unsaved.popleft()
             self._save(reply, snapshot, last=last)

@@ -41,8 +41,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata:
     text = msgspec.json.encode(head)
     text += b" " * (-len(text) % ALIGNED_BYTES)
     file.write(len(text).to_bytes(8, "little") + text)
-    pieces = _pieces([tensor for _, tensor in in_order])
-    beside = _stream_beside(tensors.values())
+    contents = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in in_order]
+    pieces, beside = _pieces(contents), _stream_beside(contents)
     while some := [*islice(pieces, PIECES_OF_A_TURN)]:
         for numbers in _on_host(some, beside):
             pause()
@@ -71,11 +71,11 @@ def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return found, metadata
 
 
-def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield neighbours of PIECE_BYTES at most together, as bytes, and parts of larger tensors."""
+def _pieces(contents: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield neighbours of PIECE_BYTES at most together, and parts of larger ones; all are bytes [any]."""
     piece, size = list[torch.Tensor](), 0
-    for tensor in tensors:
-        for part in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+    for content in contents:
+        for part in content.split(PIECE_BYTES):
             if size + part.nbytes > PIECE_BYTES:
                 yield piece
                 piece, size = [], 0
