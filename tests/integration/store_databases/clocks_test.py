@@ -100,6 +100,7 @@ def test_a_replica_that_is_401_days_ahead_deletes_nothing(postgres_url: str) -> 
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("within_a_month")
 @pytest.mark.parametrize("step_s", [-3_600.0, -2 * DAY_S, 3_600.0, 401 * DAY_S])
 def test_a_step_of_the_machines_clock_refuses_nothing(url: str, step_s: float) -> None:
     """On SQLite that machine's clock is the database's, too."""

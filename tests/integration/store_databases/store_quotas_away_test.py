@@ -18,6 +18,7 @@ from gateway.store.slices import GONE, GONE_KEPT_S, LEASE_S, SliceTable
 from gateway.store.tables import quota_slices, quotas, replicas
 from tests.integration.store_databases.store_quotas_test import MONTH, ask, database, offer, replica, saved
 
+pytestmark = pytest.mark.usefixtures("within_a_month")
 AWAY_S = LEASE_S + WINDOW_S + 10.0
 """For longer than a replica's slices are kept for it."""
 
