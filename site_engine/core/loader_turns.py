@@ -11,6 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 TURN_S = 6e-4
 """After a short step, which the device computes meanwhile."""
@@ -89,14 +92,25 @@ def pause() -> None:
         turns._pause()
 
 
+class PauseBeforeOperations(TorchFunctionMode):  # type: ignore[misc]
+    """A context in which each operation of PyTorch pauses before it begins, as within a model's own code."""
+
+    def __torch_function__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        pause()
+        return operation(*given, **(named or {}))
+
+
 @contextmanager
 def released() -> Iterator[None]:
     """Let an engine's steps run while this thread waits, or computes without the interpreter."""
     turns: LoaderTurns | None = getattr(_here, "turns", None)
-    if turns is not None:
-        turns._give_back()
+    if turns is None:
+        yield
+        return
+    turns._give_back()
+    _here.turns = None  # operations take no turns here
     try:
         yield
     finally:
-        if turns is not None:
-            turns._take()
+        _here.turns = turns
+        turns._take()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from site_engine.core.loader_turns import pause, released
+from site_engine.core.loader_turns import released
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Request, Sampling
 from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
@@ -70,7 +70,6 @@ def largest_difference(
             request.computed = request.virtual_tokens
     worst = 0.0
     while plan := _next_plan(requests):
-        pause()
         rows = runner.run(plan).rows.float()
         places = [
             (request.row, start + length - 1 - request.virtual_tokens)

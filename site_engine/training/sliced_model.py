@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
-from site_engine.core.loader_turns import pause, released
+from site_engine.core.loader_turns import PauseBeforeOperations, pause, released
 from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.model import attention_context, certify
@@ -87,7 +87,7 @@ class SlicedModel:
         self._trained: list[TrainedLayer] = []
         if self._fused:
             self._fuse({}, 1.0)
-        with torch.no_grad():
+        with torch.no_grad(), PauseBeforeOperations():
             off = self._difference()
         if not off <= certify.TOLERANCE.get(self.dtype, 1e-6):
             raise TrainingRefused(
@@ -263,18 +263,14 @@ class SlicedModel:
         ids = torch.cat(sequences).to(self.device)
         positions = torch.cat([torch.arange(length) for length in SAMPLE_LENGTHS]).to(self.device)
         expected = []
-        with ExitStack() as undo:
-            for _, layer in self.layers:
-                undo.callback(layer.register_forward_pre_hook(lambda *_: pause()).remove)
-            for each in sequences:
-                with attention_context.use(PackedContext((0, len(each)))):
-                    whole = self._model(input_ids=each[None].to(self.device), use_cache=False).logits[0]
-                expected.append(whole)
+        for each in sequences:
+            with attention_context.use(PackedContext((0, len(each)))):
+                whole = self._model(input_ids=each[None].to(self.device), use_cache=False).logits[0]
+            expected.append(whole)
         wanted = torch.cat(expected)
         begun = self.begin(ids, positions, begins)
         hidden = begun.hidden
         for number in range(len(self.layers)):
-            pause()
             hidden = self.layer(number, hidden, begun)
         off = (self.head(hidden[0]) - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
         if self._head is not None:  # its kernels are compiled here, and not beside answers

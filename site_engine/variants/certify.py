@@ -186,5 +186,5 @@ def change_modules(model: Any, variant: LoadedVariant, undo: ExitStack) -> None:
                 lambda _, given, out, product=change.low_rank: out + product(given[0])
             )
             undo.callback(hook.remove)
-        undo.callback(module.register_forward_pre_hook(lambda *_: pause()).remove)
+        undo.callback(pause)
         pause()

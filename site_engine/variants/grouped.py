@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from site_engine.core.loader_turns import pause, released
+from site_engine.core.loader_turns import released
 from site_engine.core.schedule_plan import SchedulePlan
 from site_engine.model.host_copies import to_device
 from site_engine.model.runner import UseVariants
@@ -104,7 +104,6 @@ class GroupedForward:
 
     def __call__(self, given: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """Map [1, rows, …] to [1, rows, …]."""
-        pause()
         rows: BatchRows | None = getattr(_current, "rows", None)
         changes = [] if rows is None else rows.changes(self._name, given.shape[1])
         if not changes:

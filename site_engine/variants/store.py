@@ -22,6 +22,7 @@ import transformers
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
+from site_engine.core.loader_turns import PauseBeforeOperations
 from site_engine.errors import VariantRefused
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.loader import LoadedModel
@@ -69,7 +70,7 @@ class VariantStore:
 
         May be called on any thread. Raises VariantRefused with the reason, as the returned function does.
         """
-        with self._loading:
+        with self._loading, PauseBeforeOperations():
             self._check_name(variant.id)
             loaded = self._load(variant)
             if variant.fingerprint not in ("", loaded.fingerprint):

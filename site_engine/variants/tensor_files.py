@@ -108,7 +108,6 @@ class TensorFile:
             pieces = numbers.split([math.prod(self.shape(name)) for name in names])
             for name, each in zip(names, pieces, strict=True):
                 found[name] = each.view(self.shape(name))
-                pause()
             if not finite:
                 for name in names:
                     refuse_not_finite(name, found[name])
@@ -169,7 +168,6 @@ def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
 
 def content_hash(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, data type and numbers."""
-    pause()
     with released() if tensor.nbytes > LARGE_BYTES else nullcontext():
         plain: Any = tensor.detach().cpu().contiguous()
         digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from site_engine.core import loader_turns
-from site_engine.core.loader_turns import LoaderTurns, pause, released
+from site_engine.core.loader_turns import LoaderTurns, PauseBeforeOperations, pause, released
 
 PATIENCE_S = 20.0
 
@@ -159,3 +160,28 @@ def test_an_engine_does_not_wait_for_one_that_never_pauses(
     turns.give()  # what it gave back late does not count for this turn
     loading.ends()
     assert done == [1]
+
+
+def test_each_operation_of_pytorch_waits_for_a_turn(turns: LoaderTurns) -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with PauseBeforeOperations():
+            number = torch.zeros(2)
+            done.append("made")
+            number = number + number
+            done.append("added")
+            with released():
+                number = number.exp().sum()  # beside steps
+            done.append("summed")
+            assert number.item() == 2.0
+            done.append("read")
+
+    turns.give()
+    loading = Loading(turns, work)
+    for expected in ([], [], ["made"], ["made", "added"], ["made", "added", "summed"]):
+        loading.waits()
+        assert done == expected
+        turns.give()
+    loading.ends()
+    assert done == ["made", "added", "summed", "read"]
