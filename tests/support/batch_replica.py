@@ -189,6 +189,7 @@ async def replica(
     trains: pb.Trains | None = None,
     routes: Callable[[], Mapping[str, ModelRoute]] = dict,
     tuning_limits: TuningLimits | None = None,
+    lease_s: float = LEASE_S,
     **limits: Any,
 ) -> AsyncIterator[Replica]:
     trained = trains is not None or tuning_limits is not None
@@ -215,7 +216,7 @@ async def replica(
                 unix_time=backend.unix_time,
                 side_work=SideWork(),
                 limits=BatchLimits(**limits),
-                lease_s=LEASE_S,
+                lease_s=lease_s,
                 poll_s=batch_poll_s,
             )
         )
@@ -228,7 +229,7 @@ async def replica(
                 refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
                 limits=tuning_limits or TuningLimits(),
-                lease_s=LEASE_S,
+                lease_s=lease_s,
                 poll_s=tuning_poll_s,
                 tick_s=tuning_poll_s,
             )

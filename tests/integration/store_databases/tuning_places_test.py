@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gateway.quotas.limits import Kind, LimitId, Scope
@@ -68,13 +69,14 @@ def test_jobs_of_a_model_that_no_site_has_keep_no_place_of_those_that_can_train(
 
 def test_a_job_goes_to_a_replica_that_has_a_site_for_it(url: str) -> None:
     limits = replace(LIMITS, unlinked_s=0.2)
+    patient = partial(replica, url, trains=TRAINS, tuning_limits=limits, lease_s=3.0)
 
     async def main() -> None:
-        async with replica(url, sites=("a",), trains=TRAINS, tuning_limits=limits) as first:
+        async with patient(sites=("a",)) as first:
             job = await create(first)
             await (await next_run(first)).site.close()
             await newest_event_says(first, job.id, "No site has room")
-            async with replica(url, name="r2", sites=("b",), trains=TRAINS, tuning_limits=limits) as other:
+            async with patient(name="r2", sites=("b",)) as other:
                 run = await next_run(other)
                 assert run.order.job_id == job.id
                 await run.succeed()
