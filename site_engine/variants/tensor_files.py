@@ -133,10 +133,12 @@ def entries_in_order(found: Any, data_bytes: int) -> dict[str, Entry]:
 
     Raises ValueError.
     """
+    pause()
     try:
         entries = msgspec.convert(found, dict[str, Entry])
     except msgspec.ValidationError as error:
         raise ValueError(f"it is no safetensors file: {error}") from error
+    pause()
     end = 0
     in_order = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
     for name, entry in in_order.items():
