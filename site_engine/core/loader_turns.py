@@ -19,6 +19,10 @@ TURN_S = 6e-4
 """After a short step, which the device computes meanwhile."""
 SHARE = 4
 """After a long one a turn lasts for this part of it, so that loads beside long steps end."""
+LONGER, KEPT_STEPS, MAX_WITHOUT = 1.4, 32, 4
+"""After a step that took so many times the usual, a mean over so many, no turn is given, which would delay
+tokens that are late already; after one more than so many such steps it is.
+"""
 LATE_S = 5e-3
 """An engine's thread waits no longer for one that loads to pause."""
 LONG_STEP_S = 0.1
@@ -35,23 +39,43 @@ class LoaderTurns:
         self._waits = self._holds = False  # the thread that loads, for a turn; a turn that was given to it
         self._idle = True
         self._until_s = 0.0
+        self._began_s = 0.0  # the step that runs now; 0 where none ran before it
+        self._usual_s, self._without = (
+            0.0,
+            0,
+        )  # seconds of a step; steps in a row after which no turn was given
 
     # ---- on the engine's thread
 
     def give(self) -> None:
-        """Let the loading thread run for a turn, if it waits for one."""
+        """Let the loading thread run for a turn after a step, if it waits for one."""
         self._idle = False
-        if self._waits:
+        was_long = self._was_long()
+        if self._waits and (not was_long or self._without >= MAX_WITHOUT):
+            self._without = 0
             while self._back.acquire(blocking=False):
                 pass  # of a turn that it took too long for
             self._given.release()
             self._back.acquire(timeout=LATE_S)
+        elif was_long:
+            self._without += 1
+        self._began_s = perf_counter()
 
     def leave(self) -> None:
         """Let the loading thread run until turns are given again: the engine has no work."""
         self._idle = True
+        self._began_s = 0.0
         if self._waits:
             self._given.release()
+
+    def _was_long(self) -> bool:
+        """Return whether the step that has ended took longer than usual."""
+        if not self._began_s:
+            return False
+        took_s = perf_counter() - self._began_s
+        was_long = took_s > LONGER * (self._usual_s or took_s)
+        self._usual_s += (took_s - self._usual_s) / (KEPT_STEPS if self._usual_s else 1)
+        return was_long
 
     # ---- on the thread that loads
 

@@ -45,6 +45,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> LoaderTurns:
     monkeypatch.setattr(loader_turns, "SHARE", math.inf)
     monkeypatch.setattr(loader_turns, "LATE_S", PATIENCE_S)
     monkeypatch.setattr(loader_turns, "LONG_STEP_S", PATIENCE_S)
+    monkeypatch.setattr(loader_turns, "LONGER", math.inf)
     return LoaderTurns()
 
 
@@ -185,3 +186,32 @@ def test_each_operation_of_pytorch_waits_for_a_turn(turns: LoaderTurns) -> None:
         turns.give()
     loading.ends()
     assert done == ["made", "added", "summed", "read"]
+
+
+def test_no_turn_follows_a_step_that_took_longer_than_usual(
+    turns: LoaderTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, done = [1.0], list[int]()
+    monkeypatch.setattr(loader_turns, "LONGER", 1.4)
+    monkeypatch.setattr(loader_turns, "perf_counter", lambda: now_s[0])
+
+    def work() -> None:
+        for piece in range(100):
+            done.append(piece)
+            pause()
+
+    def step(seconds: float) -> int:
+        """Run a step; return how many pieces were loaded after it."""
+        loading.waits()
+        before = len(done)
+        now_s[0] += seconds
+        turns.give()
+        loading.waits()
+        return len(done) - before
+
+    turns.give()
+    loading = Loading(turns, work)
+    assert [step(1e-3), step(1e-3), step(1.3e-3), step(1.6e-3), step(1e-3)] == [1, 1, 1, 0, 1]
+    assert [step(9e-3) for _ in range(6)] == [0, 0, 0, 0, 1, 0], "what loads ends where all steps grow longer"
+    turns.leave()
+    loading.ends()
