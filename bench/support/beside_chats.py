@@ -22,7 +22,7 @@ from site_engine.model.loader import LoadedModel
 from site_engine.training.job import open_job
 
 SHRINK = 16
-"""Prompts and answers are so much shorter than the trace's, since the model is smaller by more."""
+"""Prompts and answers are so much shorter than the trace's for the demo model, which is smaller by more."""
 MAX_TOKENS = 96
 BETWEEN_S = 0.05
 """Bound of the time between tokens while a job is trained."""
@@ -58,9 +58,17 @@ class Served(NamedTuple):
         return p99(self.first_s), max(self.first_s, default=0.0), p99(self.between_s)
 
 
-def chats_of(trace: Path | None, count: int, vocabulary: int, first: int = 0) -> list[Chat]:
+def chats_of(
+    trace: Path | None,
+    count: int,
+    vocabulary: int,
+    first: int = 0,
+    *,
+    shrink: int = SHRINK,
+    longest: int = MAX_TOKENS,
+) -> list[Chat]:
     """Return the chats of a trace from a first one on; without a trace arrivals at random, of lengths as
-    chats have them.
+    chats have them. Prompts and answers are shorter by `shrink`, and have `longest` tokens at most.
     """
     draw, rows = Random(5 + first), list[tuple[float, float, float]]()
     if trace is not None:
@@ -74,7 +82,7 @@ def chats_of(trace: Path | None, count: int, vocabulary: int, first: int = 0) ->
     gap = (rows[-1][0] - rows[0][0]) / max(1, count - 1) or 1.0
 
     def short(tokens: float) -> int:
-        return max(2, min(MAX_TOKENS, int(tokens / SHRINK)))
+        return max(2, min(longest, int(tokens / shrink)))
 
     return [
         Chat(
