@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
-BEFORE_TOKENS = 4
-"""Last tokens of a prompt that decide where its text ends: a character has four bytes at most."""
+CHARACTER_BYTES = 4
+"""Of one character, at most."""
+BEFORE_TOKENS = CHARACTER_BYTES
+"""Last tokens of a prompt that decide where its text ends."""
+SILENT_TOKENS = 8
+"""Tokens without text, such as end tokens, that are kept for what follows; more of them change nothing."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of the token of a single byte
 
 
@@ -116,22 +120,41 @@ class DecodingVocabulary:
 
 
 class _TailDecoder:
+    """Decodes the last tokens: those whose text was given out last, and those after them."""
+
     def __init__(self, decode: Callable[[list[int]], str], before: list[int]) -> None:
         self._decode = decode
-        self._ids = before
-        self._known = len(before)  # leading ids of the tail whose text was given out
-        self._given = 0  # characters given out beyond theirs
+        self._keep(before, len(before))
+
+    def _keep(self, ids: list[int], known: int) -> None:
+        """Go on with the tail `ids`. `known`: its leading ids whose text was given out."""
+        self._ids, self._known = ids, known
+        self._given = len(self._decode(ids[:known])) if known else 0  # characters of the tail's text
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = text.rstrip(UNFINISHED)
-        fresh = certain[len(self._decode(self._ids[: self._known])) + self._given :]
+        pending, unfinished = len(self._ids) - self._known, len(text) - len(certain)
+        if pending >= CHARACTER_BYTES <= unfinished:  # only the last of them can begin a character
+            certain = text[: -(CHARACTER_BYTES - 1)]
+        fresh = certain[self._given :]
         self._given += len(fresh)
         if fresh and len(certain) == len(text):
-            self._ids = self._ids[self._known :]
-            self._known, self._given = len(self._ids), 0
+            self._keep(self._ids[self._known :], pending)
+        elif pending > SILENT_TOKENS:
+            self._shorten(text, certain)
         return fresh
+
+    def _shorten(self, text: str, certain: str) -> None:
+        """Leave out what changes nothing of a tail that grows: a token without text, or bytes that begin no
+        character.
+        """
+        begin = len(self._ids) - 2 * CHARACTER_BYTES
+        if text == self._decode(self._ids[:-1]):
+            self._ids.pop()
+        elif certain == self._decode(self._ids[: begin + CHARACTER_BYTES + 1]):
+            self._keep(self._ids[begin:], CHARACTER_BYTES + 1)
 
 
 class ShowingDecoder:

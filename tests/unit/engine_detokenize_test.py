@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from site_engine.core.request import TokenLogprob
 from site_engine.federation.attempts import text_of_prompt
-from site_engine.text.detokenize import DecodingVocabulary, TextStream, Vocabulary
+from site_engine.text.detokenize import SILENT_TOKENS, DecodingVocabulary, TextStream, Vocabulary
 from site_engine.text.vocabulary import byte_alphabet, byte_table, vocabulary_of
 from tests.support.engine_models import tokenizer
 
@@ -72,6 +72,34 @@ def test_what_follows_a_text_begins_with_its_space(text: str) -> None:
         decoder = vocabulary.decoder(ids[:cut])
         pieces = "".join(decoder.push(token_id) for token_id in ids[cut:])
         assert begun + pieces == text or "\ufffd" in begun
+
+
+LETTERS = ["the", "▁the", "▁", "a", "<s>", "<0xFF>", "<0xC3>"]
+
+
+@given(pieces=st.lists(st.sampled_from(LETTERS), max_size=40))
+@example(pieces=["a", *["<0xFF>"] * 30, "a"])
+@example(pieces=["a", *["<s>"] * 30, "▁the"])
+@example(pieces=["<0xC3>", *["<s>"] * 30, "a"])
+def test_tokens_without_text_and_bytes_of_no_character_change_nothing_else(pieces: list[str]) -> None:
+    ids = spaced().convert_tokens_to_ids(["a", *pieces, "a"])
+    decoder = vocabulary_of(spaced()).decoder()
+    assert "".join(map(decoder.push, ids)) == spaced().decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("piece", ["<s>", "<0xFF>", "a"])
+def test_a_token_costs_as_much_however_many_without_text_came_before(piece: str) -> None:
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return str(spaced().decode(ids, skip_special_tokens=True))
+
+    decoder = DecodingVocabulary(decode, str).decoder()
+    (token_id,) = spaced().convert_tokens_to_ids([piece])
+    for _ in range(300):
+        decoder.push(token_id)
+    assert max(decoded) <= 2 * SILENT_TOKENS
 
 
 def test_text_after_a_special_token_begins_with_its_space() -> None:
