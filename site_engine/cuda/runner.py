@@ -181,7 +181,11 @@ class DeviceRunner:
         return self._unfinished
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan whose tokens are all known and return its logits."""
+        """Compute a plan whose tokens are all known and return its logits.
+
+        Where there are none nobody reads what the device computes, so that this waits for it: the memory that
+        the step's numbers are copied from is used again.
+        """
         if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
             self.patch(Patches(*self._tables.patches(plan)))
             self._tables.applied(plan)
@@ -189,8 +193,15 @@ class DeviceRunner:
                 self._packer.rules.set(scheduled.request)
             return self._reference.run(plan)
         step, requests, _ = self._start(plan)
+        if not requests:
+            self._wait()
         assert step.logits is not None
         return Logits(requests, step.logits[: len(requests)], [])
+
+    def _wait(self) -> None:
+        """Wait until the device has computed all that is queued."""
+        if self._cuda:
+            torch.cuda.current_stream(self._device.where).synchronize()
 
     def warm(self, longest: int) -> int:
         """Capture the graphs of decode steps and small mixed steps for contexts up to `longest` tokens.
