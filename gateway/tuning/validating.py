@@ -21,8 +21,19 @@ class CheckedContent(NamedTuple):
 
 
 async def check(parts: AsyncIterator[bytes], limits: TuningLimits) -> CheckedContent:
-    """Read a file to its end, or to the last fault that is named. Holds one part and one line in memory."""
-    digest, size, rest, lines = hashlib.sha256(), 0, b"", _Lines()
+    """Read a file to its end, or to the last fault that is named. Holds one part and one line in memory.
+
+    Once it is cancelled, no further line is read.
+    """
+    lines = _Lines()
+    try:
+        return await _check(parts, limits, lines)
+    finally:
+        lines.stopped = True
+
+
+async def _check(parts: AsyncIterator[bytes], limits: TuningLimits, lines: _Lines) -> CheckedContent:
+    digest, size, rest = hashlib.sha256(), 0, b""
     async for part in parts:
         digest.update(part)
         size += len(part)
@@ -45,14 +56,17 @@ async def check(parts: AsyncIterator[bytes], limits: TuningLimits) -> CheckedCon
 
 
 class _Lines:
-    """What was read so far."""
+    """What was read so far. Its thread reads no more lines once it is `stopped`."""
 
     def __init__(self) -> None:
         self.number = self.rows = 0
         self.faults: list[Fault] = []
+        self.stopped = False
 
     def read(self, lines: list[bytes]) -> None:
         for line in lines:
+            if self.stopped:
+                return
             self.number += 1
             try:
                 read_row(line)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.tuning import validating
 from gateway.tuning.validating import CheckedContent, check
 from gateway.tuning.values import TuningLimits
 from wire.training_rows import MAX_FAULTS
@@ -41,6 +44,29 @@ def test_bad_lines_are_named_up_to_fifty() -> None:
     assert found.rows == 1
     assert [fault.line for fault in found.faults] == list(range(2, 2 + MAX_FAULTS))
     assert str(found.faults[0]).startswith("line 2: is not JSON")
+
+
+def test_a_check_that_is_cancelled_reads_no_further_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on, read = threading.Event(), threading.Event(), list[bytes]()
+
+    def read_slowly(line: bytes) -> None:
+        read.append(line)
+        reading.set()
+        go_on.wait(10)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield GOOD * 100
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(check(parts(), TuningLimits()))
+        await asyncio.to_thread(reading.wait, 10)
+        task.cancel()
+        await asyncio.wait([task])
+        go_on.set()
+
+    monkeypatch.setattr(validating, "read_row", read_slowly)
+    asyncio.run(cancelled())  # it waits for its threads
+    assert len(read) == 1
 
 
 def test_a_file_without_lines_is_a_fault_of_the_file() -> None:
