@@ -1,18 +1,12 @@
-"""Decodes JSON objects of clients, in a time that their size bounds.
-
-A decoder takes microseconds for every object, list and field, and holds the whole process meanwhile: a body
-of 8 MiB that nests half a million of them took more than a second.
-"""
+"""Decodes JSON objects of clients, in a time that their size bounds."""
 
 from __future__ import annotations
 
 import msgspec
 
 from gateway.errors import BadRequest
+from wire.json_structure import MAX_STRUCTURE, exceeds
 
-MAX_STRUCTURE = 2**17
-"""Objects, lists and fields of objects in one body: eight for each object that a request may hold."""
-SLICE_BYTES = 2**18
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 """msgspec does not wrap the ValueError for bytes that are not UTF-8."""
 
@@ -30,24 +24,3 @@ def decode(raw: bytes) -> dict[str, object]:
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return body
-
-
-def exceeds(raw: bytes, most: int, slice_bytes: int = SLICE_BYTES) -> bool:
-    """Return whether a JSON text has more than `most` objects, lists and fields. A text that has that many of
-    their signs is read in slices, between which other threads run: those within strings do not count.
-    """
-    if sum(map(raw.count, (b"{", b"[", b":"))) <= most:
-        return False
-    count, begin, in_string = 0, 0, False
-    while begin < len(raw) and count <= most:
-        end = begin + slice_bytes
-        piece = raw[begin:end]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # cut no escape in two
-            end += 1
-            piece = raw[begin:end]
-        begin = end
-        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[in_string::2])
-        count += len(outside) - len(outside.translate(None, b"{[:"))
-        in_string ^= len(parts) % 2 == 0
-    return count > most

@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn
 
+from wire.json_structure import VALUES, exceeds
+
 MAX_FAULTS = 50
 """Faults of a file that are named; reading ends with the last of them."""
 MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 4096
+MAX_VALUES = 2**17
+"""Objects, lists, fields and items of lists in a line: decoding holds the process for milliseconds."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CHAT_FIELDS = frozenset(("messages", "tools", "parallel_tool_calls"))
 _PAIR_FIELDS = frozenset(("prompt", "completion"))
@@ -80,7 +84,9 @@ def _parse(line: bytes) -> object:
 
 
 def _load(at: str, text: str) -> object:
-    """Parse JSON that can be written again as UTF-8."""
+    """Parse JSON that can be written again as UTF-8, unless it has more values than a line may have."""
+    if len(text) > MAX_VALUES and exceeds(text.encode("utf-8"), MAX_VALUES, signs=VALUES):
+        raise BadRow(f"{at}has more than {MAX_VALUES:,} objects, lists, fields and items")
     try:
         parsed: object = json.loads(
             text, parse_float=_number, parse_constant=_refuse_constant, object_pairs_hook=_object
@@ -115,8 +121,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadRow(f"has {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise BadRow(f"has {_shown(name)} twice in one object")
+            seen.add(name)
     return made
 
 

@@ -9,7 +9,8 @@ from typing import Final, NamedTuple, TypeGuard
 import msgspec
 
 from gateway.batches.values import BatchError, BatchLimits
-from gateway.bounded_json import DECODE_ERRORS, MAX_STRUCTURE, exceeds
+from gateway.bounded_json import DECODE_ERRORS
+from wire.json_structure import MAX_STRUCTURE, exceeds
 
 JSON_WHITESPACE: Final = b" \t\r\n"
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.bounded_json import MAX_STRUCTURE, decode, exceeds
+from gateway.bounded_json import decode
 from gateway.errors import BadRequest
+from wire.json_structure import MAX_STRUCTURE, VALUES, exceeds
 
 texts = st.text(st.sampled_from('ab"\\{}[]:,é\n'), max_size=12)
 values = st.recursive(
@@ -41,6 +42,12 @@ def test_a_body_that_nests_too_much_is_refused_before_it_is_decoded(item: bytes)
     broken_at_its_end = b'{"model":"m","x":[' + b",".join([item] * (MAX_STRUCTURE + 1))
     with pytest.raises(BadRequest, match=f"more than {MAX_STRUCTURE} objects"):
         decode(broken_at_its_end)
+
+
+def test_items_of_lists_are_counted_where_they_are_asked_for() -> None:
+    raw = b'{"a, b": [1, 2, [3, 4]], "c": "5, 6"}'
+    assert exceeds(raw, 8, signs=VALUES)
+    assert not exceeds(raw, 9, signs=VALUES)
 
 
 def test_a_prompt_may_hold_any_signs() -> None:

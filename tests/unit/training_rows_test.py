@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
-from wire.training_rows import MAX_LINE_BYTES, BadRow, Row, read_row
+from wire.training_rows import MAX_LINE_BYTES, MAX_VALUES, BadRow, Row, read_row
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -44,11 +45,14 @@ BAD: list[tuple[bytes, str]] = [
     (b"{'prompt': 1}", "is not JSON at character 2"),
     (b'{"prompt": "a", "completion": "b"', "is not JSON"),
     (chat(USER, ANSWER) + chat(USER, ANSWER), "is not JSON at character .*: Extra data"),
-    (b"[" * 200_000, "nested too deeply|is not JSON"),
+    (b"[" * 100_000, "nested too deeply|is not JSON"),
+    (b"[" + b"[]," * MAX_VALUES + b"0]", "has more than 131,072 objects, lists, fields and items"),
+    (b'{"prompt": [' + b"0," * MAX_VALUES + b"0]}", "has more than 131,072"),
     (b'{"prompt": NaN}', "has NaN"),
     (b'{"prompt": ' + b"1" * 5000 + b"}", "too many digits"),
     (b'{"prompt": -1e999}', "a number that is too large"),
     (b'{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
+    (b'{"%b": 0, "%b": 1}' % (b"x" * 99, b"x" * 99), "has text twice in one object"),
     (b'{"prompt": "a", "completion": "\\ud800"}', "lone surrogate"),
     (b'"' + b"x" * MAX_LINE_BYTES + b'"', "a line has at most"),
     (b"[1]", "is an array, not an object"),
@@ -165,6 +169,25 @@ def test_a_pair_is_read_as_it_is() -> None:
     pair = {"prompt": "", "completion": "née Zoë 🦀"}
     assert read_row(json.dumps(pair).encode()) == Row(**pair)
     assert read_row(json.dumps(pair, ensure_ascii=False).encode()) == Row(**pair)
+
+
+def test_text_may_hold_any_signs() -> None:
+    pair = {"prompt": "[0, 1], {}: " * MAX_VALUES, "completion": "ok"}
+    assert read_row(json.dumps(pair).encode()) == Row(**pair)
+
+
+def test_arguments_of_a_call_are_bounded_too() -> None:
+    with pytest.raises(BadRow, match=r"arguments has more than 131,072"):
+        read_row(function(arguments=json.dumps({"a": [0] * MAX_VALUES})))
+
+
+def test_a_name_that_stands_twice_is_found_in_one_pass() -> None:
+    """It took a second where 10,000 other names stand before it, and sixteen where there are 40,000."""
+    names = [f'"{number}": 0' for number in [*range(40_000), 39_999]]
+    begun_s = time.process_time()
+    with pytest.raises(BadRow, match="'39999' twice"):
+        read_row(f"{{{', '.join(names)}}}".encode())
+    assert time.process_time() - begun_s < 2.0
 
 
 FIELDS = (
