@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final
@@ -82,6 +82,12 @@ class Caller:
         """Return whether the key may use a model: by its name, or as its tenant's own by the base's name."""
         is_own = model.tenant == self.tenant != ""
         return self.may_use(model.id) or (is_own and self.may_use(model.parent))
+
+    def sites_of(self, sites: Sequence[Site]) -> Sequence[Site]:
+        """Return those of the sites that are in regions of the key."""
+        if self.regions is None:
+            return sites
+        return [site for site in sites if site.identity.region in self.regions]
 
 
 SHADOW_TENANT: Final = "(shadow)"

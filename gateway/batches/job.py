@@ -119,9 +119,7 @@ class Job:
     def _usable_sites(self) -> Sequence[Site]:
         """Return the sites in the regions of its key."""
         caller, sites = self._context.caller(self.batch.key_id), self._context.sites()
-        if caller is None or caller.regions is None:
-            return sites
-        return [site for site in sites if site.identity.region in caller.regions]
+        return sites if caller is None else caller.sites_of(sites)
 
     @property
     def progress(self) -> Progress:

@@ -161,7 +161,10 @@ def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
 
 
 async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningService) -> None:
-    """Write a new job. Raises BadRequest, NotFound or TooMany; a job that no site could train is refused."""
+    """Write a new job. Raises BadRequest, Forbidden, NotFound or TooMany.
+
+    A job that no site could train is refused.
+    """
     model = tuning.served().get(job.model)  # a base may have the name of a route
     exists = job.model in backend.routes() if model is None else model.tenant in ("", caller.tenant)
     if not exists or not caller.may_use(job.model):
@@ -169,8 +172,8 @@ async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningServ
     if model is None or model.parent:
         what = "a route" if model is None else "a variant itself"
         raise BadRequest(f"{echo(job.model)} is {what}: name the base that is trained.", param="model")
-    if (reason := tuning.refusal(job.model, job.plan)) is not None:
-        raise BadRequest(f"The job was not accepted: {reason}.", param="model", code="model_not_trainable")
+    if (error := tuning.refusal(caller, job.model, job.plan)) is not None:
+        raise error
     with database_errors():
         try:
             await tuning.ledger.create(job)

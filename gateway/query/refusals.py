@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gateway.domain import Lane, Query, Site, SiteIdentity, SiteState
+from gateway.domain import Caller, Lane, Query, Site, SiteIdentity, SiteState
 from gateway.errors import BadRequest, Forbidden, MicoError
 from gateway.failure import AttemptFailure, FailureCause
 from gateway.routing.demand import Demand
@@ -24,7 +24,7 @@ def refusal_of(
     what a site must be able to do for it before anything of it is answered.
     """
     return (
-        _region_error(query, sites)
+        region_error(query.caller, query.model, sites)
         or _limits_error(demand, sites)
         or _inability_error(query, needs, sites, now_s)
     )
@@ -89,12 +89,12 @@ def sites_of_other_weights(model_id: str, begun_by: SiteIdentity, sites: Sequenc
     return dict.fromkeys(different, "has other weights than those that began the answer")
 
 
-def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
+def region_error(caller: Caller, model: str, sites: Sequence[Site]) -> Forbidden | None:
     """Return the error for a key that may use none of the regions where the model is."""
-    model, allowed = query.model, query.caller.regions
-    regions = {site.identity.region for site in sites if model in site.identity.models}
-    if allowed is None or regions & allowed:
+    serving = [site for site in sites if model in site.identity.models]
+    if caller.regions is None or caller.sites_of(serving):
         return None
+    regions = {site.identity.region for site in serving}
     where = ", ".join(sorted(regions))
     return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
 

@@ -90,14 +90,18 @@ class Contents:
         """
         job, content = tuning_jobs.c, tuning_content.c
         names = (job.model, job.tenant, job.suffix, job.id, content.kind, content.step)
-        query = select(*names, content.sha256, content.bytes).select_from(_JOIN)
+        query = select(*names, job.key_id, content.sha256, content.bytes).select_from(_JOIN)
         query = query.where(_IS_MODEL, job.status == JobStatus.SUCCEEDED)
         async with self._engine.connect() as connection:
             return [
                 TunedModel(
-                    model_name(tuned_model(base, tenant, suffix, job_id), kind, step), tenant, base, *rest
+                    model_name(tuned_model(base, tenant, suffix, job_id), kind, step),
+                    tenant,
+                    key,
+                    base,
+                    *rest,
                 )
-                for base, tenant, suffix, job_id, kind, step, *rest in await connection.execute(
+                for base, tenant, suffix, job_id, kind, step, key, *rest in await connection.execute(
                     query.order_by(content.at, content.step)
                 )
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -10,8 +10,10 @@ from uuid import uuid4
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.files import Files
-from gateway.domain import Caller
+from gateway.domain import Caller, Site
+from gateway.errors import BadRequest, MicoError
 from gateway.query.context import QueryContext
+from gateway.query.refusals import region_error
 from gateway.store.database import open_engine
 from gateway.tuning.contents import Contents
 from gateway.tuning.context import TuningContext
@@ -21,7 +23,7 @@ from gateway.tuning.placing import refusal
 from gateway.tuning.runner import POLL_S, TICK_S, Runner
 from gateway.tuning.service import TuningService
 from gateway.tuning.storing import ContentStore
-from gateway.tuning.values import TuningLimits
+from gateway.tuning.values import Plan, TuningLimits
 
 LIMITS: Final = TuningLimits()
 
@@ -56,7 +58,7 @@ async def open_tuning(
         events=context.events,
         contents=context.contents,
         served=lambda: query_context.directory.served,
-        refusal=lambda model, plan: refusal(context.sites(), model, plan),
+        refusal=lambda caller, model, plan: _refusal(caller, model, plan, context.sites()),
         remove=context.store.remove,
         wake=runner.wake,
         limits=limits,
@@ -69,6 +71,16 @@ async def open_tuning(
         query_context.federation.bulk = None
         await runner.close()
         await engine.dispose()
+
+
+def _refusal(caller: Caller, model: str, plan: Plan, sites: Sequence[Site]) -> MicoError | None:
+    """Return the error for a job that no site in the regions of its key could train now."""
+    if (error := region_error(caller, model, sites)) is not None:
+        return error
+    if (why := refusal(caller.sites_of(sites), model, plan)) is None:
+        return None
+    where = "" if caller.regions is None else " in the regions of this key"
+    return BadRequest(f"The job was not accepted{where}: {why}.", param="model", code="model_not_trainable")
 
 
 def _context(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from gateway.batches.files import Page
+from gateway.domain import Site
 from gateway.errors import TooMany
 from gateway.federation.training import RunReport
 from gateway.store.database import DATABASE_ERRORS, reason
@@ -242,9 +243,8 @@ class Runner:
         held.avoided = {site: until_s for site, until_s in held.avoided.items() if until_s > now_s}
         if self._runs is None:
             self._runs = await context.ledger.runs()
-        sites = of_same_base(context.sites(), job.model, job.revision)
         site = choose(
-            [each for each in sites if each.name in context.links()],
+            self._sites_for(job),
             job.model,
             job.plan,
             runs=self._runs,
@@ -257,6 +257,13 @@ class Runner:
             held.waits_since, self._runs = None, None
             await self._refresh(held)
             await self._order(held)
+
+    def _sites_for(self, job: Job) -> list[Site]:
+        """Return the linked sites of the job's base, in the regions of its key."""
+        context, caller = self._context, self._context.caller(job.key_id)
+        sites = [] if caller is None else caller.sites_of(context.sites())
+        same = of_same_base(sites, job.model, job.revision)
+        return [each for each in same if each.name in context.links()]
 
     async def _wait_for_site(self, held: HeldJob) -> None:
         context = self._context
@@ -320,9 +327,8 @@ class Runner:
         context, job = self._context, held.job
         held.step_s = now_s  # so long nothing is looked for again
         sites, runs = context.sites(), await context.ledger.runs()
-        same = of_same_base(sites, job.model, job.revision)
-        linked = [each for each in same if each.name in context.links() and each.name != job.site]
-        other = choose(linked, job.model, job.plan, runs=runs, avoided=held.avoided, now_s=now_s)
+        others = [each for each in self._sites_for(job) if each.name != job.site]
+        other = choose(others, job.model, job.plan, runs=runs, avoided=held.avoided, now_s=now_s)
         here = next((each for each in sites if each.name == job.site), None)
         link = context.links().get(job.site)
         if here is None or link is None or not idler(here, other, runs):

@@ -62,12 +62,16 @@ class Serving:
         await cancel(*self._orders.values())
 
     def _add(self, model: TunedModel, sites: list[Site]) -> None:
-        """Order one of the sites that can fetch adapters and serve the base: each replica takes the same."""
+        """Order one of the sites that can fetch adapters and serve the base: each replica takes the same.
+
+        It is in the regions of the key that had the adapter trained, while that key is known.
+        """
         if any(name == model.name for _, name in self._orders):
             return
+        caller = self._context.caller(model.key_id)
         able = [
             site.name
-            for site in sites
+            for site in (sites if caller is None else caller.sites_of(sites))
             if site.identity.trains is not None
             and model.base in site.identity.models
             and (site.name, model.name) not in self._again_s

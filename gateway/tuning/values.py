@@ -215,10 +215,11 @@ class Content:
 
 
 class TunedModel(NamedTuple):
-    """An adapter that may be asked by its name, and its content."""
+    """An adapter that may be asked by its name, and its content. `key_id` is the key that had it trained."""
 
     name: str
     tenant: str
+    key_id: str
     base: str
     sha256: str
     bytes: int

@@ -187,6 +187,7 @@ async def replica(
     caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
     refresh_keys: Callable[[], Awaitable[None]] = no_refresh,
     trains: pb.Trains | None = None,
+    regions: Mapping[str, str] = {},
     routes: Callable[[], Mapping[str, ModelRoute]] = dict,
     tuning_limits: TuningLimits | None = None,
     lease_s: float = LEASE_S,
@@ -249,10 +250,9 @@ async def replica(
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
         this = Replica(here, batches, tuning, http, passed_s)
         this.open.set()
+        about: dict[str, Any] = {"features": features, "slots": slots, "trains": trains}
         serving = [
-            asyncio.create_task(
-                this.serve(await here.site(site, features=features, slots=slots, trains=trains))
-            )
+            asyncio.create_task(this.serve(await here.site(site, region=regions.get(site, "here"), **about)))
             for site in sites
         ]
         try:
