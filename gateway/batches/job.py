@@ -100,7 +100,7 @@ class Job:
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._kept: dict[int, Kept] = {}  # of the lines that run, and of some that run again
         self._away_since_s: dict[int, float] = {}  # of the lines that wait for a site
-        self._paused_until_s = 0.0
+        self._paused_until_s = self._read_again_s = 0.0
         self._has_answers = False
         self._began_s = self._busy_s = context.clock()
         self._ended_work = self._running_work = self._left_work = 0.0
@@ -208,14 +208,29 @@ class Job:
         self._began_s = self._busy_s = self._context.clock()
         try:
             while not self._must_stop:
-                await self._waiting.refill(self._context.ledger, self.batch.id)
-                if not self._running and (self.draining or not (self._waiting or self._retries)):
+                is_read = await self._refill()
+                is_over = is_read and not (self._waiting or self._retries)
+                if not self._running and (self.draining or is_over):
                     return
-                if not self.draining:
+                if is_read and not self.draining:
                     self._start_lines()
                 await self._collect()
         finally:
             await self._cancel_running()
+
+    async def _refill(self) -> bool:
+        """Read the lines that come next; return whether they are known. While the database is away those that
+        run go on.
+        """
+        if self._context.clock() < self._read_again_s:
+            return False
+        try:
+            await self._waiting.refill(self._context.ledger, self.batch.id)
+        except DATABASE_ERRORS as exc:
+            log.warning("lines of batch %s wait for the database: %s", self.batch.id, reason(exc))
+            self._read_again_s = self._context.clock() + BACKOFF_S
+            return False
+        return True
 
     def _start_lines(self) -> None:
         now_s = self._context.clock()

@@ -42,6 +42,34 @@ def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> Non
     asyncio.run(main())
 
 
+def test_lines_that_run_while_the_database_is_away_are_not_asked_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that waited could not be read: those that ran were cancelled, and asked and paid for twice."""
+
+    async def main() -> None:
+        async with replica(url, sites=("a",)) as here:
+            here.open.clear()
+            ledger: Any = here.batches.runner._context.ledger
+            unanswered, failed = ledger.unanswered, asyncio.Event()
+
+            async def away_once(*asked: Any) -> Any:
+                if here.asked and not failed.is_set():
+                    failed.set()
+                    raise OperationalError("", {}, OSError("the database is away"))
+                return await unanswered(*asked)
+
+            monkeypatch.setattr(ledger, "unanswered", away_once)
+            batch_id = await here.submit(jsonl(*(chat_line(number) for number in range(300))))
+            await asyncio.wait_for(failed.wait(), 30)
+            here.open.set()
+            done = await here.ended(batch_id)
+            assert (done.status, done.request_counts.completed) == ("completed", 300)
+            assert len(here.asked) == len(set(here.asked)) == 300
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
