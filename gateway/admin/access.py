@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from secrets import token_hex
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from litestar import Request
 from litestar.datastructures import State
@@ -131,11 +131,6 @@ class Access:
 def _session_id(claim: bytes) -> str:
     """Return the name under which an ended session is stored: of no use to whoever reads it."""
     return sha256(claim).hexdigest()
-
-
-def path_after(request: AnyRequest, prefix: str) -> str:
-    """Return the raw path behind `prefix`, decoded: the framework would merge double slashes in a name."""
-    return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 
 
 def check_origin(request: AnyRequest) -> None:

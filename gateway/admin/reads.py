@@ -10,10 +10,11 @@ from litestar import Response, get
 from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest, path_after
+from gateway.admin.access import Access, AnyRequest
 from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
 from gateway.http.error_handler import database_errors
+from gateway.http.exchange import path_after
 from gateway.http.pagination import read_page
 from gateway.store.queries import OperatorReads, SiteHistory
 from gateway.telemetry.history import columns

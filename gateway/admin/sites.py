@@ -9,13 +9,14 @@ import msgspec
 from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest, path_after
+from gateway.admin.access import Access, AnyRequest
 from gateway.admin.order_service import OrderService
 from gateway.domain import Site
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
 from gateway.http.body import decode_as
+from gateway.http.exchange import path_after
 from gateway.operator_orders import SERVICE, Action, Order, Verb, clean_reason
 from gateway.prices import prices_of
 from gateway.routing.fleet import kv_tokens

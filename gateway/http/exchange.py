@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from litestar import Request
 from litestar.datastructures import State
@@ -52,6 +53,11 @@ class Exchange:
         exchange = scope["state"]["exchange"]
         assert isinstance(exchange, cls)
         return exchange
+
+
+def path_after(request: AnyRequest, prefix: str) -> str:
+    """Return the raw path behind `prefix`, decoded: the framework would merge double slashes in a name."""
+    return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 
 
 def header(scope: Scope, name: bytes) -> str:

@@ -19,7 +19,7 @@ from gateway.http.backend import Backend
 from gateway.http.body import ClientGone, json_response
 from gateway.http.disconnect import while_connected
 from gateway.http.error_handler import database_errors
-from gateway.http.exchange import AnyRequest
+from gateway.http.exchange import AnyRequest, path_after
 from gateway.http.fine_tuning_body import read_job
 from gateway.http.pagination import list_response, read_page
 from gateway.http.sse import EventStream
@@ -149,7 +149,7 @@ def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
     @delete("/v1/models/{model_id:path}", status_code=200)
     async def delete_model(request: AnyRequest) -> Response[bytes]:
         caller = await authenticate(request.scope, backend)
-        name = str(request.path_params["model_id"]).removeprefix("/")
+        name = path_after(request, "/v1/models/")
         with database_errors():
             found = await find_model(tuning.contents, caller.tenant, name)
             if found is None or not await tuning.remove(found):

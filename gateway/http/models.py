@@ -18,7 +18,7 @@ from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.body import json_response
 from gateway.http.error_handler import database_errors
-from gateway.http.exchange import AnyRequest, from_anthropics
+from gateway.http.exchange import AnyRequest, from_anthropics, path_after
 from gateway.http.pagination import cursor_page, read_cursor_page
 from gateway.routing.model_routes import may_name
 
@@ -51,7 +51,7 @@ def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
 
     @get("/v1/models/{model_id:path}")
     async def retrieve_model(request: AnyRequest) -> Response[bytes]:
-        model_id = str(request.path_params["model_id"]).removeprefix("/")
+        model_id = path_after(request, "/v1/models/")
         model = (await usable(request)).get(model_id)
         if model is None:
             raise ModelNotFound(f"The model '{model_id[:200]}' is not served here.")

@@ -6,16 +6,19 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
+from gateway.domain import Caller
 from gateway.http import fine_tuning
 from gateway.routing.model_routes import ModelRoute, Target
 from gateway.store.queries import OperatorReads, TotalBy
 from gateway.tuning import ledger
 from gateway.tuning.values import TuningLimits
+from tests.support import batch_replica
 from tests.support.batch_replica import Replica, replica
 from tests.support.fakes.edge import error_of
 from tests.support.training_site import TRAINS, Run, next_run, stopped
@@ -95,6 +98,27 @@ def test_a_job_from_the_file_to_the_tuned_models_answer(url: str) -> None:
             await here.sdk().models.delete(model)
         site_order = await removal(here)
         assert (site_order.kind, site_order.model) == ("remove", model)
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize("tenant", ["a//b", "a%2Fb", "a/", "ä?#"])
+def test_a_tuned_model_is_found_and_deleted_whatever_its_tenants_name(
+    url: str, monkeypatch: pytest.MonkeyPatch, tenant: str
+) -> None:
+    """Two slashes in a row were taken for one, so that nobody could delete the model."""
+    caller = Caller("key-x", tenant)
+    monkeypatch.setitem(batch_replica.CALLERS, "x", caller)
+    monkeypatch.setitem(batch_replica.CALLERS_BY_ID, "key-x", caller)
+
+    async def scenario(here: Replica) -> None:
+        job = await create(here, key="x")
+        await (await next_run(here)).succeed()
+        name = str((await reached(here, job.id, "succeeded", key="x")).fine_tuned_model)
+        path = f"/v1/models/{quote(name, safe='')}"
+        assert (await here.raw("GET", path, "x")).json()["id"] == name
+        gone = await here.raw("DELETE", path, "x")
+        assert (gone.status_code, gone.json()["id"]) == (200, name)
 
     play(url, scenario)
 
