@@ -118,7 +118,9 @@ class Ledger:
                 raise TooManyJobs(f"{self._limits.tenant_jobs} jobs are not over yet")
             if int(await connection.scalar(_count_models(job.tenant)) or 0) >= self._limits.tenant_models:
                 most = self._limits.tenant_models
-                raise TooManyJobs(f"{most} jobs have models or checkpoints: delete those of some")
+                raise TooManyJobs(
+                    f"{most} jobs have models or checkpoints, or are not over yet: delete those of some"
+                )
             await connection.execute(insert(tuning_jobs), job_columns(job))
             await self._events.add(
                 connection, job.id, INFO, "The job was created; its files are checked first."
@@ -419,6 +421,8 @@ def _count_unfinished(tenant: str) -> Select[Any]:
 
 
 def _count_models(tenant: str) -> Select[Any]:
-    join = tuning_content.join(tuning_jobs, tuning_jobs.c.id == tuning_content.c.job_id)
-    kept = and_(tuning_jobs.c.tenant == tenant, tuning_content.c.kind.in_((Kind.ADAPTER, Kind.CHECKPOINT)))
-    return select(func.count(tuning_content.c.job_id.distinct())).select_from(join).where(kept)
+    """Count the jobs that have a model or checkpoints, or may get some."""
+    is_model = tuning_content.c.kind.in_((Kind.ADAPTER, Kind.CHECKPOINT))
+    has_model = exists().where(tuning_content.c.job_id == tuning_jobs.c.id, is_model)
+    counted = and_(tuning_jobs.c.tenant == tenant, or_(tuning_jobs.c.status.in_(UNFINISHED), has_model))
+    return select(func.count()).select_from(tuning_jobs).where(counted)

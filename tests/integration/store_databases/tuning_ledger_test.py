@@ -134,6 +134,27 @@ def test_a_job_is_stored_as_it_was_made(url: str) -> None:
     play(url, scenario)
 
 
+def test_jobs_that_may_get_models_count_as_those_that_have_them(url: str) -> None:
+    """Jobs that were created together passed the limit of models."""
+
+    async def scenario(here: Books) -> None:
+        few = replace(LIMITS, tenant_jobs=9, tenant_models=2)
+        here.one = Ledger(here.engine, "few", lambda: here.now[0], few)
+        job = await here.running()
+        assert job.run is not None
+        assert await here.contents.add(content(job, Kind.ADAPTER, 3, "a3"), job.run) == []
+        second = await here.create("ftjob-2")
+        with pytest.raises(TooManyJobs, match="2 jobs have models"):
+            await here.create("ftjob-3")
+        assert await here.one.cancel("t", second.id)
+        assert await here.one.end(job, JobStatus.SUCCEEDED, "done")
+        await here.create("ftjob-3")
+        with pytest.raises(TooManyJobs, match="2 jobs have models"):
+            await here.create("ftjob-4")
+
+    play(url, scenario)
+
+
 def test_only_the_holder_of_the_lease_and_the_current_run_count(url: str) -> None:
     async def scenario(here: Books) -> None:
         job = await here.running()
