@@ -15,6 +15,9 @@ MAX_ADDRESS_CHARS: Final = 8_192
 PIECE_CHARS: Final = 2**18
 """A multiple of 4; a few milliseconds of decoding."""
 
+MAX_SEGMENTS: Final = 1_000
+"""Segments of a JPEG among which its size is looked for; cameras write some dozens before it."""
+
 PATCH: Final = 28
 """Pixels of the side of the square that most models read as one token (Qwen2-VL, §2.1)."""
 MIN_TOKENS, MAX_TOKENS, UNSEEN_TOKENS = 64, 4_096, 1_024
@@ -102,9 +105,11 @@ def _pair(layout: str, raw: bytes, offset: int) -> tuple[int, int]:
 
 
 def _jpeg_size(raw: bytes) -> tuple[int, int]:
-    """Find the frame header among the segments, each of which says its length."""
+    """Find the frame header among the first segments, each of which says its length."""
     offset = 2
-    while offset + 4 <= len(raw) and raw[offset] == 0xFF:
+    for _ in range(MAX_SEGMENTS):
+        if offset + 4 > len(raw) or raw[offset] != 0xFF:
+            break
         marker, length = raw[offset + 1], int.from_bytes(raw[offset + 2 : offset + 4])
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = _pair(">HH", raw, offset + 5)

@@ -114,17 +114,17 @@ class _Conversation:
 
     messages: list[Message] = field(default_factory=list)
     calls: list[dict[str, object]] = field(default_factory=list)
-    reasoning: str = ""  # of the message of the assistant that comes next
+    reasoning: list[str] = field(default_factory=list)  # of the message of the assistant that comes next
 
     def add(self, message: Message) -> None:
         self.end_calls()
         if message.role == "assistant":
-            message, self.reasoning = replace(message, reasoning=self.reasoning), ""
+            message, self.reasoning = replace(message, reasoning="".join(self.reasoning)), []
         self.messages.append(message)
 
     def add_reasoning(self, text: str) -> None:
         self.end_calls()
-        self.reasoning += text
+        self.reasoning.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
         function = {"name": name, "arguments": arguments}
@@ -137,9 +137,9 @@ class _Conversation:
         said = Message("assistant", "")
         if self.messages and self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls_json:
             said = self.messages.pop()
-        reasoning = said.reasoning + self.reasoning
+        reasoning = "".join([said.reasoning, *self.reasoning])
         self.messages.append(replace(said, tool_calls_json=calls_json, reasoning=reasoning))
-        self.calls, self.reasoning = [], ""
+        self.calls, self.reasoning = [], []
 
 
 def _messages(fields: Fields, instructions: str) -> tuple[Message, ...]:

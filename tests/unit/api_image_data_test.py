@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.openai.image_data import (
     MAX_IMAGE_BYTES,
+    MAX_SEGMENTS,
     MAX_TOKENS,
     MIN_TOKENS,
     PIECE_CHARS,
@@ -33,6 +34,13 @@ GIF = b"GIF89a" + struct.pack("<HH", 640, 480)
 @pytest.mark.parametrize("raw", [png(640, 480), JPEG, VP8X, VP8L, VP8, GIF])
 def test_the_size_is_read_from_the_header_of_every_kind(raw: bytes) -> None:
     assert image_size(raw) == (640, 480)
+
+
+def test_the_size_is_looked_for_among_so_many_segments_alone() -> None:
+    """A million of empty ones took longer to look at than all the rest of a body."""
+    empty = b"\xff\xe0\x00\x02"
+    assert image_size(b"\xff\xd8" + empty * (MAX_SEGMENTS - 1) + FRAME) == (640, 480)
+    assert image_size(b"\xff\xd8" + empty * MAX_SEGMENTS + FRAME) == (0, 0)
 
 
 @given(st.sampled_from([png(64, 48)[:40], JPEG, VP8X, VP8L, VP8, GIF]), st.integers(0, 400), st.binary())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -298,3 +299,17 @@ def test_token_ids_are_read_alike_one_by_one_and_all_at_once(items: list[object]
         assert not good
     else:
         assert good
+
+
+def test_items_of_reasoning_are_joined_in_time_with_their_size() -> None:
+    """They were joined one by one: 8 MiB of them took the process seconds."""
+    text = "x" * 1_900
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+    said = {"role": "assistant", "content": "hi"}
+    body: dict[str, Any] = {"model": "m", "input": [*[item] * 4_000, said, {"role": "user", "content": "hi"}]}
+    problems, begun_s = Problems(), time.process_time()
+    read = read_response(Fields(body, problems))
+    problems.raise_any()
+    assert time.process_time() - begun_s < 0.3
+    (chat,) = read.prompts
+    assert chat.messages[0].reasoning == text * 4_000
