@@ -117,9 +117,12 @@ class Job:
         return self._context.model_of(self.batch)
 
     def _usable_sites(self) -> Sequence[Site]:
-        """Return the sites in the regions of its key."""
+        """Return the sites in the regions of its key, but those where its model is another tenant's."""
         caller, sites = self._context.caller(self.batch.key_id), self._context.sites()
-        return sites if caller is None else caller.sites_of(sites)
+        sites, model = sites if caller is None else caller.sites_of(sites), self._model
+        tenants = "", self.batch.tenant
+        served = [site.identity.models.get(model) for site in sites]
+        return [site for site, its in zip(sites, served, strict=True) if not its or its.tenant in tenants]
 
     @property
     def progress(self) -> Progress:

@@ -100,21 +100,21 @@ class Replica:
         )
         return batch.id
 
-    async def ended(self, batch_id: str) -> Any:
-        return await self.reached(batch_id, "completed", "failed", "expired", "cancelled")
+    async def ended(self, batch_id: str, key: str = "one") -> Any:
+        return await self.reached(batch_id, "completed", "failed", "expired", "cancelled", key=key)
 
-    async def reached(self, batch_id: str, *statuses: str) -> Any:
+    async def reached(self, batch_id: str, *statuses: str, key: str = "one") -> Any:
         async with asyncio.timeout(60):
             while True:
-                batch = await self.sdk().batches.retrieve(batch_id)
+                batch = await self.sdk(key).batches.retrieve(batch_id)
                 if batch.status in statuses:
                     return batch
                 await asyncio.sleep(POLL_S)
 
-    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+    async def lines(self, file_id: str | None, key: str = "one") -> list[dict[str, Any]]:
         if file_id is None:
             return []
-        content = await self.sdk().files.content(file_id)
+        content = await self.sdk(key).files.content(file_id)
         return [json.loads(line) for line in content.text.splitlines()]
 
     async def die(self) -> None:

@@ -24,6 +24,7 @@ from tests.support.batch_replica import (
     until_two_are_held,
 )
 from tests.support.fakes.federation import until
+from wire import federation_pb2 as pb
 
 
 def limited_to(*regions: str) -> Callable[[str], Caller]:
@@ -86,6 +87,31 @@ def test_lines_of_a_key_that_may_use_no_region_of_the_model_are_refused(url: str
             lines = await here.lines(done.error_file_id)
             assert [line["response"]["status_code"] for line in lines] == [403, 403]
             assert here.asked == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["ft:m:tenant-1::there", "ft:m:tenant-1::not there"])
+def test_a_batch_does_not_tell_whether_another_tenant_has_a_model(url: str, name: str) -> None:
+    """Lines for one that is there waited while its site was busy; those for another failed at once."""
+
+    async def main() -> None:
+        async with replica(url, sites=("a",), slots=1) as here:
+            (site,) = here.scene.sites
+            tuned = pb.Model(id="ft:m:tenant-1::there", tenant="tenant-1", context_tokens=1024, parent="m")
+            await site.send(models=pb.Models(models=[site.served_model, tuned]))
+            await until(lambda: tuned.id in here.scene.gateway.directory.served, "it is served")
+            here.open.clear()
+            chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+            busy = [
+                asyncio.create_task(here.raw("POST", "/v1/chat/completions", json=chat)) for _ in range(3)
+            ]
+            await asked_at_least(here, 1)
+            done = await here.ended(await here.submit(jsonl(chat_line(0, model=name)), key="two"), key="two")
+            (line,) = await here.lines(done.error_file_id, key="two")
+            assert line["response"]["status_code"] == 404
+            here.open.set()
+            await asyncio.gather(*busy)
 
     asyncio.run(main())
 
