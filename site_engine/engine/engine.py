@@ -108,9 +108,7 @@ class SiteEngine:
     def step(self) -> Sequence[Output]:
         """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
         if not (self._run_slice() or self._await_move()):
-            if self._live.needs_host:
-                self._publish_pending()
-            if self._overlapped is None or self._live.needs_host:
+            if self._overlapped is None:
                 self._step_synchronous()
             else:
                 self._step_overlapped(self._overlapped)
@@ -147,6 +145,10 @@ class SiteEngine:
         self._live.end_due(began)
         max_new = 0 if self._expected_within else None
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
+        self._run(plan, began)
+
+    def _run(self, plan: SchedulePlan, began: float) -> None:
+        """Run, sample and publish a plan whose tokens are all known."""
         if plan:
             try:
                 logits = self.runner.run(plan)
@@ -168,6 +170,10 @@ class SiteEngine:
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
         self._pending, self._launched_s = None, began
+        if any(_needs_host(chunk.request) for chunk in plan.prefills):
+            self._publish_step(before, before_s)
+            self._run(plan.of(lambda request: request.row >= 0), self._clock())
+            return
         if plan:
             try:
                 self._pending = runner.launch(plan, self._rules)
@@ -212,8 +218,6 @@ class SiteEngine:
         self._live.add(processor)
         if finish is not None:
             self._live.finish(processor, finish)
-        elif self._overlapped is not None and request.sampling.prompt_logprobs:
-            self._live.needs_host.add(request.id)
 
     def _check_place(self, tenant: str) -> None:
         """Raise RequestRejected if no more requests of a tenant may wait."""
@@ -382,7 +386,6 @@ class SiteEngine:
                 continue
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += len(request.prompt)
-                self._live.needs_host.discard(request.id)
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.others.append(output)
             discarded += not output.token_ids
@@ -435,3 +438,8 @@ class SiteEngine:
             sampled=plan.samples - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
+
+
+def _needs_host(request: Request) -> bool:
+    """Return whether the host needs the logits of a request's prompt."""
+    return request.sampling.prompt_logprobs and request.first_token_s is None

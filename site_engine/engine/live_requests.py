@@ -22,7 +22,6 @@ class LiveRequests:
     def __init__(self, scheduler: Scheduler, kv_cache: KVCache, clock: Callable[[], float]) -> None:
         self.processors: dict[str, OutputProcessor] = {}
         self.outputs = StepOutputs()
-        self.needs_host: set[str] = set()  # whose prompt's logits are needed on the host
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._clock = clock
@@ -73,7 +72,6 @@ class LiveRequests:
 
     def forget(self, request: Request) -> None:
         """Let go of a request that has had its last output, or goes on elsewhere."""
-        self.needs_host.discard(request.id)
         self._scheduler.release(request)
         del self.processors[request.id]
         request.variant = None  # which is in memory as long as something refers to it

@@ -118,8 +118,9 @@ def test_a_prompt_whose_log_probabilities_are_wanted_holds_the_others_back_until
     engine.step()
     engine.submit(greedy("echo", [3, 2, 1], 5, logprobs=1, prompt_logprobs=True))
     collected: dict[str, Collected] = {}
-    while engine._live.needs_host:
+    while "echo" not in collected:
         gather(engine.step(), collected)
+        assert engine._pending is None
     assert len(collected["echo"].token_ids) == 1
     got = drain(engine, collected)
     assert got["plain"].token_ids == of.generate([1, 2, 3], 8)
@@ -139,11 +140,17 @@ def test_a_row_that_starts_beside_such_a_prompt_keeps_its_own_rules() -> None:
     assert drain(engine)["plain"].token_ids == of.generate([5, 6, 7], 8)
 
 
-def test_who_is_given_to_another_site_does_not_hold_the_lead_back() -> None:
-    engine = overlapped(family("llama"))
-    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1, prompt_logprobs=True))
-    assert engine.release(["ruled"]) == ["ruled"]
-    assert not engine._live.needs_host
+def test_a_prompt_that_waits_for_a_slot_holds_nobody_back() -> None:
+    engine = overlapped(family("llama"), slots=2)
+    for name in ("one", "other"):
+        engine.submit(greedy(name, [5, 6, 7], 20))
+    engine.step()
+    engine.submit(greedy("echo", [3, 2, 1], 3, logprobs=1, prompt_logprobs=True))
+    for _ in range(3):
+        engine.step()
+        assert engine.waits("echo")
+        assert engine._pending is not None
+    assert len(drain(engine)["echo"].token_ids) == 3
 
 
 def test_who_waits_for_its_last_token_is_not_preempted() -> None:
