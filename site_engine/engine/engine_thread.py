@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn, TypeVar
 
+import torch
+
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.loader_turns import LoaderTurns
@@ -77,7 +79,8 @@ class EngineThread:
         self._stall_watch = StallWatch()
         self._load_wanted = True
         self._load_took_s = 0.0
-        self._loader, self._loader_turns = ThreadPoolExecutor(1, "variants"), LoaderTurns()
+        self._loader = ThreadPoolExecutor(1, "variants", initializer=partial(_compute_with, 1))
+        self._loader_turns, self._threads = LoaderTurns(), torch.get_num_threads()
         self.trainer = ThreadTraining(engine, self._load, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -225,6 +228,7 @@ class EngineThread:
             self._loader_turns.give()
 
     def _run(self) -> None:
+        _compute_with(self._threads)
         try:
             while self._wait():
                 self._turn_s = self._clock()
@@ -365,6 +369,17 @@ class EngineThread:
     def _failed(self, request_id: str, error: str) -> Output:
         tokens = self._live[request_id]
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
+
+
+def _compute_with(threads: int) -> None:
+    """Set of how many OpenMP threads the operations of this thread make use.
+
+    Threads that load have one. While others of theirs exist, even idle, more threads are there than
+    processors, and OpenMP lets those of the engine's thread sleep between any two operations: on two cores
+    small ones took ten times as long.
+    """
+    torch.get_num_threads()  # the first look of a thread takes what any thread has set last
+    torch.set_num_threads(threads)
 
 
 def _raise(refused: VariantRefused) -> NoReturn:

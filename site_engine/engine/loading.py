@@ -70,27 +70,43 @@ def load_engine(
     """
     startup = startup or StartUp(time.monotonic)
     device, dtype = _device(config, startup)
-    on_gpu = device.startswith("cuda")
+    build = partial(_build, config, device, dtype, vocabulary, startup, on_model, rank)
     with _as_config_error(config):
-        model = _load_model(config, device, dtype, vocabulary=vocabulary, startup=startup, rank=rank)
-        on_model(model)
-        from site_engine.engine.build import build_engine, slots_bytes
-        from site_engine.engine.warmup import warm_up
+        if device.startswith("cuda"):
+            return build()
+        with ThreadPoolExecutor(1, "start-up") as thread:  # its OpenMP threads end with it: see EngineThread
+            return thread.submit(build).result()
 
-        settings = _settings(config, device)
-        if config.sampling_defaults == "openai":
-            model = replace(model, sampling_defaults={})
-        engine = build_engine(model, settings, time.monotonic, startup)
-        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
-        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
-        with startup.part("first answers"):
-            warm_up(engine, model.vocab_size, room_tokens, longest)
-        if config.training and on_gpu:
-            with startup.part("training"):
-                try:
-                    engine.training.warm_up()
-                except TrainingRefused as refused:
-                    log.warning("no job could be trained here: %s", refused)
+
+def _build(  # noqa: PLR0917
+    config: SiteConfig,
+    device: str,
+    dtype: str,
+    vocabulary: Vocabulary | None,
+    startup: StartUp,
+    on_model: Callable[[LoadedModel], None],
+    rank: Rank | None,
+) -> Loaded:
+    on_gpu = device.startswith("cuda")
+    model = _load_model(config, device, dtype, vocabulary=vocabulary, startup=startup, rank=rank)
+    on_model(model)
+    from site_engine.engine.build import build_engine, slots_bytes
+    from site_engine.engine.warmup import warm_up
+
+    settings = _settings(config, device)
+    if config.sampling_defaults == "openai":
+        model = replace(model, sampling_defaults={})
+    engine = build_engine(model, settings, time.monotonic, startup)
+    room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
+    longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
+    with startup.part("first answers"):
+        warm_up(engine, model.vocab_size, room_tokens, longest)
+    if config.training and on_gpu:
+        with startup.part("training"):
+            try:
+                engine.training.warm_up()
+            except TrainingRefused as refused:
+                log.warning("no job could be trained here: %s", refused)
     facts = facts_of(model, engine)._replace(
         weights_bytes=sum(each.nbytes for each in model.model.parameters()),
         slots_bytes=slots_bytes(engine) if on_gpu else 0,

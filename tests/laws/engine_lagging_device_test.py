@@ -25,7 +25,13 @@ from tests.support.overlapped_engines import overlapped
 @pytest.fixture
 def lagging(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: list[Callable[[], None]] = []
-    load, run, start, wait, patch = Step.load, Step.run, DeviceRunner._start, DeviceStep.wait, DeviceRunner.patch
+    load, run, start, wait, patch = (
+        Step.load,
+        Step.run,
+        DeviceRunner._start,
+        DeviceStep.wait,
+        DeviceRunner.patch,
+    )
 
     def catch_up() -> None:
         while queue:

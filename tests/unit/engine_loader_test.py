@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gateway.openai.sampling import MODEL_DEFAULTS
 from site_engine.config import DEFERRALS, SiteConfig
 from site_engine.core.request import Request, Sampling
 from site_engine.core.slack import Bounds, Deferral
+from site_engine.engine import warmup
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.loading import load_engine
 from site_engine.errors import ModelNotSupported
@@ -85,6 +87,22 @@ def test_a_model_that_does_not_sample_is_greedy_by_default(tmp_path: Path) -> No
     (folder / "generation_config.json").write_text('{"do_sample": false}')
     assert load(str(folder)).sampling_defaults == {"temperature": 0.0}
     assert load(str(saved(tmp_path / "plain"))).sampling_defaults == {}
+
+
+def test_what_loads_on_a_cpu_ends_with_its_openmp_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they exist, those of the thread that steps sleep between any two operations."""
+    loaded_on: list[threading.Thread] = []
+    warm_up = warmup.warm_up
+
+    def noted(*given: Any) -> None:
+        loaded_on.append(threading.current_thread())
+        warm_up(*given)
+
+    monkeypatch.setattr(warmup, "warm_up", noted)
+    load_engine(SiteConfig(site="a", gateways=("gw:1",), model=str(saved(tmp_path)), device="cpu"))
+    assert [thread.is_alive() for thread in loaded_on] == [False]
 
 
 def test_openais_defaults_can_be_chosen(tmp_path: Path) -> None:

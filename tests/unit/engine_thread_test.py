@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Finish, Output, Request, Sampling
@@ -88,6 +89,20 @@ def test_what_loads_goes_on_without_turns_once_the_thread_has_ended() -> None:
     assert not turns._idle
     loop.engine_thread._run()  # it ends at once: the thread is to end
     assert turns._idle
+
+
+def test_what_loads_has_no_openmp_threads_beside_those_of_the_engine() -> None:
+    before, counts = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        with at_work(FakeEngine()) as loop:
+            loop.engine_thread._load(lambda: counts.append(torch.get_num_threads()))
+            loop.engine_thread._loader.shutdown()  # waits
+            loop.engine_thread.between(torch.get_num_threads, counts.append)
+            loop.until(lambda: len(counts) == 2)
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [1, 3]
 
 
 def test_a_request_runs_to_its_end_and_the_engine_falls_idle() -> None:
