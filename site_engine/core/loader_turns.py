@@ -11,9 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
-
-from torch.overrides import TorchFunctionMode
 
 TURN_S = 6e-4
 """After a short step, which the device computes meanwhile."""
@@ -114,14 +111,6 @@ def pause() -> None:
     turns: LoaderTurns | None = getattr(_here, "turns", None)
     if turns is not None:
         turns._pause()
-
-
-class PauseBeforeOperations(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which each operation of PyTorch pauses before it begins, as within a model's own code."""
-
-    def __torch_function__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
-        pause()
-        return operation(*given, **(named or {}))
 
 
 @contextmanager

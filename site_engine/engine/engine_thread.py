@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn, TypeVar
 
-import torch
-
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.inbox import InboxAddress, InboxPlace
 from site_engine.core.loader_turns import LoaderTurns
@@ -80,7 +78,7 @@ class EngineThread:
         self._load_wanted = True
         self._load_took_s = 0.0
         self._loader = ThreadPoolExecutor(1, "variants", initializer=partial(_compute_with, 1))
-        self._loader_turns, self._threads = LoaderTurns(), torch.get_num_threads()
+        self._loader_turns, self._threads = LoaderTurns(), _threads()
         self.trainer = ThreadTraining(engine, self._load, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -371,6 +369,13 @@ class EngineThread:
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
 
 
+def _threads() -> int:
+    """Return how many OpenMP threads the operations of this thread make use of."""
+    import torch  # not where a site has its engine in another process
+
+    return int(torch.get_num_threads())
+
+
 def _compute_with(threads: int) -> None:
     """Set of how many OpenMP threads the operations of this thread make use.
 
@@ -378,6 +383,8 @@ def _compute_with(threads: int) -> None:
     processors, and OpenMP lets those of the engine's thread sleep between any two operations: on two cores
     small ones took ten times as long.
     """
+    import torch
+
     torch.get_num_threads()  # the first look of a thread takes what any thread has set last
     torch.set_num_threads(threads)
 

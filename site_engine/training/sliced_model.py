@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
-from site_engine.core.loader_turns import PauseBeforeOperations, pause, released
+from site_engine.core.loader_turns import pause, released
 from site_engine.core.training import AdapterShape
 from site_engine.errors import TrainingRefused
 from site_engine.model import attention_context, certify
 from site_engine.model.hf_attention import install_hook
+from site_engine.model.pausing import PauseBeforeOperations
 from site_engine.training.adapter import Adapter, Factors, attach, target_modules
 from site_engine.training.context import PackedContext
 from site_engine.variants.certify import plain_model

@@ -22,10 +22,10 @@ import transformers
 
 from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.chain import Block, BlockKind, Chain, Variant
-from site_engine.core.loader_turns import PauseBeforeOperations
 from site_engine.errors import VariantRefused
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.loader import LoadedModel
+from site_engine.model.pausing import PauseBeforeOperations
 from site_engine.variants.certify import Certifier
 from site_engine.variants.changes import Change, LoadedVariant
 from site_engine.variants.grouped import group_module

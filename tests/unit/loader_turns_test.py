@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from site_engine.core import loader_turns
-from site_engine.core.loader_turns import LoaderTurns, PauseBeforeOperations, pause, released
+from site_engine.core.loader_turns import LoaderTurns, pause, released
+from site_engine.model.pausing import PauseBeforeOperations
 
 PATIENCE_S = 20.0
 
