@@ -42,6 +42,8 @@ log = logging.getLogger("site_engine.engine_process")  # this module is run as _
 
 Load: TypeAlias = Callable[[SiteConfig], Loaded]
 
+MAX_OTHERS = 4
+"""Readings of the vocabulary with other end tokens that are kept: each takes 80 MB for 128,000 tokens."""
 REASON_WITHIN_S = 1.0
 """A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
 
@@ -160,13 +162,20 @@ class GrammarCompiler:
         """Compile a grammar for the base, or a variant whose answers end otherwise. Raises NotServed."""
         grammars = self._reading.result()
         if eos_token_ids is not None and eos_token_ids != self._model.eos_token_ids:
-            if eos_token_ids not in self._others:
-                found = grammars_of(self._tokenizer, self._model.vocab_size, eos_token_ids)
-                self._others[eos_token_ids] = found
-            grammars = self._others[eos_token_ids]
+            grammars = self._of_variants(eos_token_ids)
         if grammars is None:
             raise NotServed(Reason.UNSUPPORTED, "this engine can't hold an answer to a grammar")
         return grammars.compile(source, "response_format")
+
+    def _of_variants(self, eos_token_ids: tuple[int, ...]) -> Grammars | None:
+        if eos_token_ids in self._others:
+            found = self._others.pop(eos_token_ids)
+        else:
+            found = grammars_of(self._tokenizer, self._model.vocab_size, eos_token_ids)
+        self._others[eos_token_ids] = found  # the last is the one used last
+        if len(self._others) > MAX_OTHERS:
+            del self._others[next(iter(self._others))]
+        return found
 
 
 def end(status: int) -> NoReturn:

@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from site_engine import engine_process
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.core.chain import Chain
 from site_engine.core.startup import StartUp
 from site_engine.engine import loading
+from site_engine.engine.loading import grammars_of
 from site_engine.engine_client import Listener, Prepared
-from site_engine.engine_process import GrammarCompiler
+from site_engine.engine_process import MAX_OTHERS, GrammarCompiler
 from site_engine.native import NativeEngine
 from tests.support.engine_models import engine_for, family, tokenizer
 from tests.support.variants import lora, served
@@ -34,6 +38,23 @@ def test_a_grammar_ends_with_the_end_token_of_its_variant() -> None:
         assert guide.take(second)
         takes[name] = guide.take(end)
     assert takes == {"base": False, "variant": True}
+
+
+def test_the_vocabulary_of_few_end_tokens_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 80 MB of a real model's; variants with others may come for days."""
+    compiler, model, read = GrammarCompiler(), family("llama").served, list[tuple[int, ...]]()
+    compiler.begin(model.tokenizer, model, StartUp(time.monotonic))
+    compiler.wait()
+
+    def noted(tokenizer: Any, vocab_size: int, ends: tuple[int, ...]) -> Any:
+        read.append(ends)
+        return grammars_of(tokenizer, vocab_size, ends)
+
+    monkeypatch.setattr(engine_process, "grammars_of", noted)
+    ends = [(token_id,) for token_id in range(40, 40 + MAX_OTHERS + 1)]
+    for each in [*ends[:-1], ends[0], ends[-1], ends[0], ends[1]]:
+        assert compiler.compile("start: /[a-y]{2,9}/", each).start()
+    assert read == [*ends, ends[1]], "what was used longest ago is read again"
 
 
 def test_slots_on_a_gpu_fit_the_largest_adapter_of_the_configuration(tmp_path: Path) -> None:
