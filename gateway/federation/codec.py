@@ -115,7 +115,7 @@ _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
     {
         pb.Rejected.FULL: FailureCause.FULL,
         pb.Rejected.DRAINING: FailureCause.DRAINING,
-        pb.Rejected.MODEL_UNKNOWN: FailureCause.UNSUPPORTED,
+        pb.Rejected.MODEL_UNKNOWN: FailureCause.DRAINING,  # it served the model until now
         pb.Rejected.UNSUPPORTED: FailureCause.UNSUPPORTED,
         pb.Rejected.CONTEXT_LENGTH: FailureCause.CONTEXT_LENGTH,
         pb.Rejected.INVALID: FailureCause.INVALID,

@@ -154,7 +154,8 @@ def final_error(failure: AttemptFailure | None, resume: Resume | None, reason: s
     if failure is None:
         return NoSite(reason, retry_after_s=RETRY_AFTER_S)
     if failure.cause in (FailureCause.FULL, FailureCause.DRAINING):
-        return Overloaded(f"every site is full: {failure.message}", retry_after_s=RETRY_AFTER_S)
+        why = "every site is full" if failure.cause is FailureCause.FULL else "no site takes it now"
+        return Overloaded(f"{why}: {failure.message}", retry_after_s=RETRY_AFTER_S)
     if failure.cause is FailureCause.UNSUPPORTED:
         return BadRequest(failure.message, param=failure.param)
     return UpstreamFailed(f"{failure.message}, and no other site could take over")

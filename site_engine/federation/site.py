@@ -26,9 +26,6 @@ from site_engine.federation.report_pace import ReportPace
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED = 10
-"""Models that a refusal names."""
-
 
 class Site:
     """`hello` introduces this site; at most `max_preparing` prompts wait for the tokenizer."""
@@ -211,9 +208,7 @@ class Site:
     def _refusal(self, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
         if assign.model not in self._models:
-            named, more = self.models[:MAX_NAMED], len(self.models) - MAX_NAMED
-            others = f" and {more} more" if more > 0 else ""
-            message = f"this site serves {', '.join(named)}{others}, not {assign.model}"
+            message = f"this site does not serve {assign.model}"  # names of others are their tenants' affair
             return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None:
             return reject(Reason.DRAINING, "this site takes no new work")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,10 @@ from site_engine.errors import NotServed, Reason, describe
 from site_engine.remote import http2
 from site_engine.remote.request import HttpRequest
 
+log = logging.getLogger(__name__)
+
+THE_SERVER = "the server behind this site"
+"""What clients read of the server, whose address the site's log alone has."""
 CONNECT_S, PROBE_S = 5.0, 5.0
 MAX_PAGE_BYTES = 16 << 20
 KEEP_S = 2.0
@@ -114,9 +119,9 @@ class Server:
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as exc:
-            raise ServerLost(f"{self.root}{path} answers what is no JSON") from exc
+            raise ServerLost(f"{THE_SERVER} answers {path} with what is no JSON") from exc
         if not isinstance(found, dict):
-            raise ServerLost(f"{self.root}{path} answers no JSON object")
+            raise ServerLost(f"{THE_SERVER} answers {path} with no JSON object")
         return found
 
     @asynccontextmanager
@@ -137,7 +142,8 @@ class Server:
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
-            raise ServerLost(f"{self.root} broke off: {describe(exc)}") from exc
+            log.warning("%s broke off: %s", self.root, describe(exc))
+            raise ServerLost(f"{THE_SERVER} broke off: {describe(exc)}") from exc
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the headers of its response are there."""

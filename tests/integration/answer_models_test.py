@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.domain import Credit, LoadReport, Model, ModelState, SiteIdentity, SiteState
-from gateway.errors import ModelNotFound
+from gateway.errors import ModelNotFound, Overloaded
 from gateway.federation.directory import Directory
 from tests.support.answers import collect, run, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
@@ -81,6 +81,19 @@ def test_a_query_whose_site_has_just_lost_the_model_goes_to_another_that_has_it(
         await other.finish(await other.assigned(), "done", 1)
         assert text_of(await task) == "done"
         await until(here.nothing_is_left)
+
+    run(scenario)
+
+
+def test_a_query_whose_only_site_has_just_lost_the_model_may_come_again() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(collect(here, here.query()))
+        attempt_id = (await site.next()).assign.attempt_id
+        unknown = pb.Rejected(attempt_id=attempt_id, reason=pb.Rejected.MODEL_UNKNOWN, message="it is gone")
+        await site.send(rejected=unknown)
+        with pytest.raises(Overloaded, match="no site takes it now: it is gone"):
+            await task
 
     run(scenario)
 
