@@ -18,6 +18,10 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.offload import Bid, Offer, Pending, Sites, offer, promising, wins
 
+FEW, AGAIN_S = 64, 2e-4
+"""An offer of more attempts than FEW is worked out again after so many seconds for each, of which it takes a
+twentieth: a site that is heard of all the time would keep the event loop busy with its backlog.
+"""
 ROUND_TIMEOUT_S = 2.0
 """Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
 
@@ -54,7 +58,8 @@ class Offloading:
         self._rounds: dict[str, _Round] = {}  # by release id, oldest first
         self._oldest_ends_s = inf  # no open round times out before
         self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
-        self._changed: set[str] = set()  # since the last bid
+        self._changed: set[str] = set()  # since their offers were worked out
+        self._again_s: dict[str, float] = {}  # before which those of many attempts are not worked out again
 
     def mark_changed(self, donor: str) -> None:
         """Note that the load of a site or the attempts that wait there may have changed.
@@ -65,11 +70,10 @@ class Offloading:
 
     def bid(self, bidder: str) -> None:
         """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
-        now_s = self._clock()
-        offers = self.offers()
+        now_s, site = self._clock(), self._directory.site(bidder)
+        offers = [each for each in self.offers(site) if _have_a_model(each.donor, site)]
         if not offers or any(asked.bidder == bidder for asked in self._rounds.values()):
             return
-        site = self._directory.site(bidder)
         bid = Bid.of(site) if site is not None else None
         donors = promising(bid, offers) if bid is not None else []
         won = wins(bidder, self._pending(donors), self._directory, now_s) if donors else []
@@ -84,26 +88,35 @@ class Offloading:
         self._changed.add(asked.donor)
         return asked.bidder
 
-    def offers(self) -> Collection[Offer]:
+    def offers(self, bidder: Site | None = None) -> Collection[Offer]:
         """Return the offers of all crowded sites that could still give something, each worked out once as
-        long as nothing changes there.
+        long as nothing changes there; of those that share no model with `bidder` older ones may be returned.
         """
         if self._clock() >= self._oldest_ends_s:
             self._end_late_rounds()
         if not self._changed:
             return self._offers.values()
         asked = self._asked()
-        for name in self._changed:
+        for name in [each for each in self._changed if self._is_due(each, bidder)]:
+            self._changed.remove(name)
             link = self._links.get(name)
             attempts = link.pending() if link is not None else ()
             left = [each.demand for each in attempts if each.id not in asked and each.moves < MAX_MOVES]
+            if len(left) > FEW:
+                self._again_s[name] = self._clock() + AGAIN_S * len(left)
             donor = self._directory.crowded(name) if left else None
             if donor is not None and (made := offer(donor, left)).beaten_by:
                 self._offers[name] = made
             else:
                 self._offers.pop(name, None)
-        self._changed.clear()
         return self._offers.values()
+
+    def _is_due(self, donor: str, bidder: Site | None) -> bool:
+        """Return whether the offer of a site that has changed is to be worked out now."""
+        site = self._directory.site(donor)
+        if site is not None and bidder is not None and not _have_a_model(site, bidder):
+            return False
+        return self._clock() >= self._again_s.get(donor, 0.0)
 
     def _end_late_rounds(self) -> None:
         now_s = self._clock()
@@ -135,3 +148,7 @@ class Offloading:
         self._oldest_ends_s = min(self._oldest_ends_s, now_s + ROUND_TIMEOUT_S)
         self._changed.add(donor)
         self._links[donor].release(release_id, attempt_ids)
+
+
+def _have_a_model(one: Site, other: Site | None) -> bool:
+    return other is not None and not one.identity.models.keys().isdisjoint(other.identity.models)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from gateway.domain import Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
-from gateway.federation.offloading import ROUND_TIMEOUT_S, Offloading
+from gateway.federation.offloading import AGAIN_S, FEW, ROUND_TIMEOUT_S, Offloading
 from gateway.routing.demand import Demand
+from gateway.routing.failover import MAX_MOVES
 
 SITES = 200
 DEMAND = Demand("m", 10, 5.0, 100)
+MODEL = Model("m", "r", 1024, 0, "o", frozenset())
 
 
 class Waiting(NamedTuple):
@@ -44,7 +46,7 @@ def test_a_bid_looks_only_at_the_sites_that_changed() -> None:
     donors = {f"s{number}": Donor() for number in range(SITES)}
     offloading = Offloading(donors, directory, lambda: 0.0)
     for name in donors:
-        directory.join(SiteIdentity(name, "b", "c", "r", {}, slots=1, kv_capacity_tokens=100), 0.0)
+        directory.join(SiteIdentity(name, "b", "c", "r", {"m": MODEL}, slots=1, kv_capacity_tokens=100), 0.0)
         directory.report(name, LoadReport(seq=1, received_s=0.0, running=1, pending=1), Credit())
         offloading.mark_changed(name)
     directory.report("s0", LoadReport(seq=2, received_s=0.0, kv_free_tokens=100), Credit())
@@ -56,12 +58,35 @@ def test_a_bid_looks_only_at_the_sites_that_changed() -> None:
     assert sum(each.looked for each in donors.values()) == SITES + 10
 
 
+def test_a_backlog_is_looked_at_for_none_without_its_model_and_not_all_the_time() -> None:
+    now_s, directory = 0.0, Directory()
+    for name, model in (("busy", MODEL), ("idle", MODEL), ("other", replace(MODEL, id="x"))):
+        identity = SiteIdentity(name, "b", "c", "r", {model.id: model}, slots=1, kv_capacity_tokens=10_000)
+        directory.join(identity, 0.0)
+        load = LoadReport(seq=1, received_s=0.0, kv_free_tokens=9_000, iteration=IterationCost(0.02))
+        directory.report(name, replace(load, running=int(name == "busy")), Credit())
+    busy = Donor(waiting=[Waiting(str(number), DEMAND, moves=MAX_MOVES) for number in range(FEW)])
+    offloading = Offloading({"busy": busy}, directory, lambda: now_s)
+
+    def looked(bidder: str) -> int:
+        before = busy.looked
+        offloading.mark_changed("busy")
+        offloading.bid(bidder)
+        return busy.looked - before
+
+    assert [looked("other"), looked("idle"), looked("idle")] == [0, 1, 1]
+    busy.waiting = [Waiting(str(number), DEMAND) for number in range(10 * FEW)]
+    assert looked("idle") > 0
+    assert looked("idle") == 0
+    now_s = 10 * FEW * AGAIN_S
+    assert looked("idle") > 0
+
+
 def test_what_a_site_is_asked_to_release_is_offered_to_no_other_until_the_round_ends() -> None:
     now_s = 0.0
     directory = Directory()
-    model = Model("m", "r", 1024, 0, "o", frozenset())
     for name in ("idle", "other", "busy"):
-        identity = SiteIdentity(name, "b", "c", "r", {"m": model}, slots=1, kv_capacity_tokens=10_000)
+        identity = SiteIdentity(name, "b", "c", "r", {"m": MODEL}, slots=1, kv_capacity_tokens=10_000)
         directory.join(identity, 0.0)
         load = LoadReport(seq=1, received_s=0.0, kv_free_tokens=9_000, iteration=IterationCost(0.02))
         if name == "busy":
