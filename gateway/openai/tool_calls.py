@@ -54,13 +54,18 @@ class CustomCalls:
 
 def merge_calls(parts: Iterable[ToolCall]) -> list[ToolCall]:
     """Merge the parts of calls into whole calls, in order."""
-    calls: dict[int, ToolCall] = {}
+    calls: dict[int, list[ToolCall]] = {}
     for part in parts:
-        call = calls.get(part.index, ToolCall(part.index))
-        calls[part.index] = ToolCall(
-            part.index, call.id or part.id, call.name or part.name, call.arguments + part.arguments
+        calls.setdefault(part.index, []).append(part)
+    return [
+        ToolCall(
+            index,
+            next((part.id for part in of_call if part.id), ""),
+            next((part.name for part in of_call if part.name), ""),
+            "".join(part.arguments for part in of_call),
         )
-    return [call for _, call in sorted(calls.items())]
+        for index, of_call in sorted(calls.items())
+    ]
 
 
 def merge_tool_calls(parts: Iterable[ToolCall], custom: Collection[str] = ()) -> list[dict[str, object]]:
