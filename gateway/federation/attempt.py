@@ -130,10 +130,12 @@ class LiveAttempt:
             return self._choices[0].completion_tokens
         return sum(choice.completion_tokens for choice in self._choices)
 
-    @property
-    def kv_tokens(self) -> int:
-        """Return the tokens that it holds in the KV memory of its site."""
-        return (self.prompt_tokens or 0) + self.completion_tokens
+    def freed_by(self, index: int) -> int:
+        """Return the tokens that the end of a choice frees in the KV memory of its site: its own, and those
+        of the prompt with the last.
+        """
+        prompt_tokens = (self.prompt_tokens or 0) if self.ended.is_set() else 0
+        return prompt_tokens + self._choices[index].completion_tokens
 
     @property
     def cached_tokens(self) -> int:

@@ -356,8 +356,15 @@ class Link:
         except IndexError as exc:
             reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
             raise codec.ProtocolError(reason) from exc
-        if message.finish and attempt.ended.is_set():
-            self._forget(attempt, has_ended=True)
+        if message.finish:
+            self._choice_ended(attempt, message.index)
+
+    def _choice_ended(self, attempt: LiveAttempt, index: int) -> None:
+        """Leave a choice that has ended out of the last report, if that has it."""
+        if attempt.started and attempt.id in self._live and attempt.id not in self._unreported:
+            self._directory.request_ended(self.name, attempt.freed_by(index))
+        if attempt.ended.is_set():
+            self._forget(attempt)
 
     def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
         """Drop the text in the message: the less a client has, the more sites can resume."""
@@ -421,11 +428,9 @@ class Link:
         attempt.fail(failure)
         self._forget(attempt)
 
-    def _forget(self, attempt: LiveAttempt, *, has_ended: bool = False) -> None:
-        is_known = self._live.pop(attempt.id, None) is not None
+    def _forget(self, attempt: LiveAttempt) -> None:
+        self._live.pop(attempt.id, None)
         self._progress.forget(attempt.id)
         if self._unreported.remove(attempt.id):
             self._directory.set_credit(self.name, self._unreported.credit)
-        elif is_known and has_ended and attempt.started:
-            self._directory.request_ended(self.name, attempt.kv_tokens)
         self._offloading.mark_changed(self.name)

@@ -27,13 +27,16 @@ class UnreportedDemands:
         demand = self._demands.pop(attempt_id, None)
         if demand is None:
             return False
-        requests, before = len(self._demands), self.credit
+        before = self.credit
         self.credit = Credit(
-            requests,
+            before.requests - demand.choices,
             before.prompt_tokens - demand.prompt_tokens,
-            max(0.0, before.response_tokens - demand.response_tokens) if requests else 0.0,
+            max(0.0, before.response_tokens - demand.response_tokens) if self._demands else 0.0,
         )
         return True
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._demands
 
     def keep(self, is_kept: Callable[[str], bool]) -> None:
         """Remove the demands of all attempts but those for which `is_kept` returns true."""

@@ -30,8 +30,8 @@ class Demand:
     """One attempt to be placed. `response_tokens` are those still to come, already capped by max_tokens.
 
     `kv_tokens` is the KV room to reserve: the prompt (with the delivered part of a resumed answer) and the
-    90% quantile of each choice. `cached`: tokens of the prompt. `regions` None means every one. `arriving`:
-    for the same model. Computed once per query, not once per site.
+    90% quantile of each choice. Each of the `choices` takes a slot. `cached`: tokens of the prompt. `regions`
+    None means every one. `arriving`: for the same model. Computed once per query, not once per site.
     """
 
     model: str
@@ -44,6 +44,7 @@ class Demand:
     cached: Cached = NOTHING_CACHED
     limits: PlacementLimits | None = None
     arriving: Arriving = NOTHING_ARRIVES
+    choices: int = 1
 
     @staticmethod
     def of(
@@ -74,13 +75,14 @@ class Demand:
             regions=regions,
             cached=cached.times(prompt_tokens),
             limits=limits,
+            choices=sampling.n,
         )
 
 
 def credit_with(credit: Credit, demand: Demand) -> Credit:
     """Return the credit of a site once one more demand is assigned to it."""
     return Credit(
-        credit.requests + 1,
+        credit.requests + demand.choices,
         credit.prompt_tokens + demand.prompt_tokens,
         credit.response_tokens + demand.response_tokens,
     )

@@ -150,13 +150,13 @@ def wins(bidder: str, pending: Sequence[Pending], sites: Sites, now_s: float) ->
     if not movable:
         return []
     gains_s, starts_at_once = _gains_s(site, movable, sites)
-    if len(movable) == 1:
-        return movable if gains_s[0] > 0 and starts_at_once[0] else []
+    if len(movable) == 1 and not starts_at_once[0]:
+        return []
     lines = np.array([each.demand.lane is Lane.BATCH for each in movable])
     tokens = np.array([each.demand.response_tokens for each in movable])
     worth = gains_s / np.where(lines, 1.0, np.maximum(1.0, tokens))
-    order = np.lexsort((-worth, np.where(gains_s > 0, lines, 2)))[: min(room, int((gains_s > 0).sum()))]
-    return _that_start_at_once(site, [movable[index] for index in order.tolist()])
+    order = np.lexsort((-worth, np.where(gains_s > 0, lines, 2)))[: int((gains_s > 0).sum())]
+    return _that_start_at_once(site, _that_fit(site, room, [movable[index] for index in order.tolist()]))
 
 
 def _may_move(each: Pending, bidder: Site, sites: Sites, now_s: float) -> bool:
@@ -192,6 +192,21 @@ def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
         for rank, index in enumerate(queue):
             shares[index] = (site, rank / len(queue))
     return shares
+
+
+def _that_fit(bidder: Site, room: int, ordered: Sequence[Pending]) -> list[Pending]:
+    """Return the first attempts whose choices have slots. One of more choices than a site has slots takes
+    all of them.
+    """
+    chosen: list[Pending] = []
+    for each in ordered:
+        if room <= 0:
+            break
+        slots = min(each.demand.choices, max(1, bidder.identity.slots))
+        if slots <= room:
+            chosen.append(each)
+            room -= slots
+    return chosen
 
 
 def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:

@@ -51,8 +51,10 @@ def pending(
     lane: Lane = Lane.INTERACTIVE,
     prompt: int = 20,
     cached: Cached = NOTHING_CACHED,
+    choices: int = 1,
 ) -> Pending:
-    return Pending(f"q{number}", where, Demand("m", prompt, tokens, 250, lane, cached=cached), moves)
+    demand = Demand("m", prompt, tokens, 250, lane, cached=cached, choices=choices)
+    return Pending(f"q{number}", where, demand, moves)
 
 
 counts = st.integers(0, 40)
@@ -69,6 +71,14 @@ def test_a_bidder_wins_no_more_than_it_can_start_at_once(
     won = wins("idle", [pending(n) for n in range(waiting)], Fleet.of([bidder, busy]), NOW)
     assert len(won) <= max(0, room - min(running, room) - credit)
     assert len({each.attempt_id for each in won}) == len(won)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=8), slots)
+def test_a_bidder_wins_no_more_choices_than_it_has_slots_free(wanted: list[int], room: int) -> None:
+    queue = [pending(number, choices=choices) for number, choices in enumerate(wanted)]
+    won = wins("idle", queue, Fleet.of([site("idle", slots=room), site("busy", running=4, pending=40)]), NOW)
+    assert won, "one of more choices than there are slots takes all of them"
+    assert sum(min(each.demand.choices, room) for each in won) <= room
 
 
 @given(st.integers(1, 5))
