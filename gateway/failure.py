@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 class FailureCause(StrEnum):
     """Why an attempt failed. The first two are mistakes of the client: CONTEXT_LENGTH only if no site has a
-    longer context, INVALID at every site. UNSUPPORTED is one if no site can do it.
+    longer context, INVALID at every site. UNSUPPORTED is one if no site can do it. MODEL_UNKNOWN: the site
+    has lost the model since the query was sent there.
     """
 
     CONTEXT_LENGTH = "context_length"
@@ -16,13 +17,14 @@ class FailureCause(StrEnum):
     FULL = "full"
     DRAINING = "draining"
     UNSUPPORTED = "unsupported"
+    MODEL_UNKNOWN = "model_unknown"
     FAILED = "failed"
     LOST = "lost"
     RELEASED = "released"
     CANCELLED = "cancelled"
 
 
-INABILITIES = frozenset((FailureCause.CONTEXT_LENGTH, FailureCause.UNSUPPORTED))
+INABILITIES = frozenset((FailureCause.CONTEXT_LENGTH, FailureCause.UNSUPPORTED, FailureCause.MODEL_UNKNOWN))
 """Causes for which the query can never be answered at that site, but maybe at another."""
 
 

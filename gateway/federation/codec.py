@@ -115,7 +115,7 @@ _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
     {
         pb.Rejected.FULL: FailureCause.FULL,
         pb.Rejected.DRAINING: FailureCause.DRAINING,
-        pb.Rejected.MODEL_UNKNOWN: FailureCause.DRAINING,  # it served the model until now
+        pb.Rejected.MODEL_UNKNOWN: FailureCause.MODEL_UNKNOWN,
         pb.Rejected.UNSUPPORTED: FailureCause.UNSUPPORTED,
         pb.Rejected.CONTEXT_LENGTH: FailureCause.CONTEXT_LENGTH,
         pb.Rejected.INVALID: FailureCause.INVALID,
@@ -124,7 +124,12 @@ _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
 
 
 def rejected(message: pb.Rejected, site: str) -> AttemptFailure:
+    """Return the failure of an attempt that a site rejected. What a site says of a model that it does not
+    have may name those of other tenants: clients read a sentence of the gateway.
+    """
     cause = _CAUSES.get(message.reason, FailureCause.FAILED)
+    if cause is FailureCause.MODEL_UNKNOWN:
+        return AttemptFailure(site, cause, f"{site} does not serve the model now")
     text = reason(message.message) or f"{site} rejected the query"
     return AttemptFailure(site, cause, text, message.param[:MAX_NAME] or None)
 

@@ -151,11 +151,10 @@ def final_error(failure: AttemptFailure | None, resume: Resume | None, reason: s
         return UpstreamLost(f"{failure.message}, and no other site could go on{because}")
     if failure is not None and failure.cause is FailureCause.CONTEXT_LENGTH:
         return ContextTooLong(failure.message, param=failure.param)
-    if failure is None:
-        return NoSite(reason, retry_after_s=RETRY_AFTER_S)
+    if failure is None or failure.cause is FailureCause.MODEL_UNKNOWN:
+        return NoSite(reason or "no site serves the model now", retry_after_s=RETRY_AFTER_S)
     if failure.cause in (FailureCause.FULL, FailureCause.DRAINING):
-        why = "every site is full" if failure.cause is FailureCause.FULL else "no site takes it now"
-        return Overloaded(f"{why}: {failure.message}", retry_after_s=RETRY_AFTER_S)
+        return Overloaded(f"every site is full: {failure.message}", retry_after_s=RETRY_AFTER_S)
     if failure.cause is FailureCause.UNSUPPORTED:
         return BadRequest(failure.message, param=failure.param)
     return UpstreamFailed(f"{failure.message}, and no other site could take over")

@@ -208,8 +208,7 @@ class Site:
     def _refusal(self, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
         if assign.model not in self._models:
-            message = f"this site does not serve {assign.model}"  # names of others are their tenants' affair
-            return reject(Reason.MODEL_UNKNOWN, message, "model")
+            return reject(Reason.MODEL_UNKNOWN, f"{assign.model} is not served here", "model")
         if self._draining is not None:
             return reject(Reason.DRAINING, "this site takes no new work")
         waiting, of_tenant = self._engine.waiting, self._engine.waiting_of(assign.tenant)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.domain import Credit, LoadReport, Model, ModelState, SiteIdentity, SiteState
-from gateway.errors import ModelNotFound, Overloaded
+from gateway.errors import ModelNotFound, NoSite
 from gateway.federation.directory import Directory
 from tests.support.answers import collect, run, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
@@ -85,15 +85,24 @@ def test_a_query_whose_site_has_just_lost_the_model_goes_to_another_that_has_it(
     run(scenario)
 
 
-def test_a_query_whose_only_site_has_just_lost_the_model_may_come_again() -> None:
+def test_what_a_site_says_of_a_model_that_it_has_just_lost_is_not_told_to_clients() -> None:
+    """It may name models of other tenants."""
+
     async def scenario(here: Scene) -> None:
-        site = await here.site("a")
+        sites = [await here.site(name) for name in ("a", "b")]
         task = asyncio.create_task(collect(here, here.query()))
-        attempt_id = (await site.next()).assign.attempt_id
-        unknown = pb.Rejected(attempt_id=attempt_id, reason=pb.Rejected.MODEL_UNKNOWN, message="it is gone")
-        await site.send(rejected=unknown)
-        with pytest.raises(Overloaded, match="no site takes it now: it is gone"):
+        for _ in sites:
+            site = await until(lambda: next((each for each in sites if not each.inbox.empty()), None))
+            rejected = pb.Rejected(
+                reason=pb.Rejected.MODEL_UNKNOWN, message="serves acme/secret", param="model"
+            )
+            rejected.attempt_id = (await site.next()).assign.attempt_id
+            await site.send(rejected=rejected)
+        with pytest.raises(NoSite) as refused:
             await task
+        assert "secret" not in refused.value.message
+        assert {each.ended for each in here.outcomes[-1].attempts} == {"model_unknown"}
+        await until(here.nothing_is_left)
 
     run(scenario)
 
