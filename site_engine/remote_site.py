@@ -29,7 +29,7 @@ from site_engine.remote.discovery import (
 )
 from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.prometheus import UnknownMetrics
-from site_engine.remote.server import THE_SERVER, Server, ServerLost
+from site_engine.remote.server import Server, ServerLost
 from site_engine.shutdown import EXIT_OK, Shutdown, is_first, run_until_shutdown, tick
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
@@ -139,8 +139,11 @@ class Service:
         finally:
             for task in (*watching, ends, lost):
                 task.cancel()
-            self._engine.fail_all(f"{THE_SERVER} is lost" if self._reason else "the site is ending")
-            await links.close(self._reason or "the site is ending")  # operators read it, clients the other
+            # clients read this, and the reason may have the address of the server
+            self._engine.fail_all(
+                "the server behind this site is lost" if self._reason else "the site is ending"
+            )
+            await links.close(self._reason or "the site is ending")
 
     def _lose(self, reason: str) -> None:
         self._reason = self._reason or reason

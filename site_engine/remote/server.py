@@ -17,8 +17,6 @@ from site_engine.remote.request import HttpRequest
 
 log = logging.getLogger(__name__)
 
-THE_SERVER = "the server behind this site"
-"""What clients read of the server, whose address the site's log alone has."""
 CONNECT_S, PROBE_S = 5.0, 5.0
 MAX_PAGE_BYTES = 16 << 20
 KEEP_S = 2.0
@@ -49,7 +47,10 @@ models that reason, of Mistral, Gemini, Groq and xAI, fields that they do not ha
 
 
 class ServerLost(Exception):
-    """The server cannot be reached, fell silent, or broke off. The message says which."""
+    """The server cannot be reached, fell silent, or broke off. The message says which.
+
+    Clients may read that of an answer, so that it has no address. That of a probe is for the log.
+    """
 
 
 class ServerRefused(Exception):
@@ -119,9 +120,9 @@ class Server:
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as exc:
-            raise ServerLost(f"{THE_SERVER} answers {path} with what is no JSON") from exc
+            raise self._lost(f"answers what is no JSON at {path}", exc) from exc
         if not isinstance(found, dict):
-            raise ServerLost(f"{THE_SERVER} answers {path} with no JSON object")
+            raise self._lost(f"answers no JSON object at {path}")
         return found
 
     @asynccontextmanager
@@ -142,8 +143,14 @@ class Server:
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
-            log.warning("%s broke off: %s", self.root, describe(exc))
-            raise ServerLost(f"{THE_SERVER} broke off: {describe(exc)}") from exc
+            raise self._lost(f"broke off: {type(exc).__name__}", exc) from exc
+
+    def _lost(self, what: str, because: Exception | None = None) -> ServerLost:
+        """Log a failure with the address of the server; return it without. The messages of httpx and of the
+        system may have one, too.
+        """
+        log.warning("%s %s%s", self.root, what, f" ({describe(because)})" if because else "")
+        return ServerLost(f"the server behind this site {what}")
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the headers of its response are there."""
