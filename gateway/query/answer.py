@@ -31,6 +31,10 @@ from gateway.routing.policies import JOINT_POLICIES
 REJOIN_WITHIN_S = 10.0
 """The longest pause of a site between two dials."""
 REJOIN_POLL_S = 0.1
+ROOM_AFTER_S, ASK_AGAIN_AFTER_S = 0.5, 3.0
+"""A site too full to go on with an answer is asked again after so long: where no request would have to wait
+now, and in any case.
+"""
 
 
 def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
@@ -155,7 +159,7 @@ class QueryRun:
     async def assign(self, planned: Try) -> Assignment:
         """Decide on a try, or on the first of the next target of the route if no site is left for it."""
         while True:
-            await self.await_rejoin(planned)
+            planned = await self.await_rejoin(planned)
             try:
                 return self.decide(planned)
             except MicoError as error:
@@ -172,24 +176,38 @@ class QueryRun:
                 raise
             return await self._next_target(error)
 
-    async def await_rejoin(self, planned: Try) -> None:
-        """Wait a while for another site if the site of the last try was lost and no other can take over.
+    async def await_rejoin(self, planned: Try) -> Try:
+        """Wait a while for a site if that of the last try was lost, or too full to go on with an answer, and
+        no other can take over. Return the try, which may ask a full site again.
 
-        A stall of this process, or a cut of its network, ends every link at once; sites dial again.
+        A stall of this process, or a cut of its network, ends every link at once; sites dial again. And the
+        answers of a site that is lost may fill the queue of the one that is left.
         """
         context, current = self.context, self.state.current
-        if current is None or current.failure is None or current.failure.cause is not FailureCause.LOST:
-            return
+        failure = current.failure if current is not None else None
+        if failure is None or (failure.cause is not FailureCause.LOST and failure.site not in planned.full):
+            return planned
         if self._targets.are_left and not self.state.opened:
-            return
-        until_s = context.clock() + REJOIN_WITHIN_S
-        while (now_s := context.clock()) < until_s and may_come_back(
-            self.query, planned.tried, context.directory.sites, now_s
+            return planned
+        began_s = context.clock()
+        while (now_s := context.clock()) < began_s + REJOIN_WITHIN_S and (
+            planned.full or may_come_back(self.query, planned.tried, context.directory.sites, now_s)
         ):
-            _, placed = self._place(planned)
-            if placed.site is not None:
-                return
+            asked = self._asking_again(planned, now_s - began_s)
+            if self._place(asked)[1].site is not None:
+                return asked
             await self.deadline.wait(asyncio.sleep(REJOIN_POLL_S))
+        return planned
+
+    def _asking_again(self, planned: Try, waited_s: float) -> Try:
+        """Return the try with the sites that were full and may have room by now."""
+        again = {
+            site
+            for site in planned.full
+            if waited_s >= ASK_AGAIN_AFTER_S
+            or (waited_s >= ROOM_AFTER_S and self.context.directory.crowded(site) is None)
+        }
+        return planned._replace(tried=planned.tried - again, full=planned.full - again)
 
     def decide(self, planned: Try) -> Assignment:
         """Choose the site of a try. Raises the error for the client if no site can take it."""

@@ -29,6 +29,7 @@ class Try(NamedTuple):
     """The next try. `tried`: sites not to be used again. `resume`: the answer that the client has so far,
     None before the first token.
 
+    `full`: those of `tried` that were too full to go on with an answer, and may be asked again later.
     `preferred_site`: the site that bid for the query, which then moves there as move number `moves`; for the
     first try, the site that joint assignment chose.
     """
@@ -38,6 +39,7 @@ class Try(NamedTuple):
     resume: Resume | None = None
     preferred_site: str | None = None
     moves: int = 0
+    full: frozenset[str] = frozenset()
 
     @property
     def preference_reason(self) -> str:
@@ -61,8 +63,8 @@ class FailedTry(NamedTuple):
 def tries(
     sampling: Sampling, max_tries: int, preferred_site: str | None = None
 ) -> Generator[Try, FailedTry, None]:
-    """Yield tries until `max_tries` have failed, never the same site twice; then raise the error for the
-    client.
+    """Yield tries until `max_tries` have failed; then raise the error for the client. No site is tried twice,
+    unless the caller takes one of `full` out of `tried`.
 
     A release by a site is no failure: the query moves to the site that bid for it. Gateways ask for at most
     `MAX_MOVES` releases, so a site that releases more often has failed.
@@ -73,13 +75,21 @@ def tries(
         _check(failure, resume, sampling)
         if failure.cause is FailureCause.RELEASED and current.moves < MAX_MOVES:
             current = Try(
-                current.number + 1, current.tried, resume, failure.preferred_site, current.moves + 1
+                current.number + 1,
+                current.tried,
+                resume,
+                failure.preferred_site,
+                current.moves + 1,
+                current.full,
             )
             continue
         failures += 1
         if failures >= max_tries:
             raise final_error(to_report or failure, resume)
-        current = Try(current.number + 1, current.tried | {failure.site}, resume, moves=current.moves)
+        tried, full = current.tried | {failure.site}, current.full
+        if resume is not None and failure.cause is FailureCause.FULL:
+            full |= {failure.site}
+        current = Try(current.number + 1, tried, resume, moves=current.moves, full=full)
 
 
 def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -> None:

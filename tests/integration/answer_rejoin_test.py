@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import UpstreamLost
 from tests.support.answers import assigned_site, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
+from wire import federation_pb2 as pb
 
 
 class Turns:
@@ -49,6 +51,53 @@ def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> 
         await task
         assert text_of(pieces) == "Hello"
         assert len(here.outcomes) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_site_that_is_full_for_a_moment_is_asked_again_to_go_on(
+    crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of a site that is lost all come to the one that is left."""
+    monkeypatch.setattr("gateway.query.answer.ROOM_AFTER_S", 0.0)
+    monkeypatch.setattr("gateway.query.answer.ASK_AGAIN_AFTER_S", 0.2 if crowded else 60.0)
+
+    async def scenario(here: Scene) -> None:
+        dying, other = await here.site("a"), await here.site("b", slots=1, seconds_per_token=0.1)
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await other.report(running=1, pending=8 * crowded, running_remaining=[99])
+        await dying.close()
+        attempt = (await other.next()).assign.attempt_id
+        rejected = pb.Rejected(attempt_id=attempt, reason=pb.Rejected.FULL, message="queue of 8 is full")
+        await other.send(rejected=rejected)
+        if not crowded:
+            await other.report()
+        await other.finish(await other.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
+def test_a_site_that_stays_full_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.query.answer.ROOM_AFTER_S", 0.0)
+
+    async def scenario(here: Scene) -> None:
+        dying, other = await here.site("a"), await here.site("b", seconds_per_token=0.1)
+        task, pieces = start_answer(here, here.query())
+        assign = await dying.assigned()
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        for _ in range(here.gateway.max_tries - 1):
+            attempt = (await other.next()).assign.attempt_id
+            await other.send(rejected=pb.Rejected(attempt_id=attempt, reason=pb.Rejected.FULL))
+        with pytest.raises(UpstreamLost):
+            await task
 
     run(scenario)
 
