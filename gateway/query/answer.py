@@ -332,9 +332,11 @@ class QueryRun:
 
     def _excluded(self, planned: Try) -> dict[str, str]:
         """Return the sites that can't take the query although they serve its model, and why."""
-        state, sites = self.state, self.context.directory.sites
+        state, limit_tokens = self.state, self.state.too_short_context_tokens
         begun_by = state.opened_by if planned.resume is not None else None
-        return unable_sites(self.query.model, state.too_short_context_tokens, begun_by, sites)
+        if not limit_tokens and begun_by is None:
+            return {}  # as at nearly every decision: the list of sites is made anew after each change
+        return unable_sites(self.query.model, limit_tokens, begun_by, self.context.directory.sites)
 
     def _learn_cached(self, assignment: Assignment) -> None:
         """Compare the share of the prompt that the site had with what was expected of it, where it used its
