@@ -19,8 +19,9 @@ from gateway.routing.failover import MAX_MOVES
 from gateway.routing.offload import Bid, Offer, Pending, Sites, offer, promising, wins
 
 FEW, AGAIN_S = 64, 2e-4
-"""An offer of more attempts than FEW is worked out again after so many seconds for each, of which it takes a
-twentieth: a site that is heard of all the time would keep the event loop busy with its backlog.
+"""An offer of more attempts than FEW is worked out again for a bidder with a model of the donor alone, and
+after so many seconds for each attempt, of which it takes a twentieth: a site that is heard of all the time
+would keep the event loop busy with its backlog.
 """
 ROUND_TIMEOUT_S = 2.0
 """Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
@@ -59,7 +60,7 @@ class Offloading:
         self._oldest_ends_s = inf  # no open round times out before
         self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
         self._changed: set[str] = set()  # since their offers were worked out
-        self._again_s: dict[str, float] = {}  # before which those of many attempts are not worked out again
+        self._again_s: dict[str, float] = {}  # of donors with many attempts: no new offer before
 
     def mark_changed(self, donor: str) -> None:
         """Note that the load of a site or the attempts that wait there may have changed.
@@ -71,7 +72,7 @@ class Offloading:
     def bid(self, bidder: str) -> None:
         """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
         now_s, site = self._clock(), self._directory.site(bidder)
-        offers = [each for each in self.offers(site) if _have_a_model(each.donor, site)]
+        offers = [each for each in self.offers(site) if _share_a_model(each.donor, site)]
         if not offers or any(asked.bidder == bidder for asked in self._rounds.values()):
             return
         bid = Bid.of(site) if site is not None else None
@@ -90,18 +91,19 @@ class Offloading:
 
     def offers(self, bidder: Site | None = None) -> Collection[Offer]:
         """Return the offers of all crowded sites that could still give something, each worked out once as
-        long as nothing changes there; of those that share no model with `bidder` older ones may be returned.
+        long as nothing changes there. Those of many attempts may be older.
         """
         if self._clock() >= self._oldest_ends_s:
             self._end_late_rounds()
         if not self._changed:
             return self._offers.values()
         asked = self._asked()
-        for name in [each for each in self._changed if self._is_due(each, bidder)]:
-            self._changed.remove(name)
+        late = {each for each in self._again_s if each in self._changed and not self._is_due(each, bidder)}
+        for name in self._changed - late:
             link = self._links.get(name)
             attempts = link.pending() if link is not None else ()
             left = [each.demand for each in attempts if each.id not in asked and each.moves < MAX_MOVES]
+            self._again_s.pop(name, None)
             if len(left) > FEW:
                 self._again_s[name] = self._clock() + AGAIN_S * len(left)
             donor = self._directory.crowded(name) if left else None
@@ -109,14 +111,15 @@ class Offloading:
                 self._offers[name] = made
             else:
                 self._offers.pop(name, None)
+        self._changed = late
         return self._offers.values()
 
     def _is_due(self, donor: str, bidder: Site | None) -> bool:
-        """Return whether the offer of a site that has changed is to be worked out now."""
+        """Return whether the offer of a donor with many attempts is to be worked out now."""
         site = self._directory.site(donor)
-        if site is not None and bidder is not None and not _have_a_model(site, bidder):
+        if site is not None and bidder is not None and not _share_a_model(site, bidder):
             return False
-        return self._clock() >= self._again_s.get(donor, 0.0)
+        return self._clock() >= self._again_s[donor]
 
     def _end_late_rounds(self) -> None:
         now_s = self._clock()
@@ -150,5 +153,5 @@ class Offloading:
         self._links[donor].release(release_id, attempt_ids)
 
 
-def _have_a_model(one: Site, other: Site | None) -> bool:
+def _share_a_model(one: Site, other: Site | None) -> bool:
     return other is not None and not one.identity.models.keys().isdisjoint(other.identity.models)
