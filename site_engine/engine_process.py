@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from site_engine.config import SiteConfig, VariantConfig
@@ -43,7 +43,7 @@ log = logging.getLogger("site_engine.engine_process")  # this module is run as _
 Load: TypeAlias = Callable[[SiteConfig], Loaded]
 
 MAX_OTHERS = 4
-"""Readings of the vocabulary with other end tokens that are kept: each takes 80 MB for 128,000 tokens."""
+"""Vocabularies with other end tokens than the base's that are kept: each takes 80 MB for 128,000 tokens."""
 REASON_WITHIN_S = 1.0
 """A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
 
@@ -141,11 +141,11 @@ class GrammarCompiler:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vocabulary")
-        self._others: dict[tuple[int, ...], Grammars | None] = {}  # by the tokens that end an answer
 
     def begin(self, tokenizer: Any, model: Described, startup: StartUp) -> None:
         """Begin to read the vocabulary."""
-        self._tokenizer, self._model = tokenizer, model
+        self._model = model
+        self._of_variants = lru_cache(MAX_OTHERS)(lambda ends: grammars_of(tokenizer, model.vocab_size, ends))
 
         def read() -> Grammars | None:
             with startup.part("engine's grammars"):
@@ -166,16 +166,6 @@ class GrammarCompiler:
         if grammars is None:
             raise NotServed(Reason.UNSUPPORTED, "this engine can't hold an answer to a grammar")
         return grammars.compile(source, "response_format")
-
-    def _of_variants(self, eos_token_ids: tuple[int, ...]) -> Grammars | None:
-        if eos_token_ids in self._others:
-            found = self._others.pop(eos_token_ids)
-        else:
-            found = grammars_of(self._tokenizer, self._model.vocab_size, eos_token_ids)
-        self._others[eos_token_ids] = found  # the last is the one used last
-        if len(self._others) > MAX_OTHERS:
-            del self._others[next(iter(self._others))]
-        return found
 
 
 def end(status: int) -> NoReturn:

@@ -37,10 +37,8 @@ class LoaderTurns:
         self._idle = True
         self._until_s = 0.0
         self._began_s = 0.0  # the step that runs now; 0 where none ran before it
-        self._usual_s, self._without = (
-            0.0,
-            0,
-        )  # seconds of a step; steps in a row after which no turn was given
+        self._usual_s = 0.0  # of a step
+        self._without = 0  # long steps since the last turn
 
     # ---- on the engine's thread
 

@@ -183,8 +183,8 @@ class DeviceRunner:
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits.
 
-        Where there are none nobody reads what the device computes, so that this waits for it: the memory that
-        the step's numbers are copied from is used again.
+        Nobody reads the logits of a plan that samples nothing, so this waits until the device has computed
+        them: the pinned memory that the plan's numbers are copied from is used again.
         """
         if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
             self.patch(Patches(*self._tables.patches(plan)))

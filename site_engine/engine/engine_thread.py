@@ -78,7 +78,7 @@ class EngineThread:
         self._load_wanted = True
         self._load_took_s = 0.0
         self._loader = ThreadPoolExecutor(1, "variants", initializer=partial(_compute_with, 1))
-        self._loader_turns, self._threads = LoaderTurns(), _threads()
+        self._loader_turns, self._threads = LoaderTurns(), _openmp_threads()
         self.trainer = ThreadTraining(engine, self._load, self._enqueue, self._call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -369,19 +369,19 @@ class EngineThread:
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
 
 
-def _threads() -> int:
-    """Return how many OpenMP threads the operations of this thread make use of."""
+def _openmp_threads() -> int:
+    """Return how many OpenMP threads the operations of this thread use."""
     import torch  # not where a site has its engine in another process
 
     return int(torch.get_num_threads())
 
 
 def _compute_with(threads: int) -> None:
-    """Set of how many OpenMP threads the operations of this thread make use.
+    """Set how many OpenMP threads the operations of this thread use.
 
-    Threads that load have one. While others of theirs exist, even idle, more threads are there than
-    processors, and OpenMP lets those of the engine's thread sleep between any two operations: on two cores
-    small ones took ten times as long.
+    A thread that loads uses one. If it had more, even idle, there would be more threads than processors, and
+    OpenMP then lets those of the engine's thread sleep between any two operations: on two cores small ones
+    took ten times as long.
     """
     import torch
 

@@ -70,7 +70,9 @@ def load_engine(
     """
     startup = startup or StartUp(time.monotonic)
     device, dtype = _device(config, startup)
-    build = partial(_build, config, device, dtype, vocabulary, startup, on_model, rank)
+    build = partial(
+        _build, config, device, dtype, vocabulary=vocabulary, startup=startup, on_model=on_model, rank=rank
+    )
     with _as_config_error(config):
         if device.startswith("cuda"):
             return build()
@@ -78,10 +80,11 @@ def load_engine(
             return thread.submit(build).result()
 
 
-def _build(  # noqa: PLR0917
+def _build(
     config: SiteConfig,
     device: str,
     dtype: str,
+    *,
     vocabulary: Vocabulary | None,
     startup: StartUp,
     on_model: Callable[[LoadedModel], None],
