@@ -61,7 +61,8 @@ class KVCacheManager:
         page_size = self.pool.page_size
         if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
             return 0
-        pages = self.prefixes.match(request.tokens[:-1], request.pages, self._owner(request))
+        most = len(request.tokens) - 1
+        pages = self.prefixes.match(request.tokens, request.pages, self._owner(request), most)
         request.pages += pages
         request.computed += len(pages) * page_size
         return len(pages) * page_size
@@ -69,7 +70,7 @@ class KVCacheManager:
     def insert_prefix(self, request: Request, tokens: int) -> None:
         """Let other requests share the pages of the first tokens of a request."""
         if self.prefixes is not None:
-            self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
+            self.prefixes.insert(request.tokens, request.pages, self._owner(request), tokens)
 
     def take_received(self, request: Request) -> None:
         """Use what came with a request, unless the prefix cache has it or room is short."""

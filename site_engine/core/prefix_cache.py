@@ -3,7 +3,7 @@
 The tree holds one reference to each of its pages. A page is inserted as soon as its computation is planned:
 an iteration writes all keys and values before it reads any, so requests of the same iteration may share it.
 A request that holds a page of the tree holds all pages before it, so no page in use follows a page that only
-the tree holds.
+the tree holds, and the last page that a request holds of the tree stands for the path to it.
 
 The prefill time of a prompt reveals whether its prefix was cached, so tenants do not share with each other,
 and a variant has keys and values of its own: the key of a first page contains its owner. Fingerprints name
@@ -54,25 +54,43 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: Owner = NOBODY) -> list[int]:
-        """Return the pages of the longest cached prefix after those already held, with a reference each."""
-        node, pages = self._root, []
-        for depth, key in enumerate(self._keys(tokens, owner)):
-            child = node.children.get(key)
-            if child is None:
-                break
-            if depth >= len(held):
+    def match(
+        self,
+        tokens: Sequence[int],
+        held: Sequence[int] = (),
+        owner: Owner = NOBODY,
+        first: int | None = None,
+    ) -> list[int]:
+        """Return the pages of the longest cached prefix after those already held, with a reference each.
+
+        Only the `first` tokens are looked up, None for all. Takes time with what is found, not with what is
+        held: a long prompt looks once per chunk.
+        """
+        node = self._nodes.get(held[-1]) if held else self._root
+        pages: list[int] = []
+        if node is not None:
+            for key in self._keys(tokens, owner, len(held), len(tokens) if first is None else first):
+                child = node.children.get(key)
+                if child is None:
+                    break
                 pages.append(child.page)
-            elif child.page != held[depth]:
-                return []
-            node = child
+                node = child
         self._pool.share(pages)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = NOBODY) -> None:
-        """Insert the full pages of a request, up to the first page that another request has computed."""
-        node = self._root
-        for key, page in zip(self._keys(tokens, owner), pages, strict=False):
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = NOBODY, first: int | None = None
+    ) -> None:
+        """Insert the full pages of a request's `first` tokens, None for all, up to the first page that
+        another request has computed.
+        """
+        first = len(tokens) if first is None else first
+        full = min(len(pages), first // self._page_size)
+        known = full
+        while known and pages[known - 1] not in self._nodes:
+            known -= 1
+        node = self._nodes[pages[known - 1]] if known else self._root
+        for key, page in zip(self._keys(tokens, owner, known, first), pages[known:full], strict=False):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = self._nodes[page] = _Node(page, key, node)
@@ -114,9 +132,10 @@ class PrefixTree:
         if parent is not self._root and not parent.children and self._pool.references(parent.page) == 1:
             heappush(self._unused, (parent.used, parent.page, parent))
 
-    def _keys(self, tokens: Sequence[int], owner: Owner) -> Iterator[Key]:
+    def _keys(self, tokens: Sequence[int], owner: Owner, pages: int, first: int) -> Iterator[Key]:
+        """Yield the keys of the full pages of the `first` tokens, from page number `pages` on."""
         size = self._page_size
-        for at in range(0, len(tokens) - size + 1, size):
+        for at in range(pages * size, first - size + 1, size):
             page = tuple(tokens[at : at + size])
             yield page if at else (owner, *page)
 

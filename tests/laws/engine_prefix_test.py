@@ -183,6 +183,76 @@ def test_a_match_goes_on_after_held_pages_only_if_they_are_the_trees_own() -> No
     assert tree.match([1, 2, 3, 4], own[:1]) == own[1:]
 
 
+class Read(list[int]):
+    """Tokens that count how many of them are read."""
+
+    count = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.count += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_chunk_of_a_prompt_reads_no_tokens_of_earlier_chunks() -> None:
+    """At 131,000 tokens each chunk would otherwise hold the engine for more than 20 ms."""
+    pool, chunk, size = PagePool(512, 4), 64, 4
+    tree = PrefixTree(pool)
+    tokens, pages = Read(range(2_048)), list[int]()
+    for begun in range(0, len(tokens), chunk):
+        tokens.count = 0
+        assert tree.match(tokens, pages, first=len(tokens) - 1) == []
+        fresh = pool.take(chunk // size)
+        assert fresh is not None
+        pages += fresh
+        tree.insert(tokens, pages, first=begun + chunk)
+        assert tokens.count <= chunk + size
+    assert tree.match(list(range(2_048))) == pages
+
+
+@given(seed=st.integers(0, 100_000))
+def test_chunks_of_prompts_share_and_insert_as_whole_prompts_do(seed: int) -> None:
+    """Requests that compute their prompts by turns, some of them equal ones at once, hold the same pages."""
+    rnd, pool = random.Random(seed), PagePool(200, 2)
+    tree = PrefixTree(pool)
+    requests: list[tuple[list[int], list[int]]] = [
+        ([rnd.randrange(2) for _ in range(rnd.randrange(2, 16))], []) for _ in range(8)
+    ]
+    for _ in range(60):
+        tokens, pages = rnd.choice(requests)
+        if rnd.random() < 0.15:
+            tree.forget(pages) if rnd.random() < 0.3 else None
+            pool.drop(pages)
+            pages.clear()
+            continue
+        if rnd.random() < 0.7:
+            path = _path(tree, tokens)
+            on_it = pages == path[: len(pages)]
+            found = tree.match(tokens, pages)
+            assert found == (path[len(pages) :] if on_it else [])
+            pages += found
+        full = len(tokens) // 2
+        if len(pages) < full:
+            fresh = pool.take(rnd.randint(1, full - len(pages)))
+            assert fresh is not None
+            pages += fresh
+        before = _path(tree, tokens)
+        tree.insert(tokens, pages)
+        same = pages[: len(before)] == before[: len(pages)]
+        assert _path(tree, tokens) == (max(before, pages, key=len) if same else before)
+
+
+def _path(tree: PrefixTree, tokens: list[int]) -> list[int]:
+    """Return the pages of the longest cached prefix, found from the root on."""
+    node, pages = tree._root, []
+    for key in tree._keys(tokens, ("", ""), 0, len(tokens)):
+        if key not in node.children:
+            break
+        node = node.children[key]
+        pages.append(node.page)
+    return pages
+
+
 def test_eviction_begins_with_the_longest_unused() -> None:
     pool = PagePool(4, 2)
     tree = PrefixTree(pool)
