@@ -30,7 +30,8 @@ from gateway.routing.policies import JOINT_POLICIES
 
 REJOIN_WITHIN_S = 10.0
 """The longest pause of a site between two dials."""
-REJOIN_POLL_S = 0.1
+REJOIN_POLL_S, REJOIN_POLL_SHARE = 0.1, 0.1
+"""The pause between two looks at the sites: the longer of a time, and of a share of the time waited."""
 ROOM_AFTER_S, ASK_AGAIN_AFTER_S = 0.5, 3.0
 """A site too full to go on with an answer is asked again after so long: where no request would have to wait
 now, and in any case.
@@ -196,7 +197,7 @@ class QueryRun:
             asked = self._asking_again(planned, now_s - began_s)
             if self._place(asked)[1].site is not None:
                 return asked
-            await self.deadline.wait(asyncio.sleep(REJOIN_POLL_S))
+            await self.deadline.wait(asyncio.sleep(max(REJOIN_POLL_S, REJOIN_POLL_SHARE * (now_s - began_s))))
         return planned
 
     def _asking_again(self, planned: Try, waited_s: float) -> Try:

@@ -64,12 +64,13 @@ def tries(
     sampling: Sampling, max_tries: int, preferred_site: str | None = None
 ) -> Generator[Try, FailedTry, None]:
     """Yield tries until `max_tries` have failed; then raise the error for the client. No site is tried twice,
-    unless the caller takes one of `full` out of `tried`.
+    but for one that was lost once, which may have come back, and for those of `full` that the caller takes
+    out of `tried`.
 
     A release by a site is no failure: the query moves to the site that bid for it. Gateways ask for at most
     `MAX_MOVES` releases, so a site that releases more often has failed.
     """
-    current, failures = Try(1, preferred_site=preferred_site), 0
+    current, failures, lost_once = Try(1, preferred_site=preferred_site), 0, set[str]()
     while True:
         failure, resume, to_report = yield current
         _check(failure, resume, sampling)
@@ -86,7 +87,11 @@ def tries(
         failures += 1
         if failures >= max_tries:
             raise final_error(to_report or failure, resume)
-        tried, full = current.tried | {failure.site}, current.full
+        tried, full = current.tried, current.full
+        if failure.cause is FailureCause.LOST and failure.site not in tried | lost_once:
+            lost_once.add(failure.site)
+        else:
+            tried |= {failure.site}
         if resume is not None and failure.cause is FailureCause.FULL:
             full |= {failure.site}
         current = Try(current.number + 1, tried, resume, moves=current.moves, full=full)

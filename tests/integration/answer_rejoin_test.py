@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import UpstreamLost
+from gateway.errors import UpstreamFailed, UpstreamLost
 from tests.support.answers import assigned_site, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
@@ -53,6 +53,57 @@ def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> 
         assert len(here.outcomes) == 1
 
     run(scenario)
+
+
+def test_an_answer_goes_on_at_its_own_site_when_that_comes_back() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task, pieces = start_answer(here, here.query())
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await site.close()
+        await until(lambda: not here.gateway.federation.links, "the only site is lost")
+        again = await here.site("a")
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
+def test_a_site_that_came_back_takes_over_when_the_next_one_fails() -> None:
+    async def scenario(here: Scene) -> None:
+        first, other = await here.site("a"), await here.site("b")
+        task, pieces = start_answer(here, here.query())
+        serving, assign = await assigned_site(here, first, other)
+        left = first if serving is other else other
+        await serving.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await serving.close()
+        attempt = await left.assigned()
+        again = await here.site(serving.name)
+        await left.step(attempt, "", 0, finish=pb.Delta.FAILED, error="out of memory")
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
+def test_a_site_that_a_query_cost_twice_is_not_asked_again() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task, _ = start_answer(here, here.query())
+        for _ in range(2):
+            await site.assigned()
+            await site.close()
+            await until(lambda: not here.gateway.federation.links, "the site is lost")
+            site = await here.site("a")
+        with pytest.raises(UpstreamFailed):
+            await task
+
+    run(scenario, max_tries=5)
 
 
 @pytest.mark.parametrize("crowded", [False, True])
