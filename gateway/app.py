@@ -104,6 +104,7 @@ async def serve(config: GatewayConfig) -> int:
             caller=store.keys.unrevoked,
             refresh_keys=store.keys.refresh,
             unix_time=store.clock,
+            side_work=side_work,
         ) as tuning,
     ):
         core.metrics.register(scaler)

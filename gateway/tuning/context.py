@@ -9,6 +9,7 @@ from gateway.batches.files import Files
 from gateway.domain import Caller, Site
 from gateway.errors import TooMany
 from gateway.federation.link import Link
+from gateway.side_work import SideWork
 from gateway.tuning.contents import Contents
 from gateway.tuning.events import Events
 from gateway.tuning.ledger import Ledger
@@ -36,6 +37,7 @@ class TuningContext:
     caller: Callable[[str], Caller | None]
     refresh_keys: Callable[[], Awaitable[None]]
     charge: Callable[[Caller, int, int], TooMany | None]
+    side_work: SideWork
     clock: Callable[[], float]
     unix_time: Callable[[], float]
     limits: TuningLimits

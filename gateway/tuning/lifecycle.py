@@ -14,6 +14,7 @@ from gateway.domain import Caller, Site
 from gateway.errors import BadRequest, MicoError
 from gateway.query.context import QueryContext
 from gateway.query.refusals import region_error
+from gateway.side_work import SideWork
 from gateway.store.database import open_engine
 from gateway.tuning.contents import Contents
 from gateway.tuning.context import TuningContext
@@ -42,6 +43,7 @@ async def open_tuning(
     caller: Callable[[str], Caller | None],
     refresh_keys: Callable[[], Awaitable[None]],
     unix_time: Callable[[], float],
+    side_work: SideWork,
     limits: TuningLimits = LIMITS,
     lease_s: float = LEASE_S,
     poll_s: float = POLL_S,
@@ -51,7 +53,15 @@ async def open_tuning(
     engine = open_engine(url)
     cloud_of = query_context.directory.cloud_of
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s, cloud_of=cloud_of)
-    context = _context(engine, ledger, query_context, limits, caller=caller, refresh_keys=refresh_keys)
+    context = _context(
+        engine,
+        ledger,
+        query_context,
+        limits,
+        caller=caller,
+        refresh_keys=refresh_keys,
+        side_work=side_work,
+    )
     runner = Runner(context, poll_s, tick_s)
     service = TuningService(
         ledger=ledger,
@@ -91,6 +101,7 @@ def _context(
     *,
     caller: Callable[[str], Caller | None],
     refresh_keys: Callable[[], Awaitable[None]],
+    side_work: SideWork,
 ) -> TuningContext:
     unix_time = ledger.clock
     directory, federation = query_context.directory, query_context.federation
@@ -107,6 +118,7 @@ def _context(
         caller=caller,
         refresh_keys=refresh_keys,
         charge=query_context.quotas.charge,
+        side_work=side_work,
         clock=query_context.clock,
         unix_time=unix_time,
         limits=limits,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from gateway.batches.files import Page
@@ -214,7 +215,8 @@ class Runner:
             if file is None:
                 await self._fail(held, JobError("file_not_found", f"The file {file_id} was deleted.", param))
                 return
-            checked = await check(context.files.parts(file), context.limits)
+            beside = partial(context.side_work.run, job.tenant)
+            checked = await check(context.files.parts(file), context.limits, beside)
             if checked.faults:
                 for fault in checked.faults:
                     await context.ledger.add_event(job, ERROR, f"{param}, {fault}")

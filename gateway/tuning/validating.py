@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 from gateway.tuning.values import TuningLimits
@@ -20,19 +20,25 @@ class CheckedContent(NamedTuple):
     bytes: int
 
 
-async def check(parts: AsyncIterator[bytes], limits: TuningLimits) -> CheckedContent:
+Beside = Callable[[Callable[[], None]], Awaitable[None]]
+"""Runs a function beside the event loop."""
+
+
+async def check(parts: AsyncIterator[bytes], limits: TuningLimits, beside: Beside) -> CheckedContent:
     """Read a file to its end, or to the last fault that is named. Holds one part and one line in memory.
 
-    Once it is cancelled, no further line is read.
+    `beside` reads the lines of a part. Once the check is cancelled, no further line is read.
     """
     lines = _Lines()
     try:
-        return await _check(parts, limits, lines)
+        return await _check(parts, limits, lines, beside)
     finally:
         lines.stopped = True
 
 
-async def _check(parts: AsyncIterator[bytes], limits: TuningLimits, lines: _Lines) -> CheckedContent:
+async def _check(
+    parts: AsyncIterator[bytes], limits: TuningLimits, lines: _Lines, beside: Beside
+) -> CheckedContent:
     digest, size, rest = hashlib.sha256(), 0, b""
     async for part in parts:
         digest.update(part)
@@ -40,14 +46,14 @@ async def _check(parts: AsyncIterator[bytes], limits: TuningLimits, lines: _Line
         *complete, rest = (rest + part).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:  # its fault is named now: it may be the rest of the file
             complete, rest = [*complete, rest], b""
-            await asyncio.to_thread(lines.read, complete)
+            await beside(partial(lines.read, complete))
             break
         if complete:
-            await asyncio.to_thread(lines.read, complete)
+            await beside(partial(lines.read, complete))
         if len(lines.faults) >= MAX_FAULTS or lines.rows > limits.rows:
             break
     if rest:
-        await asyncio.to_thread(lines.read, [rest])
+        await beside(partial(lines.read, [rest]))
     if lines.rows > limits.rows:
         lines.faults.append(Fault(0, f"the file has more than {limits.rows:,} rows"))
     if not lines.rows and not lines.faults:

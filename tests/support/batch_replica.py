@@ -197,7 +197,7 @@ async def replica(
     batch_poll_s, tuning_poll_s = (IDLE_POLL_S, POLL_S) if trained else (POLL_S, IDLE_POLL_S)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(scene(routes=routes))
-        passed_s = [0.0]
+        passed_s, side_work = [0.0], SideWork()
         backend = Backend(
             answer=partial(answer, here.gateway),
             models=NamedModels(here.gateway),
@@ -215,7 +215,7 @@ async def replica(
                 caller=caller,
                 refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
-                side_work=SideWork(),
+                side_work=side_work,
                 limits=BatchLimits(**limits),
                 lease_s=lease_s,
                 poll_s=batch_poll_s,
@@ -229,6 +229,7 @@ async def replica(
                 caller=caller,
                 refresh_keys=refresh_keys,
                 unix_time=backend.unix_time,
+                side_work=side_work,
                 limits=tuning_limits or TuningLimits(),
                 lease_s=lease_s,
                 poll_s=tuning_poll_s,

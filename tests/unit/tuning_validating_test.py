@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.side_work import SideWork
 from gateway.tuning import validating
 from gateway.tuning.validating import CheckedContent, check
 from gateway.tuning.values import TuningLimits
@@ -25,7 +27,7 @@ def checked(parts: Iterable[bytes]) -> CheckedContent:
         for part in parts:
             yield part
 
-    return asyncio.run(check(arriving(), TuningLimits()))
+    return asyncio.run(check(arriving(), TuningLimits(), asyncio.to_thread))
 
 
 @given(st.lists(st.sampled_from([GOOD, BAD]), max_size=8), st.lists(st.integers(0, 300), max_size=6))
@@ -58,7 +60,7 @@ def test_a_check_that_is_cancelled_reads_no_further_line(monkeypatch: pytest.Mon
         yield GOOD * 100
 
     async def cancelled() -> None:
-        task = asyncio.create_task(check(parts(), TuningLimits()))
+        task = asyncio.create_task(check(parts(), TuningLimits(), asyncio.to_thread))
         await asyncio.to_thread(reading.wait, 10)
         task.cancel()
         await asyncio.wait([task])
@@ -67,6 +69,24 @@ def test_a_check_that_is_cancelled_reads_no_further_line(monkeypatch: pytest.Mon
     monkeypatch.setattr(validating, "read_row", read_slowly)
     asyncio.run(cancelled())  # it waits for its threads
     assert len(read) == 1
+
+
+def test_lines_of_many_files_are_read_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many threads would take the interpreter from the event loop for its turn."""
+    threads = set[int]()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield GOOD * 3
+
+    async def check_all() -> list[CheckedContent]:
+        work = SideWork()
+        runs = [partial(work.run, f"tenant {number % 3}") for number in range(9)]
+        return await asyncio.gather(*(check(parts(), TuningLimits(), run) for run in runs))
+
+    monkeypatch.setattr(validating, "read_row", lambda line: threads.add(threading.get_ident()))
+    assert [found.rows for found in asyncio.run(check_all())] == [12] * 9
+    assert len(threads) == 1
 
 
 def test_a_file_without_lines_is_a_fault_of_the_file() -> None:
