@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from site_engine.core.load import CostFit, IterationCost
@@ -28,6 +29,10 @@ MAX_JOBS = 8
 
 KEPT_ITERATIONS = 32
 """Over which the time that training adds to an iteration is averaged."""
+QUIET_S = 1.0
+"""Without a chat for so long, the next slice is launched while a GPU computes one: a chat that comes then
+waits for both.
+"""
 
 
 class Job(Protocol):
@@ -77,6 +82,7 @@ class TrainingLoop:
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
         self._tokens_s = 0.0  # when answers got their last tokens
+        self._chat_s = -inf  # when a chat was served last
         self._cost: IterationCost | None = None  # of what is served, until the next iteration
         self._beside_s = 0.0  # of the slices since the last iteration, while something was served
         self._mean_beside_s = 0.0
@@ -154,7 +160,8 @@ class TrainingLoop:
             return False
         serving, following = due
         tenant, job = self.jobs[self._current]
-        taken_s = job.run_slice(ahead=not serving.active)
+        is_quiet = not serving.active and self._clock() >= self._chat_s + QUIET_S
+        taken_s = job.run_slice(ahead=is_quiet)
         self._slack.trained(taken_s, serving, following)
         if serving.chat_decodes or serving.batch:
             self._beside_s += taken_s
@@ -194,6 +201,8 @@ class TrainingLoop:
         if self.jobs:
             batch_alone = all(chunk.request.lane is Lane.BATCH for chunk in plan.chunks)
             self._slack.served(seconds, batch_alone=batch_alone)
+            if not batch_alone:
+                self._chat_s = self._clock()
             self._mean_beside_s += (self._beside_s - self._mean_beside_s) / KEPT_ITERATIONS
             self._beside_s = 0.0
 

@@ -18,7 +18,7 @@ from site_engine.core.slack import Bounds, Deferral, NextSlice
 from site_engine.engine.build import allocate_kv_cache
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
-from site_engine.engine.training_loop import MAX_JOBS, TrainingLoop
+from site_engine.engine.training_loop import MAX_JOBS, QUIET_S, TrainingLoop
 from site_engine.errors import TrainingRefused
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Logits, PackedRunner, StepTokens
@@ -93,6 +93,7 @@ class Slices:
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds, self.begun_s = clock, seconds, list[float]()
+        self.ahead: list[bool] = []
 
     @property
     def following(self) -> NextSlice:
@@ -100,6 +101,7 @@ class Slices:
 
     def run_slice(self, *, ahead: bool = False) -> float:
         self.begun_s.append(self._clock.now_s)
+        self.ahead.append(ahead)
         self._clock.now_s += self._seconds
         return self._seconds
 
@@ -238,6 +240,30 @@ def test_a_newcomer_waits_for_one_slice_at_most(slices: int) -> None:
     assert [output.request_id for output in engine.step()] == ["a"]
     assert len(job.begun_s) == slices
     assert clock.now_s - arrived_s == pytest.approx(BASE_S + 3 * TOKEN_S)
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_no_slice_is_launched_behind_another_for_a_second_after_a_chat(lane: Lane) -> None:
+    """A GPU computes both before the next chat, whose first token may take no longer than one."""
+    clock = Clock()
+    engine = timed_engine(clock, Bounds())
+    job = Slices(clock, 0.004)
+    clock.now_s += QUIET_S
+    engine.training.begin("job", "acme", job)
+    for _ in range(10):
+        engine.step()
+    assert all(job.ahead)
+    request = greedy("a", [1, 2, 3], 2)
+    request.lane = lane
+    engine.submit(request)
+    while not any(output.finish for output in engine.step()):
+        pass
+    ended_s, after = clock.now_s, len(job.begun_s)
+    while clock.now_s < ended_s + 2 * QUIET_S:
+        engine.step()
+    is_chat = lane is Lane.CHAT
+    begun = zip(job.begun_s[after:], job.ahead[after:], strict=True)
+    assert all(ahead == (begun_s >= ended_s + QUIET_S or not is_chat) for begun_s, ahead in begun)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
