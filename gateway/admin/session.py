@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from litestar import Response, delete, get, post
@@ -13,6 +13,9 @@ from gateway.admin.access import COOKIE, SESSION_S, Access, AnyRequest, Operator
 from gateway.errors import ClientMistake
 from gateway.http.body import decode_as
 
+MAX_LOGIN_BYTES: Final = 16_384
+"""Read before anybody is known, from anybody: bodies of the usual limit would fill the memory."""
+
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a sign-in."""
@@ -22,7 +25,7 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def session_routes(access: Access) -> list[HTTPRouteHandler]:
-    @post("/admin/api/session", status_code=200)
+    @post("/admin/api/session", status_code=200, request_max_body_size=MAX_LOGIN_BYTES)
     async def open_session(request: AnyRequest) -> Response[dict[str, Any]]:
         check_origin(request)
         login = decode_as(await request.body(), Login, "send {'key': …, 'view_only': false} as JSON")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import AsyncIterator
 
 import pytest
 
 from gateway.admin.access import COOKIE, SESSION_S
+from gateway.admin.session import MAX_LOGIN_BYTES
 from tests.support.admin_replica import (
     ADMIN,
     BEARER,
@@ -93,6 +95,22 @@ def test_a_body_that_is_no_json_of_ours_is_the_clients_mistake(url: str, body: b
         for path, headers in (("session", {}), ("sites/a/drain", BEARER)):
             answer = await operator.http.post(f"/admin/api/{path}", content=body, headers={**kind, **headers})
             assert error_of(answer, 400)["type"] == "invalid_request_error"
+
+    play(url, scenario)
+
+
+def test_who_has_no_key_yet_has_no_large_body_read(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            for part in (b'{"key":"', *[b"x" * 65_536] * 100, b'"}'):
+                yield part
+
+        kind = {"content-type": "application/json"}
+        answer = await o.http.post("/admin/api/session", content=body(), headers=kind)
+        assert error_of(answer, 413)["code"] == "request_too_large"
+        long_key = {"key": ADMIN + " " * MAX_LOGIN_BYTES}
+        assert (await o.http.post("/admin/api/session", json=long_key)).status_code == 413
+        assert (await sign_in(o)).status_code == 200
 
     play(url, scenario)
 
