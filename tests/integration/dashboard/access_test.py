@@ -115,6 +115,16 @@ def test_who_has_no_key_yet_has_no_large_body_read(url: str) -> None:
     play(url, scenario)
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "https://a]b", "", "null"])
+def test_an_origin_that_no_browser_sends_is_foreign(url: str, origin: str) -> None:
+    async def scenario(o: Replica) -> None:
+        headers = {"origin": origin}
+        answer = await o.http.post("/admin/api/session", json={"key": ADMIN}, headers=headers)
+        assert error_of(answer, 403)["code"] == "permission_denied"
+
+    play(url, scenario)
+
+
 def test_a_session_ends_with_its_time_its_key_or_its_signature(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await sign_in(o)
