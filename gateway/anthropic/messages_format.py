@@ -14,6 +14,7 @@ from gateway.openai.error_body import ErrorResponse
 from gateway.openai.fields import Fields
 from gateway.openai.frames import named_frame
 from gateway.openai.generation_format import StreamEncoder
+from gateway.openai.logprobs import LogprobLists
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.unary_response import UnaryResponse
@@ -28,6 +29,9 @@ class MessagesFormat:
 
     def read(self, fields: Fields) -> GenerationRequest:
         return read_message_request(fields)
+
+    def logprobs(self) -> LogprobLists:
+        return LogprobLists()
 
     def body(self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
         return message_body(head, answer)

@@ -104,7 +104,7 @@ async def answer_line(
         )
     ]
     async with aclosing(answer_prompts(context.answer, queries, kept)) as pieces:
-        answer = await unary_response.collect(pieces, request.choices)
+        answer = await unary_response.collect(pieces, request.choices, endpoint.logprobs)
     created_s = int(context.unix_time())
     head = ResponseHead(endpoint.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint)
     rendered = endpoint.body(request, head, answer)

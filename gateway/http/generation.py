@@ -128,7 +128,7 @@ class UnaryEndpoint:
 
     async def _send(self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send) -> None:
         async with aclosing(pieces):
-            answer = await unary_response.collect(pieces, request.choices)
+            answer = await unary_response.collect(pieces, request.choices, self.api_format.logprobs)
         head = self._head(request, exchange, answer.opening)
         body = self.api_format.body(request, head, answer)
         headers = [(b"content-type", b"application/json"), *provenance_headers(answer.opening)]

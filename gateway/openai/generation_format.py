@@ -16,6 +16,7 @@ from gateway.openai.completion_request import read_completion
 from gateway.openai.error_body import ErrorResponse
 from gateway.openai.fields import Fields
 from gateway.openai.frames import DONE, frame
+from gateway.openai.logprobs import LogprobLists
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
 from gateway.openai.stream_response import ChunkEncoder
@@ -44,6 +45,9 @@ class UnaryFormat(Protocol):
 
     def read(self, fields: Fields) -> GenerationRequest:
         """Read the body of a request; problems are collected in `fields.problems`."""
+
+    def logprobs(self) -> LogprobLists:
+        """Return what collects the log probabilities of one choice."""
 
     def body(
         self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse
@@ -79,6 +83,9 @@ class CompletionFormat:
     @property
     def id_prefix(self) -> str:
         return self.schema.id_prefix
+
+    def logprobs(self) -> LogprobLists:
+        return LogprobLists(self.schema.logprobs)
 
     def body(self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
         return answer.body(self.schema, head, request.sampling.logprobs is not None, request.custom_tools)

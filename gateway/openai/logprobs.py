@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from gateway.domain import TokenLogprob
+import msgspec
 
+from gateway.domain import Delta, TokenLogprob
+
+_json = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI writes this number instead."""
 
@@ -30,6 +33,64 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset_chars: int = 0) -> dict
         "top_logprobs": [_alternatives(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+class LogprobLists:
+    """The log probabilities of one choice in one of the formats, each encoded when it comes.
+
+    As objects until the end, those of a long answer would take ten times the memory, and then hold the event
+    loop for seconds.
+    """
+
+    def __init__(
+        self, render: Callable[[Sequence[TokenLogprob], int], dict[str, object]] = chat_logprobs
+    ) -> None:
+        self._render = render
+        self._lists: dict[str, bytearray] = {}
+        self._chars = 0
+
+    def add(self, delta: Delta) -> None:
+        if delta.prompt_logprobs or delta.logprobs:
+            self.add_tokens(delta.prompt_logprobs + delta.logprobs)
+
+    def add_tokens(self, tokens: Sequence[TokenLogprob]) -> None:
+        for name, values in self._render(tokens, self._chars).items():
+            if isinstance(values, list) and values:
+                encoded = self._lists.setdefault(name, bytearray())
+                encoded += b"," if encoded else b""
+                encoded += _json(values)[1:-1]
+        self._chars += sum(map(text_chars, tokens))
+
+    def fields(self) -> dict[str, object]:
+        """Return the object that holds the lists."""
+        lists = {name: msgspec.Raw(b"[" + encoded + b"]") for name, encoded in self._lists.items()}
+        return self._render((), 0) | lists
+
+
+class TextLogprobs(LogprobLists):
+    """Those of the text alone, in the format of chat: those of a call or of reasoning have no place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._textless: list[TokenLogprob] = []  # of tokens that no text has followed yet
+        self._in_text = False
+
+    def add(self, delta: Delta) -> None:
+        if found := self.of_text(delta):
+            self.add_tokens(found)
+
+    def of_text(self, delta: Delta) -> Sequence[TokenLogprob]:
+        """Return the log probabilities that the text up to the end of `delta` has more than before."""
+        found: Sequence[TokenLogprob] = ()
+        in_text = bool(delta.text) or (self._in_text and not delta.reasoning)
+        self._textless += delta.logprobs
+        if in_text:
+            found, self._textless = self._textless, []
+        elif delta.logprobs and (delta.tool_calls or delta.reasoning):
+            self._textless = []
+        begins_call = any(part.id for part in delta.tool_calls)
+        self._in_text = in_text and not (delta.refusal or begins_call)
+        return found
 
 
 def text_chars(token: TokenLogprob) -> int:

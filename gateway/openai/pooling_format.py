@@ -12,6 +12,7 @@ import numpy as np
 
 from gateway.openai.error_body import ErrorResponse, incomplete_answer
 from gateway.openai.fields import Fields
+from gateway.openai.logprobs import LogprobLists
 from gateway.openai.pooling_request import read_embeddings, read_rerank
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
@@ -31,6 +32,9 @@ class PoolingFormat:
     id_prefix: str
     read: Callable[[Fields], GenerationRequest]
     render: Render
+
+    def logprobs(self) -> LogprobLists:
+        return LogprobLists()
 
     def body(self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> Iterator[bytes]:
         """Return the body's parts. Raises UpstreamLost if a result is missing."""

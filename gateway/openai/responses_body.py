@@ -7,10 +7,9 @@ from typing import Final
 
 import msgspec
 
-from gateway.domain import Finish, TokenLogprob, ToolCall, Usage
+from gateway.domain import Finish, ToolCall, Usage
 from gateway.openai.custom_tools import custom_input
 from gateway.openai.error_body import ErrorResponse
-from gateway.openai.logprobs import chat_logprobs
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_tools import CalledTool, called_tools
@@ -81,12 +80,8 @@ def item_id(kind: str, head: ResponseHead, output_index: int) -> str:
     return f"{prefix}_{head.id.removeprefix('resp_')}_{output_index}"
 
 
-def output_text(text: str, logprobs: Sequence[TokenLogprob] = ()) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": text_logprobs(logprobs)}
-
-
-def text_logprobs(logprobs: Sequence[TokenLogprob]) -> object:
-    return chat_logprobs(logprobs)["content"] if logprobs else []
+def output_text(text: str, logprobs: object = ()) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def refusal_part(text: str) -> Item:
@@ -127,7 +122,7 @@ def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryR
         part = reasoning_text(reasoning)
         output.append(part_item(item_id("reasoning", head, 0), COMPLETED, [part], reasoning=True))
     if text or not (calls or refusal or reasoning):
-        part = output_text(text, choice.logprobs if text else ())
+        part = output_text(text, choice.logprobs.fields()["content"] if text else ())
         output.append(part_item(item_id("message", head, len(output)), COMPLETED, [part]))
     if refusal:
         output.append(part_item(item_id("message", head, len(output)), COMPLETED, [refusal_part(refusal)]))

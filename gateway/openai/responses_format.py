@@ -11,6 +11,7 @@ from gateway.openai.error_body import ErrorResponse
 from gateway.openai.fields import Fields
 from gateway.openai.frames import named_frame
 from gateway.openai.generation_format import StreamEncoder
+from gateway.openai.logprobs import TextLogprobs
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_body import response_body
@@ -28,6 +29,9 @@ class ResponsesFormat:
 
     def read(self, fields: Fields) -> GenerationRequest:
         return read_response(fields)
+
+    def logprobs(self) -> TextLogprobs:
+        return TextLogprobs()
 
     def body(self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
         return response_body(request, head, answer)

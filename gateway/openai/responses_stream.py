@@ -15,6 +15,7 @@ from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, To
 from gateway.openai.custom_tools import custom_input
 from gateway.openai.error_body import ErrorResponse, incomplete_answer
 from gateway.openai.frames import named_frame, one_line
+from gateway.openai.logprobs import TextLogprobs, chat_logprobs
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_body import (
@@ -31,7 +32,6 @@ from gateway.openai.responses_body import (
     reasoning_text,
     refusal_part,
     response_fields,
-    text_logprobs,
 )
 from gateway.openai.responses_tools import CalledTool, called_tools
 from gateway.openai.tool_calls import parts_of_earlier_call
@@ -67,7 +67,7 @@ class _OpenItem:
     call: ToolCall | None = None
     tool: CalledTool = NO_TOOL
     parts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # encoded, each without its brackets
 
 
 class ResponseEncoder:
@@ -79,7 +79,7 @@ class ResponseEncoder:
         self._tools = called_tools(request.repeated["tools"])
         self._output: list[Item] = []
         self._open: _OpenItem | None = None
-        self._textless: list[TokenLogprob] = []  # of tokens that no text has followed yet
+        self._logprobs = TextLogprobs()
         self._number = 0
         self._finish: Finish | None = None
         self._has_usage = False
@@ -109,8 +109,9 @@ class ResponseEncoder:
         frames = b"".join(map(self._encode_call, delta.tool_calls[:earlier]))
         if delta.reasoning:
             frames += self._encode_part(_REASONING, delta.reasoning)
-        if delta.text or delta.logprobs:
-            frames += self._encode_text(delta)
+        logprobs = self._logprobs.of_text(delta)
+        if delta.text or logprobs:
+            frames += self._encode_part(_TEXT, delta.text, logprobs)
         if delta.refusal:
             frames += self._encode_part(_REFUSAL, delta.refusal)
         for part in delta.tool_calls[earlier:]:
@@ -122,20 +123,6 @@ class ResponseEncoder:
             frames += self._close(self._status())
         return frames
 
-    def _encode_text(self, delta: Delta) -> bytes:
-        """Encode text with the log probabilities of its tokens.
-
-        Those of a call or of reasoning have no place: text between two parts of a call would end it.
-        """
-        self._textless += delta.logprobs
-        has_begun = self._open is not None and self._open.kind is _TEXT
-        if delta.text or has_begun:
-            logprobs, self._textless = self._textless, []
-            return self._encode_part(_TEXT, delta.text, logprobs)
-        if delta.tool_calls or delta.reasoning:
-            self._textless.clear()
-        return b""
-
     def _encode_part(self, kind: _PartKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         frames = b""
         if self._open is None or self._open.kind is not kind:
@@ -145,8 +132,10 @@ class ResponseEncoder:
         item.parts.append(text)
         body = _json(text)
         if kind is _TEXT:
-            item.logprobs += logprobs
-            body += b',"logprobs":' + (_json(text_logprobs(logprobs)) if logprobs else b"[]")
+            encoded = _json(chat_logprobs(logprobs)["content"])
+            if logprobs:
+                item.logprobs.append(encoded[1:-1])
+            body += b',"logprobs":' + encoded
         return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + one_line(body) + b"}\n\n"
 
     def _encode_call(self, part: ToolCall) -> bytes:
@@ -217,7 +206,7 @@ class ResponseEncoder:
         fields: dict[str, object] = {kind.field: text}
         part = kind.render(text)
         if kind is _TEXT:
-            fields["logprobs"] = part["logprobs"] = text_logprobs(item.logprobs)
+            fields["logprobs"] = part["logprobs"] = msgspec.Raw(b"[%b]" % b",".join(item.logprobs))
         done = self._event(f"{kind.event}.done", **where, **fields)
         done += self._event("response.content_part.done", **where, part=part)
         return done, part_item(item.id, status, [part], reasoning=kind is _REASONING)

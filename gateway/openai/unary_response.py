@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, ToolCall, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, ToolCall, Usage
 from gateway.openai.error_body import incomplete_answer
+from gateway.openai.logprobs import LogprobLists
 from gateway.openai.response_schema import ChoiceParts, ResponseHead, ResponseSchema, usage_fields
 from gateway.prompt import Pooled
 
@@ -18,7 +19,7 @@ class Choice:
     """The parts of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: LogprobLists = field(default_factory=LogprobLists)
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
@@ -30,8 +31,7 @@ class Choice:
         self.texts.append(delta.text)
         self.reasoning.append(delta.reasoning)
         self.refusals.append(delta.refusal)
-        self.logprobs += delta.prompt_logprobs
-        self.logprobs += delta.logprobs
+        self.logprobs.add(delta)
         self.tool_calls += delta.tool_calls
         self.pooled.update((each.index, each) for each in delta.pooled)
         self.finish = delta.finish or self.finish
@@ -40,7 +40,7 @@ class Choice:
     def body(
         self, schema: ResponseSchema, index: int, with_logprobs: bool, custom_tools: Collection[str]
     ) -> dict[str, object]:
-        logprobs = schema.logprobs(self.logprobs, 0) if with_logprobs else None
+        logprobs = self.logprobs.fields() if with_logprobs else None
         text, reasoning, refusal = map("".join, (self.texts, self.reasoning, self.refusals))
         return {
             "index": index,
@@ -74,11 +74,15 @@ class UnaryResponse:
         )
 
 
-async def collect(pieces: AsyncIterator[AnswerEvent], choices: int) -> UnaryResponse:
-    """Collect an answer. Raises UpstreamLost if it is incomplete."""
+async def collect(
+    pieces: AsyncIterator[AnswerEvent], choices: int, logprobs: Callable[[], LogprobLists]
+) -> UnaryResponse:
+    """Collect an answer; `logprobs` makes what collects the log probabilities of a choice. Raises
+    UpstreamLost if it is incomplete.
+    """
     opening: Opening | None = None
     usage: Usage | None = None
-    collected = [Choice() for _ in range(choices)]
+    collected = [Choice(logprobs=logprobs()) for _ in range(choices)]
     async for piece in pieces:
         if isinstance(piece, Delta):
             collected[piece.index].add(piece)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, Usage
+from gateway.openai.logprobs import LogprobLists
 from gateway.openai.request import StreamOptions
 from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
 from gateway.openai.stream_response import ChunkEncoder
@@ -60,7 +61,9 @@ def whole(shape: ResponseSchema, pieces: list[AnswerEvent], with_logprobs: bool)
             yield piece
 
     body: dict[str, Any] = json.loads(
-        asyncio.run(collect(replay(), CHOICES)).body(shape, HEAD, with_logprobs)
+        asyncio.run(collect(replay(), CHOICES, lambda: LogprobLists(shape.logprobs))).body(
+            shape, HEAD, with_logprobs
+        )
     )
     return body
 
