@@ -26,7 +26,7 @@ from gateway.http.sse import EventStream
 from gateway.openai.fields import echo
 from gateway.tuning.events import event_id
 from gateway.tuning.ledger import TooManyJobs, UnknownFile
-from gateway.tuning.registry import find_model, name_of
+from gateway.tuning.registry import find_model, may_use, name_of
 from gateway.tuning.service import TuningService
 from gateway.tuning.values import Content, Event, Job, JobStatus, Kind, checkpoint_model
 
@@ -138,10 +138,11 @@ def _list_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandl
 def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandler]:
     @get("/v1/fine_tuning/models")
     async def list_models(request: AnyRequest) -> Response[bytes]:
-        """List the tuned models of the tenant, also those that no site serves now."""
+        """List the tuned models that the caller may use, also those that no site serves now."""
         caller = await authenticate(request.scope, backend)
         with database_errors():
             models = await tuning.contents.models(caller.tenant)
+        models = [(job, content) for job, content in models if may_use(caller, job, content)]
         served = {each.id for each in backend.models()}
         listed = [_model_json(job, content, served) for job, content in reversed(models)]
         return json_response({"object": "list", "data": listed, "has_more": False})
@@ -151,7 +152,7 @@ def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
         caller = await authenticate(request.scope, backend)
         name = path_after(request, "/v1/models/")
         with database_errors():
-            found = await find_model(tuning.contents, caller.tenant, name)
+            found = await find_model(tuning.contents, caller, name)
             if found is None or not await tuning.remove(found):
                 raise ModelNotFound(f"You have no tuned model '{name[:200]}'.")
         tuning.wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.domain import Caller
 from gateway.tuning.contents import Contents
 from gateway.tuning.values import Content, Job, model_name
 
@@ -11,7 +12,14 @@ def name_of(job: Job, content: Content) -> str:
     return model_name(job.tuned_model, content.kind, content.step)
 
 
-async def find_model(contents: Contents, tenant: str, name: str) -> Content | None:
-    """Return the adapter of a tuned model of the tenant, None if it has none of this name."""
-    models = await contents.models(tenant)
-    return next((content for job, content in models if name_of(job, content) == name), None)
+def may_use(caller: Caller, job: Job, content: Content) -> bool:
+    """Return whether a key of the job's tenant may use what it trained: by its name, or by the base's."""
+    return caller.may_use(name_of(job, content)) or caller.may_use(job.model)
+
+
+async def find_model(contents: Contents, caller: Caller, name: str) -> Content | None:
+    """Return the adapter of a tuned model that the caller may use, None if there is none of this name."""
+    for job, content in await contents.models(caller.tenant):
+        if name_of(job, content) == name and may_use(caller, job, content):
+            return content
+    return None

@@ -189,6 +189,24 @@ def test_a_key_that_may_use_the_base_may_use_what_its_tenant_trained_from_it(url
     play(url, scenario)
 
 
+def test_a_key_that_may_not_use_a_tuned_model_can_not_delete_it(url: str) -> None:
+    """It was told that there is no such model, and could delete it."""
+
+    async def scenario(here: Replica) -> None:
+        job = await create(here)
+        await (await next_run(here)).succeed()
+        model = (await reached(here, job.id, "succeeded")).fine_tuned_model
+        path, listed = f"/v1/models/{model}", "/v1/fine_tuning/models"
+        for key, is_shown in (("one-other", False), ("one-base", True), ("two-base", False)):
+            names = [each["id"] for each in (await here.raw("GET", listed, key)).json()["data"]]
+            assert (model in names) is is_shown
+        for key in ("one-other", "two-base"):
+            assert error_of(await here.raw("DELETE", path, key), 404)["code"] == "model_not_found"
+        assert (await here.raw("DELETE", path, "one-base")).status_code == 200
+
+    play(url, scenario)
+
+
 REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": None}, 400, "model"),
     ({"model": "nope"}, 404, None),
