@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -35,6 +36,8 @@ DEFAULT_PAGE: Final = 20
 MAX_EVENTS_PAGE: Final = 1_000
 STREAM_POLL_S: Final = 1.0
 STREAM_WITHIN_S: Final = 24 * 3_600.0
+MAX_STREAMS: Final = 16
+"""Streams of events that one tenant has open at one process: each asks the database twice a second."""
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -217,18 +220,31 @@ class _EventList:
     def __init__(self, backend: Backend, tuning: TuningService) -> None:
         self._backend = backend
         self._tuning = tuning
+        self._streaming: list[str] = []  # the tenants of the open streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: AnyRequest = Request(scope)
         job = await _asked_job(request, self._backend, self._tuning)
         if request.query_params.get("stream") in ("true", "1"):
-            await while_connected(self._stream(job, send), receive, within_s=STREAM_WITHIN_S)
+            with self._stream_of(job.tenant):
+                await while_connected(self._stream(job, send), receive, within_s=STREAM_WITHIN_S)
             return
         page = read_page(request, DEFAULT_PAGE, MAX_EVENTS_PAGE)
         with database_errors(page):
             rows = await self._tuning.events.list_page(job.id, page)
         listed = list_response([event_json(job, each) for each in rows], page)
         await listed.to_asgi_response(None, request)(scope, receive, send)
+
+    @contextmanager
+    def _stream_of(self, tenant: str) -> Iterator[None]:
+        """Count a stream of the tenant while it is open. Raises TooMany."""
+        if self._streaming.count(tenant) >= MAX_STREAMS:
+            raise TooMany(f"{MAX_STREAMS} streams of events are open, the most at one time: end some.")
+        self._streaming.append(tenant)
+        try:
+            yield
+        finally:
+            self._streaming.remove(tenant)
 
     async def _stream(self, job: Job, send: Send) -> None:
         backend, tuning = self._backend, self._tuning

@@ -190,8 +190,6 @@ def test_a_key_that_may_use_the_base_may_use_what_its_tenant_trained_from_it(url
 
 
 def test_a_key_that_may_not_use_a_tuned_model_can_not_delete_it(url: str) -> None:
-    """It was told that there is no such model, and could delete it."""
-
     async def scenario(here: Replica) -> None:
         job = await create(here)
         await (await next_run(here)).succeed()
@@ -383,6 +381,30 @@ def test_events_stream_until_the_job_has_ended(url: str, monkeypatch: pytest.Mon
         messages = [json.loads(each)["message"] for each in events]
         assert messages[0].startswith("The job was created") and messages[-1].startswith("The job succeeded")
         assert sum(message.startswith("Step ") for message in messages) == 6
+
+    play(url, scenario)
+
+
+def test_a_tenant_streams_events_to_so_many_at_a_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream asks the database every second: who opened thousands kept it from all others."""
+    monkeypatch.setattr(fine_tuning, "STREAM_POLL_S", 0.02)
+    monkeypatch.setattr(fine_tuning, "MAX_STREAMS", 2)
+
+    async def scenario(here: Replica) -> None:
+        jobs = {key: (await create(here, key=key)).id for key in ("one", "two")}
+
+        async def status(key: str) -> int:
+            return (await here.raw("GET", f"{JOBS}/{jobs[key]}/events?stream=true", key)).status_code
+
+        streams = [asyncio.create_task(status("one")) for _ in range(3)]
+        async with asyncio.timeout(60):
+            (refused,), _ = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+        assert await refused == 429
+        streams.append(asyncio.create_task(status("two")))
+        for key, job_id in jobs.items():
+            await here.raw("POST", f"{JOBS}/{job_id}/cancel", key)
+        assert sorted(await asyncio.gather(*streams)) == [200, 200, 200, 429]
+        assert await status("one") == 200
 
     play(url, scenario)
 
