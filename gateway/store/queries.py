@@ -19,6 +19,10 @@ from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage
 
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "rerank-")
+"""The beginnings of the answers' ids in all formats; a query's id follows."""
+MAX_PROMPTS = 128
+"""Of one request; each is a query, whose id ends with its number."""
 MAX_EXPLAINED = 20
 READS_AT_ONCE, READS_WAITING = 2, 16
 READ_WITHIN_S = 30.0
@@ -102,10 +106,9 @@ class OperatorReads:
     async def explain(self, any_id: str) -> list[ExplainedQuery]:
         """Find queries by request id, query id or the answer's id, newest first.
 
-        A reused request id finds several.
+        A reused request id finds several, and so does the id of an answer to several prompts.
         """
-        query_id = any_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        named = or_(usage.c.request_id == any_id, usage.c.query_id == query_id)
+        named = or_(usage.c.request_id == any_id, usage.c.query_id.in_(_query_ids(any_id)))
         newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(MAX_EXPLAINED)
         async with self._connection() as connection:
             rows = [UsageRow(**row._mapping) for row in await connection.execute(newest)]
@@ -157,3 +160,10 @@ async def _attempts(connection: AsyncConnection, row: UsageRow) -> tuple[Attempt
     in_order = select(decisions).where(decisions.c.query_id == row.query_id).order_by(decisions.c.attempt)
     found = await connection.execute(in_order)
     return tuple(attempt_of(DecisionRow(**each._mapping)) for each in found)
+
+
+def _query_ids(any_id: str) -> list[str]:
+    """Return the ids of the queries whose answer may have an id."""
+    prefix = next((each for each in ANSWER_PREFIXES if any_id.startswith(each)), "")
+    query_id = any_id.removeprefix(prefix)
+    return [query_id, *(f"{query_id}-{number}" for number in range(MAX_PROMPTS))]

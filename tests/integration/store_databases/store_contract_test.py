@@ -213,7 +213,8 @@ def test_answers_and_rows_are_as_many_and_say_the_same(url: str, tmp_path: Path)
             assert explained.attempts == answered[5].attempts
             assert explained.usage == record_of(answered[5]).usage
             assert await store.read.explain("q5") == [explained]
-            assert await store.read.explain("chatcmpl-q5") == [explained]
+            for answer_id in ("chatcmpl-q5", "cmpl-q5", "resp_q5", "msg_q5", "rerank-q5"):
+                assert await store.read.explain(answer_id) == [explained]
             assert await store.read.explain("unknown") == []
 
     asyncio.run(main())
@@ -247,6 +248,9 @@ def test_one_request_id_used_twice_is_two_rows_newest_first(url: str, tmp_path: 
                 store.recorder.record(outcome(f"q{n}", request_id="mine", received_at=RECEIVED_AT + n))
             assert await store.recorder.flush()
             assert [each.usage.query_id for each in await store.read.explain("mine")] == ["q1", "q0"]
+            store.recorder.record(outcome("q0-1", received_at=RECEIVED_AT - 1))
+            assert await store.recorder.flush()
+            assert [each.usage.query_id for each in await store.read.explain("cmpl-q0")] == ["q0", "q0-1"]
 
     asyncio.run(main())
 
