@@ -7,6 +7,8 @@ from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo, whole_n
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+"""A site holds back the beginning of a stop string, and compares it with all stop strings at each token."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_COUNT = 2**31 - 1
@@ -146,6 +148,9 @@ def stop_strings(fields: Fields, name: str, items: list[object], most: int) -> t
         if not isinstance(item, str) or not item:
             message = f"must be a string of at least one character, got {echo(item)}"
             fields.refuse(f"{name}.{number}", message, WRONG_TYPE)
+        elif len(item) > MAX_STOP_CHARS:
+            message = f"has at most {MAX_STOP_CHARS} characters, got {len(item)}"
+            fields.refuse(f"{name}.{number}", message)
     return tuple(item for item in items if isinstance(item, str))
 
 

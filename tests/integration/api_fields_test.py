@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 
 from gateway.domain import Sampling
 from gateway.errors import ContextTooLong
-from gateway.openai.sampling import MODEL_DEFAULTS
+from gateway.openai.sampling import MAX_STOP_CHARS, MODEL_DEFAULTS
 from gateway.prompt import Chat, Message
 from tests.support.fakes.edge import (
     MODEL,
@@ -262,7 +262,14 @@ def test_stop_is_a_text_or_up_to_four(stop: Any, read: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "param"), [(list("abcde"), "stop"), (5, "stop"), ("", "stop.0"), (["a", 5], "stop.1")]
+    ("stop", "param"),
+    [
+        (list("abcde"), "stop"),
+        (5, "stop"),
+        ("", "stop.0"),
+        (["a", 5], "stop.1"),
+        (["a" * MAX_STOP_CHARS, "b" * (MAX_STOP_CHARS + 1)], "stop.1"),
+    ],
 )
 def test_malformed_stops_are_refused(stop: Any, param: str) -> None:
     refused(param, stop=stop)

@@ -44,6 +44,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "add", "input": {}}
         ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         ("stop_sequences.0", {"stop_sequences": [""]}),
+        ("stop_sequences.1", {"stop_sequences": ["a", "b" * 100_000]}),
         ("thinking.type", {"thinking": {"type": "perhaps"}}),
         ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
         ("output_format.type", {"output_format": {"type": "xml"}}),
