@@ -26,19 +26,23 @@ _FRAMEWORK_MESSAGES = {
     "Method Not Allowed": "This URL exists, but not for this method; the Allow header names the right ones.",
 }
 """Replacements for the framework's own phrases, which do not say what to do."""
+CLIENT_LEFT = "client disconnected prematurely"
+"""How the framework says that a client left before the end of its body, as an error of the server."""
 
 
 def translate_exception(exc: BaseException, request_id: str) -> ErrorResponse:
     """Translate any exception, including the framework's."""
+    if isinstance(exc, HTTPException) and exc.detail == CLIENT_LEFT:
+        exc = BadRequest("The client left before the end of its body.")
     if isinstance(exc, HTTPException) and exc.status_code < 500:
         return _translate_framework_error(exc)
     return translate(exc, request_id)
 
 
 def is_unexpected(exc: BaseException) -> bool:
-    """Return whether `exc` is neither an error of the tree nor a refusal by the framework."""
+    """Return whether `exc` is no error of the tree, no refusal by the framework and no client that left."""
     if isinstance(exc, HTTPException):
-        return exc.status_code >= 500
+        return exc.status_code >= 500 and exc.detail != CLIENT_LEFT
     return not isinstance(exc, MicoError)
 
 
