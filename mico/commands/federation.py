@@ -69,10 +69,10 @@ def up(
     try:
         print_ready(session, running, as_json=as_json)
         if owned:
-            watch_until_interrupted(session)
+            watch_until_interrupted(session, running)
     finally:
         if owned:
-            stop(session, session.folder.running() or running)
+            stop_own(session, running)
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
@@ -83,12 +83,13 @@ def _is_given(context: typer.Context, option: str) -> bool:
 def down(context: typer.Context) -> None:
     """Stop what `mico up --detach` started here: finish running answers, then end every process."""
     session = session_of(context)
-    running = session.folder.running()
-    if running is None:
+    if session.folder.running() is None:
         session.terminal.info("nothing runs here")
         return
     with session.folder.locked():
-        stop(session, running)
+        running = session.folder.running()  # again: who had the lock may have stopped or replaced it
+        if running is not None:
+            stop(session, running)
 
 
 def status(context: typer.Context, as_json: Json = False) -> None:
@@ -195,8 +196,11 @@ def prepare_model(session: Session, model: str) -> str:
     return str(cached_folder(model) or model)
 
 
-def watch_until_interrupted(session: Session) -> None:
-    """Print changes of state until Ctrl-C. Raises CommandFailed when every gateway has ended."""
+def watch_until_interrupted(session: Session, own: Running) -> None:
+    """Print changes of state until Ctrl-C, or until another federation runs here instead of `own`.
+
+    Raises CommandFailed when every gateway has ended.
+    """
     from mico.local.federation import states
     from mico.local.processes import last_lines
     from mico.local.progress import print_changes
@@ -204,13 +208,42 @@ def watch_until_interrupted(session: Session) -> None:
     session.terminal.info("Ctrl-C drains and stops everything.")
     show_states = print_changes(session.terminal)
     try:
-        while running := session.folder.running():
+        while (running := session.folder.running()) and running.started_at == own.started_at:
             show_states(states(running, session.folder.key()))
             if not any(gateway.alive for gateway in running.gateways):
                 raise CommandFailed("the gateway ended", cause=last_lines(running.gateways[0].log))
             time.sleep(WATCH_INTERVAL_S)
     except KeyboardInterrupt:
         session.terminal.info("draining; Ctrl-C again stops at once")
+
+
+def stop_own(session: Session, own: Running) -> None:
+    """Stop the federation that this command started, once no other `mico up` or `down` is at work here.
+
+    One that runs here instead by now is left alone. Ctrl-C while the other works stops at once.
+    """
+    from mico.local.federation import kill_all
+
+    try:
+        with session.folder.locked(wait=True):
+            current = state_of_own(session, own)
+            if current is not None:
+                stop(session, current)
+    except FileNotFoundError:  # the folder was removed
+        stop(session, own)
+    except KeyboardInterrupt:
+        current = state_of_own(session, own)
+        if current is not None:
+            kill_all(session.folder, current)
+
+
+def state_of_own(session: Session, own: Running) -> Running | None:
+    """Return the newest state of a federation; None if another one runs here, which ended it before."""
+    try:
+        current = session.folder.running() or own
+    except CommandFailed:  # its file is damaged
+        return own
+    return current if current.started_at == own.started_at else None
 
 
 def stop(session: Session, running: Running) -> None:

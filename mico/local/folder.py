@@ -116,11 +116,14 @@ class Folder:
         return settings
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder's lock: one `mico up` or `mico down` at a time. Raises CommandFailed."""
+    def locked(self, *, wait: bool = False) -> Iterator[None]:
+        """Hold the folder's lock: one `mico up` or `mico down` at a time.
+
+        Raises CommandFailed where another holds it, unless that is waited for.
+        """
         with (self.path / "lock").open("w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 raise CommandFailed(
                     f"another mico up or down is at work in {self.path}", tip="wait for it, then try again"
