@@ -25,7 +25,10 @@ MAX_READ_ATTEMPTS = 100
 
 
 class OutcomeLog:
-    """Appends outcomes to a folder. Supports one writing process; does not lock."""
+    """Appends outcomes to files of a folder that their owner alone can read.
+
+    Supports one writing process; does not lock.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +50,8 @@ class OutcomeLog:
             (self._folder / NEWEST).replace(self._folder / OLDER)
             self._lines, self._torn = 0, False
         separator, self._torn = "\n" if self._torn else "", True
-        with (self._folder / NEWEST).open("a", encoding="ascii") as file:
+        newest = self._folder / NEWEST
+        with open(newest, "a", encoding="ascii", opener=_open_private) as file:
             file.write(separator + json.dumps(row) + "\n")
         self._lines, self._torn = self._lines + 1, False
 
@@ -77,6 +81,11 @@ def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
             if isinstance(row, dict) and row.keys() >= COLUMNS:
                 yield row
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file, which its owner alone can read if it is new: it holds what users asked."""
+    return os.open(path, flags, 0o600)
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from predictor.data.dataset import file_digest, prompt_percent, read
 from predictor.errors import ArtifactError, DataError, RefusedUpdate
 from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features, OnnxForecaster
-from predictor.outcome_log import NEWEST, OutcomeLog
+from predictor.outcome_log import NEWEST, OutcomeLog, log_files
 from predictor.training import length_head
 from predictor.update.update import HELD_OUT_PERCENT, update
 
@@ -195,6 +196,19 @@ def test_an_outcome_log_is_learned_from_without_a_conversion(tmp_path: Path) -> 
     report = update(LEXICAL, tmp_path / "outcomes", out=folder, steps=40)
     assert report["outcomes"]["after"]["log_loss"] < report["outcomes"]["before"]["log_loss"]
     assert OnnxForecaster(folder).knows("terse/model")
+
+
+def test_an_outcome_log_is_read_by_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that an operator had made, what users asked could be read by everyone on the machine."""
+    monkeypatch.setattr("predictor.outcome_log.MAX_LINES", 1)
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        for number in range(2):
+            OutcomeLog(tmp_path).add(Features(f"a secret, {number}", "m"), 1)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in log_files(tmp_path)] == [0o600, 0o600]
 
 
 def test_an_outcome_log_keeps_the_newest_and_continues_after_a_restart(
