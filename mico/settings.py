@@ -6,6 +6,7 @@ Does not hold the settings of the processes: those are gateway.config and site_e
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from mico.errors import CommandFailed, ExitCode
 
 FILE = "mico.toml"
+PASSWORD_PARAMETER = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A value and its origin; `shown` never contains a secret."""
+    """A value and its origin; `shown` contains neither a secret nor the password in an address."""
 
     setting: Setting
     value: Any
@@ -57,7 +59,8 @@ class Resolved:
     def shown(self) -> str:
         if self.value is None:
             return "-"
-        return redacted(str(self.value)) if self.setting.secret else str(self.value)
+        is_secret = self.setting.secret or "://" in str(self.value)
+        return redacted(str(self.value)) if is_secret else str(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +159,12 @@ def invalid_value(where: str, expected: str, value: Any) -> CommandFailed:
 
 
 def redacted(secret: str) -> str:
-    """Return an address without its password, or the last four characters of a key: enough to recognise."""
+    """Return an address without its password, or the last four characters of a key: enough to recognise.
+
+    Postgres takes a password also among the parameters of an address.
+    """
     if "://" in secret:
+        secret = PASSWORD_PARAMETER.sub(r"\1***", secret)
         scheme, _, rest = secret.partition("://")
         login, at, host = rest.rpartition("@")
         return f"{scheme}://{login.partition(':')[0]}:***@{host}" if at else secret

@@ -85,6 +85,27 @@ def test_a_secret_is_never_shown(secret: str) -> None:
     assert secret not in shown
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql:///mico?host=/run/postgresql&user=mico&password=hunter2",
+        "postgresql://mico@db/mico?PASSWORD=hunter2&sslmode=require",
+        "postgresql:///mico?user=mico&password=hunter2@home&sslpassword=hunter2",
+    ],
+)
+def test_a_password_among_the_parameters_of_a_database_is_not_shown(address: str) -> None:
+    """Postgres takes it there, too, and `mico config show` printed it."""
+    shown = Settings({"MICO_DATABASE_URL": address}, {}, {}).resolve("database_url").shown
+    assert "hunter2" not in shown
+    assert shown.startswith("postgresql://")
+
+
+def test_a_password_in_the_address_of_a_gateway_is_not_shown() -> None:
+    found = Settings({"MICO_BASE_URL": "https://me:hunter2@proxy.example.com/v1"}, {}, {})
+    assert found.resolve("base_url").shown == "https://me:***@proxy.example.com/v1"
+    assert Settings({}, {}, {}).resolve("base_url").shown == "http://127.0.0.1:8080/v1"
+
+
 def test_every_setting_has_a_name_of_its_own_in_the_environment() -> None:
     variables = [variable for setting in SETTINGS.values() for variable in setting.variables]
     assert len(variables) == len(set(variables))
