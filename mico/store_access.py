@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PEPPER_VARIABLE = "MICO_GATEWAY_KEY_PEPPER"
+PEPPER_TIP = f"{PEPPER_VARIABLE}, or --folder with the gateways' key-pepper, gives theirs"
 UNPREPARED_TIP = "mico up or mico db upgrade prepares it; --database names another"
 TOO_NEW_TIP = "the newer version's mico reads it; --database names another"
 UNREACHABLE_TIP = "see that it runs and that its address is right; --database names another"
@@ -31,6 +32,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     from gateway.store.database import reason
     from gateway.store.errors import (
+        OtherPepper,
         SchemaMismatch,
         SchemaTooNew,
         StoreError,
@@ -52,6 +54,8 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
     except TooManyKeys as error:
         raise CommandFailed("no key was made", cause=str(error), tip="mico keys list") from error
+    except OtherPepper as error:
+        raise CommandFailed("nothing was changed", cause=str(error), tip=PEPPER_TIP) from error
     except StoreUnavailable as error:
         raise CommandFailed("the database did not answer", cause=str(error), tip=UNREACHABLE_TIP) from error
     except SchemaMismatch as error:

@@ -21,7 +21,7 @@ from gateway.prices import NANO_USD
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import reason
-from gateway.store.errors import TooManyKeys
+from gateway.store.errors import OtherPepper, TooManyKeys
 from gateway.store.key_table import NAME_RULE, KeyInfo, is_valid_name
 from gateway.store.queries import total_by
 from gateway.store.quota_table import MAX_AMOUNT, Quota, UnknownSubject
@@ -222,7 +222,7 @@ async def translated_errors() -> AsyncIterator[None]:
         yield
     except UnknownSubject as exc:
         raise NotFound(str(exc)) from exc
-    except TooManyKeys as exc:
+    except (OtherPepper, TooManyKeys) as exc:
         raise BadRequest(str(exc)) from exc
     except DataError as exc:  # Postgres refuses NUL in a text
         raise BadRequest("a name has characters that no name here has: nothing was changed") from exc

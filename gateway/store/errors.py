@@ -7,6 +7,7 @@ StoreError                has a sentence that a person can act on; stops the sta
 ├── StoreUnavailable      the database does not answer now: try again later
 ├── TablesInUse           a migration waited in vain for a table that another transaction keeps
 ├── TooManyKeys           replicas would hold more keys in memory than they may
+├── OtherPepper           a key's secret is hashed with a pepper that this process does not have
 └── RecordsRefused        the database will never take these values: trying again is useless
 """
 
@@ -42,4 +43,8 @@ class RecordsRefused(StoreError):
 
 
 class TooManyKeys(StoreError):
+    pass
+
+
+class OtherPepper(StoreError):
     pass

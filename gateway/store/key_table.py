@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.domain import SHADOW_TENANT
 from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
-from gateway.store.errors import TooManyKeys
+from gateway.store.errors import OtherPepper, TooManyKeys
 from gateway.store.key_changes import names, next_number
 from gateway.store.pepper import Pepper, new_secret
 from gateway.store.tables import keys, tenants
@@ -87,7 +87,8 @@ async def rotate(
 ) -> tuple[KeyInfo, str] | None:
     """Replace a key by one with the same scopes, quotas and lifetime; both are valid for `overlap_s`.
 
-    Returns None when there is no such key, or it is not valid any more. Raises TooManyKeys.
+    Returns None when there is no such key, or it is not valid any more. Raises TooManyKeys, and OtherPepper
+    for a key that another pepper made: gateways with that one would take neither key soon.
     """
     async with engine.begin() as connection:
         number = await next_number(connection)
@@ -95,6 +96,7 @@ async def rotate(
         old = await _get(connection, key_id)
         if old is None or not old.valid(now):
             return None
+        await _require_own(connection, pepper, key_id)
         first_id = old.first_id or old.id
         lasts_s = await _lifetime_s(connection, first_id)
         until = None if lasts_s is None else now + lasts_s
@@ -124,6 +126,13 @@ async def _require_room(connection: AsyncConnection) -> None:
     count = select(func.count()).select_from(keys).where(keys.c.revoked_at.is_(None))
     if int(await connection.scalar(count) or 0) >= MAX_KEYS:
         raise TooManyKeys(f"there are {MAX_KEYS:,} keys: revoke those that have expired or that nobody uses")
+
+
+async def _require_own(connection: AsyncConnection, pepper: Pepper, key_id: str) -> None:
+    if await connection.scalar(select(keys.c.pepper_id).where(keys.c.id == key_id)) != pepper.id:
+        raise OtherPepper(
+            f"{key_id} was made with another pepper than the one here, which gateways do not have"
+        )
 
 
 async def _insert(

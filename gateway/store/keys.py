@@ -149,6 +149,11 @@ class KeyRing:
         """The key that signs sessions: the same on all replicas that share a pepper."""
         return self._pepper.digest("admin session")
 
+    @property
+    def all_foreign(self) -> bool:
+        """Whether there are keys, and all were made with another pepper, as of the last refresh."""
+        return bool(self._known.foreign) and not self._known.by_id
+
     async def create_key(
         self,
         name: str,
@@ -177,7 +182,7 @@ class KeyRing:
         self, key_id: str, overlap_s: float, act: Act = BY_COMMAND
     ) -> tuple[KeyInfo, str] | None:
         """A new key and its secret in the place of another, which stays valid for `overlap_s`; None when that
-        is not valid any more.
+        is not valid any more. Raises OtherPepper.
         """
         now = self._clock()
         rotated = await key_table.rotate(self._engine, self._pepper, key_id, overlap_s, now=now, act=act)

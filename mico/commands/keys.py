@@ -70,6 +70,7 @@ def create(
     expires_at = None if days is None else time.time() + days * SECONDS_A_DAY
 
     async def work(store: Store) -> tuple[KeyInfo, str]:
+        await warn_of_another_pepper(session, store)
         return await store.keys.create_key(
             name,
             tenant,
@@ -105,6 +106,16 @@ def rotate(
     if rotated is None:
         raise CommandFailed(f"there is no valid key {key_id}", tip="mico keys list shows the ids")
     show_once(session, *rotated, as_json=as_json)
+
+
+async def warn_of_another_pepper(session: Session, store: Store) -> None:
+    """Say that no gateway may take a key that is made here: all others were made with another pepper."""
+    from mico.store_access import PEPPER_TIP
+
+    await store.keys.refresh()
+    if store.keys.all_foreign:
+        session.terminal.info("warning: every key there is was made with another pepper than the one here;")
+        session.terminal.info(f"a gateway that takes those will not take this one. {PEPPER_TIP}")
 
 
 def show_once(session: Session, key: KeyInfo, secret: str, *, as_json: bool) -> None:

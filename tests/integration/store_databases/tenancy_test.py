@@ -324,6 +324,28 @@ def test_a_key_that_is_rotated_again_gives_the_new_one_its_own_length_of_life(
     asyncio.run(main())
 
 
+def test_a_key_of_another_pepper_is_not_replaced_by_one_that_no_gateway_takes(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mico keys rotate` made such a key where the pepper was another, and ended the old one."""
+
+    def mico(folder: str, *arguments: str) -> tuple[int, str, str]:
+        return run(capsys, "--folder", str(tmp_path / folder), "keys", *arguments, "--database", url)
+
+    _, made, said = mico("gateways", "create", "app", "--json")
+    assert "warning" not in said
+    key = json.loads(made)["id"]
+    status, _, refused = mico("elsewhere", "rotate", key, "--overlap", "0s")
+    assert status == 1
+    assert f"{key} was made with another pepper" in refused and "MICO_GATEWAY_KEY_PEPPER" in refused
+    _, listed, _ = mico("gateways", "list", "--json")
+    assert [(each["id"], each["state"]) for each in json.loads(listed)] == [(key, "ready")]
+    status, _, said = mico("elsewhere", "create", "other")
+    assert status == 0
+    assert "warning: every key there is was made with another pepper" in said
+    assert mico("gateways", "rotate", key, "--overlap", "0s")[0] == 0
+
+
 def test_the_command_line_has_the_same_verbs(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
