@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import httpx
@@ -39,7 +40,7 @@ async def scaling(
 
 class Scaler(Collector):
     """Sizes pools. Every replica may run one: each starts from the group's current size, so they agree or
-    wait.
+    wait. A pool of which no machine has a link to this replica is not made smaller: its load is unknown here.
 
     `desired` and `machines` are by pool. A pool without a group is not resized: the metric shows the desired
     size.
@@ -58,6 +59,7 @@ class Scaler(Collector):
         self._bounds = {name: pool.bounds() for name, pool in plan.pool.items()}
         self._stabilizers: dict[str, Stabilizer] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}  # by pool: its cloud has not answered yet
+        self._unseen: dict[str, float] = {}  # since when no machine of a pool is linked; inf once reported
 
     async def run(self) -> None:
         """Reconcile every `every_s` until cancelled."""
@@ -113,11 +115,23 @@ class Scaler(Collector):
     async def _resize(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
         group = self._groups.get(name)
         now = await group.size() if group else serving
+        if group and not serving and stabilizer.newest < now:
+            stabilizer.restart()
+            self._report_unseen(name, now)
+        else:
+            self._unseen.pop(name, None)
         self.machines[name] = serving
         self.desired[name] = size = stabilizer.size(now)
         if group and size != now:
             await group.resize(size)
             log.info("pool %s: %d machines instead of %d", name, size, now)
+
+    def _report_unseen(self, name: str, machines: int) -> None:
+        """Log once that a pool keeps its size because none of its machines is linked here."""
+        now_s = self._clock()
+        if now_s - self._unseen.setdefault(name, now_s) >= self._plan.down_after_s:
+            log.warning("pool %s keeps its size: none of its %d machines is linked here", name, machines)
+            self._unseen[name] = inf
 
     def pools(self) -> list[Pool]:
         """Return all pools for the page, by name."""

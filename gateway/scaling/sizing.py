@@ -107,6 +107,16 @@ class Stabilizer:
         while self._demand[0][0] < now_s - keep_s:
             self._demand.popleft()
 
+    @property
+    def newest(self) -> int:
+        """What was desired last."""
+        return self._demand[-1][1] if self._demand else 0
+
+    def restart(self) -> None:
+        """Forget what was desired: it was not known."""
+        self._demand.clear()
+        self._since_s = None
+
     def size(self, machines: int) -> int:
         """Return the new size: the smallest change that the whole window agrees on."""
         if self._since_s is None:

@@ -150,6 +150,33 @@ def test_two_replicas_agree_or_wait(tmp_path: Path) -> None:
     assert sizes == [6] * len(sizes)
 
 
+def test_a_replica_that_no_machine_reaches_does_not_take_them_from_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its links broken, it saw an idle pool: it made it smaller as often as the other made it larger."""
+    sites, group, now = [site(name, 10) for name in "abc"], FakeGroup(4), [0.0]
+    seeing = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    lost = [replace(each, state=SiteState.DOWN) for each in sites]
+    blind = scaler_of(PLAN, lost, {"eu": group}, now, tmp_path)
+    sizes = set()
+    for at_s in range(0, 2000, 10):
+        now[0] = float(at_s)
+        for each in (seeing, blind):
+            asyncio.run(each.reconcile())
+            sizes.add(group.machines)
+    assert sizes == {4, 5}
+    assert blind.pools() == [Pool("eu", 0, 5)]
+    assert caplog.text.count("pool eu keeps its size: none of its 5 machines is linked here") == 1
+    lost[:] = [site("a", 1)]
+    found = {}
+    for at_s in range(2000, 3000, 10):
+        now[0] = float(at_s)
+        asyncio.run(blind.reconcile())
+        found[at_s] = group.machines
+    assert found[2590] == 5  # what it saw of the load before was nothing
+    assert found[2990] == 1
+
+
 def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     class Refusing(FakeGroup):
         async def size(self) -> int:
