@@ -16,6 +16,8 @@ from mico.errors import CommandFailed, ExitCode
 from mico.session import Session, session_of
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from mico.local.folder import Running
     from mico.local.processes import Process
 
@@ -38,9 +40,11 @@ def kill_site(context: typer.Context, site: Site = None) -> None:
 def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None:
     """Let a site hang: it keeps its connections and is silent."""
     from mico.commands.operate import duration
+    from mico.local.interrupts import interrupt_at_end_signals
 
     session, lasts_s = session_of(context), duration(lasts)
     process = select_site(session, site)
+    interrupt_at_end_signals()  # whatever ends the drill, the site goes on
     with suspended(process):
         session.terminal.info(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
         sleep_until_interrupted(lasts_s)
@@ -54,26 +58,33 @@ def overload(
     lasts: For = "20s",
 ) -> None:
     """Ask more than the federation can answer at once. The dashboard shows loaded sites and queues."""
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
+    from threading import Event
 
     from mico.commands.operate import duration
 
     session = session_of(context)
     federation = require_running(session)
     until_s = time.monotonic() + duration(lasts)
-    session.terminal.info(f"{several(clients, 'client asks', 'clients ask')} for {lasts}")
+    session.terminal.info(f"{several(clients, 'client asks', 'clients ask')} for {lasts}; Ctrl-C ends it")
+    key, ended = session.folder.key(), Event()
     with ThreadPoolExecutor(clients) as pool:
         clients_running = [
-            pool.submit(send_until, federation.base_url, session.folder.key(), until_s)
-            for _ in range(clients)
+            pool.submit(send_until, federation.base_url, key, until_s, ended) for _ in range(clients)
         ]
+        try:
+            wait(clients_running)
+        except KeyboardInterrupt:
+            session.terminal.info("no more is asked; answers that are under way end")
+        finally:
+            ended.set()
     counts = [each.result() for each in clients_running]
     done, refused = (sum(column) for column in zip(*counts, strict=True))
     session.terminal.info(f"{done} answered, {refused} refused")
 
 
-def send_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]:
-    """Send queries until a time; return the numbers of answered and refused ones."""
+def send_until(base_url: str, key: str | None, until_s: float, ended: Event) -> tuple[int, int]:
+    """Send queries until a time or `ended`; return the numbers of answered and refused ones."""
     from mico.client import Client
     from mico.commands.chat import first_model
 
@@ -81,7 +92,7 @@ def send_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int
     model = first_model(client)
     question = [{"role": "user", "content": "Tell me all you know about rivers. " * 4}]
     body = {"model": model, "messages": question, "max_tokens": 80}
-    while time.monotonic() < until_s:
+    while time.monotonic() < until_s and not ended.is_set():
         try:
             client.post("/v1/chat/completions", body)
             done += 1
