@@ -42,7 +42,8 @@ _LOCK: Final = 0x6D69636F
 LOCK_WITHIN_S: Final = 2.0
 PAUSE_S: Final = 4.0
 TRIES: Final = 10
-_LOCK_NOT_AVAILABLE: Final = "55P03"
+_IN_USE: Final = ("55P03", "40P01")
+"""The states of a lock that did not come in time, and of a deadlock: gateways take tables in other orders."""
 _OLDEST_TRANSACTION: Final = text(
     "SELECT pid, application_name, extract(epoch FROM clock_timestamp() - xact_start) AS open_s"
     " FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -90,7 +91,7 @@ def _run(url: str, step: Callable[[Connection, Config], None]) -> StoredSchema |
         try:
             return _run_postgres(engine, step)
         except OperationalError as exc:
-            if getattr(exc.orig, "sqlstate", None) != _LOCK_NOT_AVAILABLE:
+            if getattr(exc.orig, "sqlstate", None) not in _IN_USE:
                 raise
             holder = _oldest_transaction(engine)
             log.warning("a table is in use, the migration is tried again in %g s: %s", PAUSE_S, holder)

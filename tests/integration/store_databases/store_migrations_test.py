@@ -223,6 +223,30 @@ def test_a_migration_goes_on_when_the_table_is_free(
         assert upgrade(url).revision == SCHEMA
 
 
+def test_a_migration_that_ends_a_deadlock_is_tried_again(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that writes lines of a batch has the batch first; the migration comes to the lines first."""
+    monkeypatch.setattr(migrations.run, "PAUSE_S", 0.0)
+    postgres.execute("CREATE DATABASE crossed")
+    url = postgres.url("crossed")
+    upgrade(url, "0013")
+    waits = text(
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'batches'::regclass"
+        " AND mode = 'AccessExclusiveLock'"
+    )
+    with ThreadPoolExecutor(1) as pool, sync_engine(url).connect() as writer:
+        writer.execute(text("UPDATE batches SET status = status"))
+        migrating = pool.submit(upgrade, url)
+        try:
+            while not (migrating.done() or writer.scalar(waits)):
+                pass
+            writer.execute(text("UPDATE batch_lines SET runs = runs"))
+        finally:
+            writer.rollback()
+        assert migrating.result(timeout=60.0).revision == SCHEMA
+
+
 def test_a_database_without_tables_is_refused_with_the_remedy(empty_url: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with pytest.raises(SchemaMismatch, match=r"no tables yet.*mico db upgrade"):
