@@ -140,10 +140,12 @@ class Client:
             raise
 
     def download(self, path: str, target: Path) -> None:
-        """Download into `target`, which appears once it is complete; write to a pipe or device directly."""
+        """Download into `target`, which appears once it is complete; write to a pipe, to a device and through
+        a link directly: /dev/stdout is a link, to a file where a shell redirects it.
+        """
         import httpx
 
-        is_special = target.exists() and not target.is_file()
+        is_special = target.is_symlink() or (target.exists() and not target.is_file())
         partial = target if is_special else target.with_name(f"{target.name}.part")
         written = 0
         try:

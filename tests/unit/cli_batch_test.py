@@ -137,6 +137,17 @@ def test_lines_with_errors_are_beside_the_answers_and_in_the_status(
     assert (here / "in.out.errors.jsonl").read_bytes() == ERRORS
 
 
+def test_answers_are_written_through_a_link_which_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    """`-o /dev/stdout > FILE` as root put a file in the place of the machine's /dev/stdout."""
+    link, file = here / "stdout", here / "redirected"
+    file.touch()
+    link.symlink_to(file)
+    assert play(monkeypatch, capsys, Gateway(DONE), "fetch", "batch_1", "-o", "stdout")[0] == 0
+    assert link.is_symlink() and file.read_bytes() == OUTPUT
+
+
 def test_a_file_that_is_no_batch_fails_with_its_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
