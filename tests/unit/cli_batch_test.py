@@ -137,6 +137,17 @@ def test_lines_with_errors_are_beside_the_answers_and_in_the_status(
     assert (here / "in.out.errors.jsonl").read_bytes() == ERRORS
 
 
+def test_what_an_earlier_run_wrote_is_not_taken_for_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    """Where all lines failed the answers of the run before stayed under the name that was asked for."""
+    answers, errors = here / "in.out.jsonl", here / "in.out.errors.jsonl"
+    failed = a_batch("completed", 0, 2, error_file_id="file-err")
+    for done, status, left in ((DONE, 0, [answers]), (failed, 3, [errors]), (DONE, 0, [answers])):
+        assert play(monkeypatch, capsys, Gateway(done), "run", "in.jsonl")[0] == status
+        assert [each for each in (answers, errors) if each.exists()] == left
+
+
 def test_answers_are_written_through_a_link_which_stays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
