@@ -40,15 +40,26 @@ class DriftMonitor:
         self._forecast_counts = [0.0] * (len(LENGTH_BOUNDS) + 1)
         self._observed_counts = [0.0] * (len(LENGTH_BOUNDS) + 1)
         self._within_p90 = 0.0
+        self._p90_outcomes = 0.0  # of forecasts whose p90 could be exceeded
         self._outcomes = 0.0
 
-    def observe(self, forecast: Forecast, tokens: int) -> None:
-        """Add a forecast whose query was answered in `tokens` without being cut short."""
+    def observe(self, forecast: Forecast, tokens: int, limit: int | None = None) -> None:
+        """Add a forecast whose query was answered in `tokens`; no more than `limit` could come.
+
+        Answers that reach their limit belong here: without them those that end sooner look too short.
+        """
         shares = forecast.shares_within(LENGTH_BOUNDS)
+        if limit is not None:
+            shares = [
+                1.0 if bound >= limit else share for bound, share in zip(LENGTH_BOUNDS, shares, strict=True)
+            ]
         classes = zip(self._forecast_counts, [0.0, *shares], [*shares, 1.0], strict=True)
         self._forecast_counts = [count + (high - low) for count, low, high in classes]
         self._observed_counts[bisect_left(LENGTH_BOUNDS, tokens)] += 1.0
-        self._within_p90 += tokens <= forecast.summary.p90
+        p90 = forecast.summary.p90
+        if limit is None or p90 < limit:
+            self._within_p90 += tokens <= p90
+            self._p90_outcomes += 1.0
         self._outcomes += 1.0
         if self._outcomes >= FADE_AT_OUTCOMES:
             self._fade()
@@ -57,14 +68,18 @@ class DriftMonitor:
         """Return the figures now; an alarm needs MIN_OUTCOMES and a deviation of three standard errors."""
         if self._outcomes == 0.0:
             return Drift(0.0, 0.0, STATED_COVERAGE, alarm=False)
-        coverage = self._within_p90 / self._outcomes
-        three_sigma = 3.0 * sqrt(STATED_COVERAGE * (1.0 - STATED_COVERAGE) / self._outcomes)
-        miscovered = abs(coverage - STATED_COVERAGE) > COVERAGE_SLACK + three_sigma
-        index = self._stability_index()
-        enough = self._outcomes >= MIN_OUTCOMES
-        return Drift(
-            self._outcomes, index, coverage, alarm=enough and (miscovered or index > STABILITY_ALARM)
-        )
+        coverage, index = self._p90_coverage(), self._stability_index()
+        drifted = self._outcomes >= MIN_OUTCOMES and index > STABILITY_ALARM
+        return Drift(self._outcomes, index, coverage, alarm=drifted or self._is_miscovered(coverage))
+
+    def _p90_coverage(self) -> float:
+        return self._within_p90 / self._p90_outcomes if self._p90_outcomes else STATED_COVERAGE
+
+    def _is_miscovered(self, coverage: float) -> bool:
+        if self._p90_outcomes < MIN_OUTCOMES:
+            return False
+        three_sigma = 3.0 * sqrt(STATED_COVERAGE * (1.0 - STATED_COVERAGE) / self._p90_outcomes)
+        return abs(coverage - STATED_COVERAGE) > COVERAGE_SLACK + three_sigma
 
     def _stability_index(self) -> float:
         """Return Σ (observed − forecast) · ln(observed / forecast) over the classes, as shares."""
@@ -79,4 +94,5 @@ class DriftMonitor:
         self._forecast_counts = [count / 2.0 for count in self._forecast_counts]
         self._observed_counts = [count / 2.0 for count in self._observed_counts]
         self._within_p90 /= 2.0
+        self._p90_outcomes /= 2.0
         self._outcomes /= 2.0

@@ -89,6 +89,13 @@ class ForecastRequest(NamedTuple):
         return min(len(self.features.text), HEAD_CHARS + TAIL_CHARS) + QUERY_CHARS
 
 
+class Awaited(NamedTuple):
+    """What is kept of a query until its outcome comes."""
+
+    features: Features
+    max_tokens: int | None
+
+
 class WaitingRequests:
     """The requests that wait for the forecast thread, in two lanes: no number of lines of batches delays an
     interactive query, nor the reverse.
@@ -165,7 +172,7 @@ class ForecastService(Collector):
         self._reload_task: asyncio.Task[None] | None = None
         self._learner = ThreadPoolExecutor(1, "learn")
         self._learn_slots = BoundedSemaphore(MAX_TO_LEARN)
-        self._awaited: OrderedDict[str, Features] = OrderedDict()
+        self._awaited: OrderedDict[str, Awaited] = OrderedDict()
         self._drift: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
@@ -176,7 +183,7 @@ class ForecastService(Collector):
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
         request = self._request_of(query)
-        self._awaited[query.id] = request.features
+        self._awaited[query.id] = Awaited(request.features, query.sampling.max_tokens)
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
         if query.lane is Lane.INTERACTIVE:
@@ -218,22 +225,31 @@ class ForecastService(Collector):
         """Learn from one complete answer; one that was cut short says little about its full length, and
         several choices are counted together.
         """
-        features = self._awaited.pop(outcome.query_id, None)
+        awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
             return
         reasons = outcome.ending.finish_reasons
-        if len(reasons) > 1 or not CUT_SHORT.isdisjoint(reasons):
+        if len(reasons) > 1:
+            return
+        self._watch(outcome, outcome.forecast, None if awaited is None else awaited.max_tokens)
+        if not CUT_SHORT.isdisjoint(reasons):
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
-        forecaster = outcome.forecast.source.split(":", 1)[0]
-        monitor = self._drift.setdefault(forecaster, DriftMonitor())
-        monitor.observe(outcome.forecast, outcome.completion_tokens)
+        features = None if awaited is None else awaited.features
         may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
         if features is None or not may_learn or len(features.text) > MAX_LEARNED_CHARS:
             return
         if self._learn_slots.acquire(blocking=False):
             self._learner.submit(self._learn, features, outcome.completion_tokens)
+
+    def _watch(self, outcome: Outcome, forecast: Forecast, max_tokens: int | None) -> None:
+        """Compare an answer with its forecast, unless something else than the query's limit cut it short."""
+        reached = max_tokens is not None and 0 < max_tokens <= outcome.completion_tokens
+        cut_by = CUT_SHORT.intersection(outcome.ending.finish_reasons)
+        if not cut_by or (reached and cut_by == {Finish.LENGTH}):
+            monitor = self._drift.setdefault(forecast.source.split(":", 1)[0], DriftMonitor())
+            monitor.observe(forecast, outcome.completion_tokens, max_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the distance of recent outcomes from their forecasts, by forecaster."""

@@ -41,6 +41,25 @@ def test_longer_answers_raise_the_alarm() -> None:
     assert report.p90_coverage < 0.8
 
 
+@pytest.mark.parametrize("limit", [50, 150, 300, 700, 5_000])
+def test_answers_up_to_a_limit_raise_no_alarm_where_they_are_as_forecast(limit: int) -> None:
+    """Clients that limit answers raised it for ever: those that reached the limit were left out."""
+    watch = DriftMonitor()
+    for tokens in outcomes(2_000):
+        watch.observe(EVEN, min(tokens, limit), limit)
+    report = watch.report()
+    assert not report.alarm
+    assert report.stability_index < 0.1
+    assert report.p90_coverage == pytest.approx(0.9, abs=0.03)
+
+
+def test_longer_answers_raise_the_alarm_also_where_a_limit_hides_by_how_much() -> None:
+    watch = DriftMonitor()
+    for tokens in outcomes(2_000, stretch=3.0):
+        watch.observe(EVEN, min(tokens, 300), 300)
+    assert watch.report().alarm
+
+
 def test_a_few_odd_answers_do_not() -> None:
     assert not watched([5_000] * (MIN_OUTCOMES - 1)).report().alarm
 
