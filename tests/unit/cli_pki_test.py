@@ -42,6 +42,15 @@ def test_an_invitation_is_for_one_site_and_goes_to_stdout_alone(
     assert (made.site, made.expires_at - made.issued_at) == ("alpha", 2 * 86_400)
 
 
+@pytest.mark.parametrize("name", ["", "a" * 65, "ü" * 33, "\udcff"])
+def test_a_name_that_no_certificate_can_have_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    status, _, err = run(capsys, "pki", "init", "--name", name)
+    assert status == 1 and "an authority can't be named" in err
+    assert not (here / "pki").exists()
+
+
 def test_an_authority_that_found_no_room_does_not_stand_in_the_way_of_the_next(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

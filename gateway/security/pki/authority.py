@@ -67,12 +67,16 @@ class Authority:
     def create(cls, folder: Path, name: str, now: datetime) -> Authority:
         """Create an authority.
 
-        Raises PkiError when the folder has one: replacing it would lock out every site.
+        Raises PkiError when the folder has one, which to replace would lock out every site, and for a name
+        that no certificate can have.
         """
         if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
             raise PkiError(f"{folder} holds an authority already")
+        try:
+            subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        except ValueError as exc:
+            raise PkiError(f"an authority can't be named {name[:70]!r}: 1 to 64 bytes of UTF-8") from exc
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
             _builder(subject, subject, key.public_key(), now, timedelta(days=AUTHORITY_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
