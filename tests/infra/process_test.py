@@ -83,6 +83,23 @@ def test_a_process_that_ends_at_once_fails_the_start_and_says_where_to_look(
     assert not (tmp_path / "one/record.json").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_interrupted_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, port: int
+) -> None:
+    """Ctrl-C while Terraform waited left the process, which `terraform destroy` does not end then."""
+    folder, hung = tmp_path / "one", (sys.executable, "-c", "import signal; signal.pause()")
+    command = [sys.executable, str(PROGRAM), "start", spec(folder, port, *hung)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as starting:
+        while not (folder / "record.json").exists() or not (folder / "record.json").read_text():
+            assert starting.poll() is None
+        with ending(pid(folder)) as ended:
+            starting.send_signal(number)
+            assert starting.wait() != 0
+            assert ended()
+    assert not (folder / "record.json").exists()
+
+
 def test_another_program_at_the_port_is_not_taken_for_the_process(tmp_path: Path, port: int) -> None:
     process("start", spec(tmp_path / "other", port))
     done = process("start", spec(tmp_path / "one", port))

@@ -49,7 +49,10 @@ def answers(ready: dict[str, str]) -> bool:
 
 
 def start(spec: dict[str, Any]) -> None:
-    """Start the process in a session of its own, return when it is ready; on failure leave nothing behind."""
+    """Start the process in a session of its own, return when it is ready.
+
+    Leave nothing behind on failure, nor where Ctrl-C in Terraform ends the wait.
+    """
     folder = Path(spec["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     stop(spec)  # an apply that broke off may have left one
@@ -66,7 +69,18 @@ def start(spec: dict[str, Any]) -> None:
             start_new_session=True,
         )
     record = {"pid": process.pid, "started_at": started_at(process.pid)}
-    (folder / "record.json").write_text(json.dumps(record))
+    try:
+        (folder / "record.json").write_text(json.dumps(record))
+        await_ready(spec, process)
+    except BaseException as ended:
+        stop(spec)
+        if isinstance(ended, KeyboardInterrupt):
+            sys.exit(f"{folder.name}: interrupted before it was ready")
+        raise
+
+
+def await_ready(spec: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
+    """Return when the process is ready; exit with the reason where it does not become so in time."""
     deadline = time.monotonic() + spec["start_s"]
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -113,4 +127,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "refresh":
         refresh(Path(sys.argv[2]))
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         {"start": start, "stop": stop}[sys.argv[1]](json.loads(sys.argv[2]))
