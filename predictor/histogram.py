@@ -1,6 +1,8 @@
 """Forecast without a model: a histogram of the lengths that each served model has answered with lately.
 
-Bounded: the least recently used models are forgotten, and older outcomes of each fade.
+Answers that a limit cut short count as longer than that, by the estimator of Kaplan and Meier; without them
+those that end sooner would look typical. Bounded: the least recently used models are forgotten, and older
+outcomes of each fade.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from predictor.forecast import Forecast
 
@@ -32,6 +34,41 @@ class Query(Protocol):
     def parent(self) -> str: ...
 
 
+class _Lengths(NamedTuple):
+    """The answers of one model by range of length: those that ended in it, and those that could have.
+
+    An answer that was cut short in a range counts there by the part of the range that it had passed.
+    """
+
+    ended: list[float]
+    reached: list[float]
+
+    def observe(self, tokens: int, *, ended: bool) -> None:
+        place = min(len(PRIOR) - 1, max(0, bisect_left(EDGES, tokens) - 1))
+        for before in range(place):
+            self.reached[before] += 1.0
+        if ended:
+            self.ended[place] += 1.0
+            self.reached[place] += 1.0
+        else:
+            width = EDGES[place + 1] - EDGES[place]
+            self.reached[place] += min(1.0, max(0.0, (tokens - EDGES[place]) / width))
+        if self.reached[0] >= FADE_AT_OUTCOMES:
+            for counts in self:
+                counts[:] = [count / 2.0 for count in counts]
+
+    def outweigh(self, shares: Sequence[float]) -> list[float]:
+        """Return the shares of the ranges, where `shares` were expected and count as PRIOR_OUTCOMES."""
+        updated, left, expected_left = list[float](), 1.0, PRIOR_OUTCOMES
+        for share, ended, reached in zip(shares, *self, strict=True):
+            expected = PRIOR_OUTCOMES * share
+            ends = left * min(1.0, (ended + expected) / (reached + max(expected_left, expected)))
+            updated.append(ends)
+            left, expected_left = left - ends, expected_left - expected
+        updated[-1] += left
+        return updated
+
+
 class HistogramForecaster:
     """Forecasts all queries of a served model alike, from that model's outcomes.
 
@@ -41,19 +78,17 @@ class HistogramForecaster:
     name = "histogram"
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, list[float]] = OrderedDict()
+        self._lengths: OrderedDict[str, _Lengths] = OrderedDict()
         self._lock = Lock()
 
-    def observe(self, model: str, tokens: int) -> None:
-        """Add one outcome."""
+    def observe(self, model: str, tokens: int, *, ended: bool = True) -> None:
+        """Add one outcome; one that has not `ended` was cut short after `tokens`."""
         with self._lock:
-            counts = self._counts.setdefault(model, [0.0] * len(PRIOR))
-            self._counts.move_to_end(model)
-            counts[min(len(PRIOR) - 1, max(0, bisect_left(EDGES, tokens) - 1))] += 1.0
-            if sum(counts) >= FADE_AT_OUTCOMES:
-                counts[:] = [count / 2.0 for count in counts]
-            if len(self._counts) > MAX_MODELS:
-                self._counts.popitem(last=False)
+            nothing = _Lengths([0.0] * len(PRIOR), [0.0] * len(PRIOR))
+            self._lengths.setdefault(model, nothing).observe(tokens, ended=ended)
+            self._lengths.move_to_end(model)
+            if len(self._lengths) > MAX_MODELS:
+                self._lengths.popitem(last=False)
 
     def forecast(self, queries: Sequence[Query]) -> list[Forecast]:
         forecasts: dict[str, Forecast] = {}
@@ -63,11 +98,8 @@ class HistogramForecaster:
         return [forecasts[query.model] for query in queries]
 
     def _forecast_model(self, model: str, parent: str) -> Forecast:
+        shares = [weight / sum(PRIOR) for weight in PRIOR]
         with self._lock:
-            known = [self._counts[each] for each in (parent, model) if each in self._counts]
-            weights: Sequence[float] = PRIOR
-            for counts in known:  # a model's outcomes outweigh what was expected before
-                scale = PRIOR_OUTCOMES / sum(weights)
-                weights = [scale * weight + count for weight, count in zip(weights, counts, strict=True)]
-        total = sum(weights)
-        return Forecast(EDGES, tuple(weight / total for weight in weights), f"histogram:{model}")
+            for lengths in (self._lengths[each] for each in (parent, model) if each in self._lengths):
+                shares = lengths.outweigh(shares)
+        return Forecast(EDGES, tuple(shares), f"histogram:{model}")

@@ -30,9 +30,9 @@ class HotReloadForecaster:
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         return self._forecaster.forecast(queries)
 
-    def observe(self, query: Features, tokens: int) -> None:
-        """Add the outcome of a complete answer, to learn about models that were not trained on."""
-        self._forecaster.observe(query, tokens)
+    def observe(self, query: Features, tokens: int, *, ended: bool = True) -> None:
+        """Add an outcome, to learn about models that were not trained on; `ended` as there."""
+        self._forecaster.observe(query, tokens, ended=ended)
 
     def refresh(self) -> bool:
         """Load the artifact in the folder if it changed, and return whether it did. Raises ArtifactError."""

@@ -36,17 +36,18 @@ class Posterior:
     """Log weights over the rows of the model table, and the mixture that follows from them."""
 
     weights: NDArray[np.float64]
-    outcomes: int = 0
+    outcomes: float = 0.0
     mixture: list[tuple[int, float]] = field(default_factory=list)
     """Rows with their shares, for forecasts."""
     source: str = ""
     """The source of these forecasts."""
 
-    def normalize(self) -> None:
-        """Normalize the weights, fade them, and recompute the mixture."""
+    def normalize(self, outcomes: float = 1.0) -> None:
+        """Normalize the weights, fade them by what so many new outcomes make old, and recompute the mixture.
+        """
         self.weights -= self.weights.max()
         if self.outcomes > MAX_EVIDENCE_OUTCOMES:
-            self.weights *= 1.0 - 1.0 / MAX_EVIDENCE_OUTCOMES
+            self.weights *= 1.0 - outcomes / MAX_EVIDENCE_OUTCOMES
         shares = np.exp(self.weights)
         shares /= shares.sum()
         rows = np.flatnonzero(shares >= min(MIN_SHARE, float(shares.max())))
@@ -98,23 +99,33 @@ class UnseenModelForecaster:
         pairs = zip(mixed.tolist(), mixtures, strict=True)
         return [Forecast(edges, tuple(each), source) for each, (_, source) in pairs]
 
-    def observe(self, query: Features, tokens: int) -> None:
-        """Update from a complete answer of `tokens`; ignores known models, which an update learns about."""
+    def observe(self, query: Features, tokens: int, *, ended: bool = True) -> None:
+        """Update from an answer of `tokens`; ignores known models, which an update learns about.
+
+        One that has not `ended` was cut short, and is evidence for rows that expect more. It counts as much
+        of an outcome as it rules out.
+        """
         name = query.model.casefold()
         if name in self._known:
             return
         every = np.arange(len(self.base.card.models))
         probabilities = self.base.probabilities([query.text], np.zeros(len(every), dtype=np.int64), every)
-        edges = self.base.card.edges
-        place = min(max(0, int(np.searchsorted(edges, tokens, side="left")) - 1), len(edges) - 2)
+        edges = np.array(self.base.card.edges)
+        if ended:
+            place = min(max(0, int(np.searchsorted(edges, tokens, side="left")) - 1), len(edges) - 2)
+            likelihoods, outcomes = probabilities[:, place], 1.0
+        else:
+            longer = np.clip((edges[1:] - tokens) / np.diff(edges), 0.0, 1.0)  # the part of each range
+            likelihoods = probabilities @ longer
+            outcomes = 1.0 - float(likelihoods.min())
         with self._lock:
             posterior = self._posterior(query)
-            posterior.weights += EVIDENCE_WEIGHT * np.log(np.maximum(probabilities[:, place], 1e-6))
-            posterior.outcomes += 1
-            self._put(name, posterior)
+            posterior.weights += EVIDENCE_WEIGHT * np.log(np.maximum(likelihoods, 1e-6))
+            posterior.outcomes += outcomes
+            self._put(name, posterior, outcomes)
 
-    def _put(self, name: str, posterior: Posterior) -> None:
-        posterior.normalize()
+    def _put(self, name: str, posterior: Posterior, outcomes: float = 1.0) -> None:
+        posterior.normalize(outcomes)
         row, share = max(posterior.mixture, key=lambda each: each[1])
         like = f"{10 * round(10 * share)}% like {self.base.card.models[row]}"
         posterior.source = f"{self.name}:{UNKNOWN_SUFFIX}:{like}"

@@ -222,8 +222,8 @@ class ForecastService(Collector):
         self._requests.put(request, lane)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from one complete answer; one that was cut short says little about its full length, and
-        several choices are counted together.
+        """Learn from one answer: of one that a limit cut short that it would have been longer. Several choices
+        are counted together, and a filter says nothing of the length.
         """
         awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
@@ -232,16 +232,17 @@ class ForecastService(Collector):
         if len(reasons) > 1:
             return
         self._watch(outcome, outcome.forecast, None if awaited is None else awaited.max_tokens)
-        if not CUT_SHORT.isdisjoint(reasons):
+        ended = Finish.LENGTH not in reasons
+        if Finish.CONTENT_FILTER in reasons or (not ended and outcome.completion_tokens <= 0):
             return
         if isinstance(self._fallback, HistogramForecaster):
-            self._fallback.observe(outcome.model, outcome.completion_tokens)
+            self._fallback.observe(outcome.model, outcome.completion_tokens, ended=ended)
         features = None if awaited is None else awaited.features
         may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
         if features is None or not may_learn or len(features.text) > MAX_LEARNED_CHARS:
             return
         if self._learn_slots.acquire(blocking=False):
-            self._learner.submit(self._learn, features, outcome.completion_tokens)
+            self._learner.submit(self._learn, features, outcome.completion_tokens, ended=ended)
 
     def _watch(self, outcome: Outcome, forecast: Forecast, max_tokens: int | None) -> None:
         """Compare an answer with its forecast, unless something else than the query's limit cut it short."""
@@ -314,14 +315,14 @@ class ForecastService(Collector):
             log.exception("the forecaster %s failed", self._forecaster.name)
             return self._fallback.forecast(queries)
 
-    def _learn(self, features: Features, tokens: int) -> None:
+    def _learn(self, features: Features, tokens: int, *, ended: bool) -> None:
         """Run on the learner's thread."""
         try:
             began_s = time.monotonic()
             if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._learn_after_s:
-                self._forecaster.observe(features, tokens)
+                self._forecaster.observe(features, tokens, ended=ended)
                 self._schedule_next_lesson(features.model, began_s, time.monotonic())
-            if self._outcome_log is not None:
+            if self._outcome_log is not None and ended:
                 self._outcome_log.add(features, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")

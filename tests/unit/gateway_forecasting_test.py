@@ -206,10 +206,12 @@ def test_outcomes_far_from_their_forecasts_raise_the_drift_that_is_exported() ->
 
 
 @pytest.mark.parametrize(
-    ("reason", "learned"),
-    [("length", False), ("content_filter", False), ("stop", True), ("tool_calls", True)],
+    ("reason", "longer"),
+    [("length", True), ("content_filter", None), ("stop", False), ("tool_calls", False)],
 )
-def test_an_answer_that_was_cut_short_teaches_nothing(reason: str, learned: bool) -> None:
+def test_an_answer_that_a_limit_cut_short_teaches_that_it_would_be_longer(
+    reason: str, longer: bool | None
+) -> None:
     async def scenario() -> None:
         histogram = HistogramForecaster()
         forecasts = ForecastService(histogram, histogram)
@@ -219,7 +221,8 @@ def test_an_answer_that_was_cut_short_teaches_nothing(reason: str, learned: bool
             ended = outcome(name, 5, forecast=before)
             forecasts.observe(msgspec.structs.replace(ended, ending=Ending(finish_reasons=(reason,))))
             after = histogram.forecast([Features("hi", "m")])[0]
-            assert (after != before) is learned
+            assert (after == before) is (longer is None)
+            assert (after.expected() > before.expected()) is (longer is True)
             before = after
         await forecasts.close()
 

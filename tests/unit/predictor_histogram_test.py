@@ -1,5 +1,9 @@
 """The fallback follows a model's outcomes, within bounds."""
 
+from random import Random
+
+import pytest
+
 from predictor import histogram
 from predictor.histogram import HistogramForecaster
 from predictor.onnx_forecaster import Features
@@ -22,10 +26,34 @@ def test_outcomes_outweigh_the_prior() -> None:
     assert expected(forecaster, "long") > 1_000
 
 
+@pytest.mark.parametrize("limits", [(500,), (100, 500), (64, 100, 1_000_000)])
+def test_answers_that_limits_cut_short_do_not_make_forecasts_short(limits: tuple[int, ...]) -> None:
+    """Without them, and where they counted as ended, half of all would seem to end within their limits."""
+    draw, forecaster = Random(1), HistogramForecaster()
+    lengths = [1 + int(draw.lognormvariate(5.5, 1.0)) for _ in range(1_900)]
+    for number, length in enumerate(lengths):
+        limit = limits[number % len(limits)]
+        forecaster.observe("model", min(length, limit), ended=length <= limit)
+    (found,) = forecaster.forecast([Features("any", "model")])
+    for within in (32, 96, 256, 384):
+        if within <= max(limits):
+            true = sum(length <= within for length in lengths) / len(lengths)
+            assert found.share_within(within) == pytest.approx(true, abs=0.04)
+
+
+def test_answers_cut_short_at_once_change_nothing() -> None:
+    forecaster = HistogramForecaster()
+    before = expected(forecaster, "model")
+    for _ in range(5_000):
+        forecaster.observe("model", 1, ended=False)
+    assert expected(forecaster, "model") == pytest.approx(before, rel=0.03)
+
+
 def test_lengths_out_of_range_are_taken_in() -> None:
     forecaster = HistogramForecaster()
     forecaster.observe("odd", 0)
     forecaster.observe("odd", 10**9)
+    forecaster.observe("odd", 10**9, ended=False)
     assert expected(forecaster, "odd") > 0
 
 

@@ -55,6 +55,22 @@ def test_outcomes_move_an_unseen_model_to_the_nearest_known_one(forecaster: Unse
     assert sum(found.probabilities) == pytest.approx(1.0)
 
 
+def test_answers_cut_short_lean_to_models_that_answer_at_length(forecaster: UnseenModelForecaster) -> None:
+    before = expected_lengths(forecaster, UNSEEN_MODEL)
+    for turn in range(24):
+        forecaster.observe(Features(QUESTIONS[turn % 4], UNSEEN_MODEL), 400, ended=False)
+    after = expected_lengths(forecaster, UNSEEN_MODEL)
+    assert all(late > early for early, late in zip(before, after, strict=True))
+
+
+def test_answers_cut_short_at_once_are_evidence_of_nothing(forecaster: UnseenModelForecaster) -> None:
+    answer_as_wordy(forecaster, 24)
+    before = expected_lengths(forecaster, UNSEEN_MODEL)
+    for turn in range(300):
+        forecaster.observe(Features(QUESTIONS[turn % 4], UNSEEN_MODEL), 1, ended=False)
+    assert expected_lengths(forecaster, UNSEEN_MODEL) == pytest.approx(before, rel=0.1)
+
+
 def test_more_outcomes_narrow_the_forecast_and_cover_better(forecaster: UnseenModelForecaster) -> None:
     texts = [QUESTIONS[turn % len(QUESTIONS)] for turn in range(60)]
     lengths = [5 + turn % 7 for turn in range(60)]
