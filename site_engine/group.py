@@ -153,7 +153,7 @@ class Group:
     def add(self, variant: Variant, reply: Reply) -> None:
         """Load a variant and serve it."""
         self._loading += 1
-        self._engine.add_variant(variant, partial(self._added, variant, _clock(), reply))
+        self._engine.add_variant(variant, partial(self._added, variant, time.monotonic(), reply))
 
     def remove(self, variant_id: str, reply: Reply) -> None:
         """Serve a variant no more; what it has begun goes on."""
@@ -217,7 +217,7 @@ class Group:
     def _load(self, variant_id: str) -> None:
         self._set(replace(self._models[variant_id], state=ModelState.WAKING))
         variant = self._wanted[variant_id].variant
-        self._engine.add_variant(variant, partial(self._woken, variant, _clock()))
+        self._engine.add_variant(variant, partial(self._woken, variant, time.monotonic()))
 
     def _woken(self, variant: Variant, began_s: float, answer: Chain | VariantRefused) -> None:
         waiting, model = self._waking.pop(variant.id), self._models[variant.id]
@@ -229,7 +229,7 @@ class Group:
             self._site.held.refuse(variant.id, error)
         else:
             self._wanted[variant.id] = Wanted(variant)
-            self._set(replace(model, state=ModelState.READY, wake_s=_clock() - began_s))
+            self._set(replace(model, state=ModelState.READY, wake_s=time.monotonic() - began_s))
         for reply in waiting:
             reply(error)
 
@@ -271,7 +271,7 @@ class Group:
         self._base_waking.append(reply)
         if self._base.state is ModelState.SLEEPING:
             self._set_base(ModelState.WAKING)
-            sleeping.wake(partial(self._base_woken, _clock()))
+            sleeping.wake(partial(self._base_woken, time.monotonic()))
 
     def _base_woken(self, began_s: float, error: str) -> None:
         waiting, self._base_waking = self._base_waking, []
@@ -284,7 +284,7 @@ class Group:
             for reply in chain(waiting, *variants.values()):
                 reply(error)
             return
-        self._base = replace(self._base, wake_s=_clock() - began_s)
+        self._base = replace(self._base, wake_s=time.monotonic() - began_s)
         self._set_base(ModelState.READY)
         for reply in waiting:
             reply("")
@@ -368,7 +368,7 @@ class Group:
                 parent=self._base.id,
                 own_bytes=answer.own_bytes,
                 blocks=answer.blocks,
-                wake_s=_clock() - began_s,
+                wake_s=time.monotonic() - began_s,
                 tenant=variant.tenant,
             )
         )
@@ -407,8 +407,3 @@ class Group:
         if self._wanted[model.id].variant.fingerprint not in self._resident:
             return model
         return replace(model, blocks=tuple(each._replace(in_host=False) for each in model.blocks))
-
-
-def _clock() -> float:
-    """Return seconds of the event loop's clock, for durations."""
-    return asyncio.get_running_loop().time()

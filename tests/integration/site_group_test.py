@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from site_engine import group
-from site_engine.app import serve
+from site_engine.app import event_loop_factory, serve
 from site_engine.config import SiteConfig, VariantConfig
 from site_engine.engine.loading import Loaded
 from tests.support.site_fakes import FakeEngine, fake_loaded
@@ -44,7 +44,8 @@ def run(
             site.cancel()
             await asyncio.gather(site, return_exceptions=True)
 
-    asyncio.run(whole())
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(whole())
 
 
 async def order(session: Session, kind: str, model: str, **folder: str) -> str:
@@ -199,6 +200,21 @@ def test_a_variant_sleeps_and_wakes_by_order() -> None:
         await session.served_models("letters", "two")
 
     run(scenario, engine, variants=VARIANTS)
+
+
+def test_a_wake_is_known_to_take_time_however_short_it_was() -> None:
+    """0 says that nobody knows. By the event loop's clock, which counts milliseconds, a wake could take 0."""
+
+    async def scenario(session: Session) -> None:
+        await states(session, one=pb.Model.READY)
+        for _ in range(5):
+            assert not await order(session, "sleep", "one")
+            assert not await order(session, "wake", "one")
+            await states(session, one=pb.Model.READY)
+            (one,) = (each for each in session.received("models")[-1].models if each.id == "one")
+            assert 0.0 < one.wake_s < 60.0
+
+    run(scenario, variants=VARIANTS)
 
 
 def test_gateways_are_told_which_adapters_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
