@@ -12,14 +12,19 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
-QUIET = ("-c", "log_min_messages=log", "-c", "log_checkpoints=off")  # nobody reads its log once it is ready
+QUIET = ("-c", "log_min_messages=log", "-c", "log_checkpoints=off")
+WITHIN_S = 60
+"""How long a statement of the tests themselves may take; reached only where the server stands still."""
 READY = re.compile("database system is ready to accept (read-only )?connections")
 
 
@@ -29,7 +34,7 @@ class PostgresServer:
         self._folder = Path(tempfile.mkdtemp(prefix="mico-pg-"))
         self._user = _unprivileged_user()
         self._binaries = self._reachable(binaries)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         if self._user is not None:
             shutil.chown(self._folder, self._user)
         if standby_of is None:
@@ -48,17 +53,17 @@ class PostgresServer:
         return f"postgresql://mico@/{database}?host={self.host}"
 
     def execute(self, statement: str) -> None:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+        with self._connect("postgres", autocommit=True) as connection:
             connection.execute(statement.encode())
 
     def count(self, database: str, table: str) -> int:
-        with psycopg.connect(self.url(database)) as connection:
+        with self._connect(database) as connection:
             (rows,) = connection.execute(f"SELECT count(*) FROM {table}".encode()).fetchone() or (0,)
             return int(rows)
 
     def empty(self, database: str, tables: Sequence[str]) -> None:
         """End every session of an earlier test and delete every row, referring tables first."""
-        with psycopg.connect(self.url(database)) as connection:
+        with self._connect(database) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -69,22 +74,22 @@ class PostgresServer:
     def start(self) -> None:
         """Start the server and return when it answers. Commits survive its own death, not the machine's: no
         fsync.
+
+        Its log is a file: into a pipe that nobody reads the server would write until the pipe is full, and
+        then stand still.
         """
-        self._process = subprocess.Popen(
-            [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET],
-            user=self._user,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self._folder,
-        )
-        log = self._process.stderr
-        assert log is not None
-        seen: list[str] = []
-        for line in log:
-            seen.append(line)
-            if READY.search(line):
-                return
-        raise RuntimeError("Postgres did not start:\n" + "".join(seen))
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET],
+                user=self._user,
+                stderr=log,
+                cwd=self._folder,
+            )
+        pause, deadline_s = threading.Event(), time.monotonic() + WITHIN_S
+        while not READY.search(said := self._log.read_text(errors="replace")):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"Postgres did not start:\n{said}")
+            pause.wait(0.02)
 
     def kill(self) -> None:
         """Break every session, as in a crash; `start` then recovers from the log."""
@@ -107,11 +112,21 @@ class PostgresServer:
     def _data(self) -> Path:
         return self._folder / "data"
 
+    @property
+    def _log(self) -> Path:
+        return self._folder / "log"
+
+    def _connect(self, database: str, *, autocommit: bool = False) -> psycopg.Connection[Any]:
+        bound = f"-c statement_timeout={WITHIN_S}s"
+        return psycopg.connect(
+            self.url(database), autocommit=autocommit, connect_timeout=WITHIN_S, options=bound
+        )
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
         self._process.send_signal(how)
-        self._process.communicate(timeout=60)
+        self._process.wait(WITHIN_S)
         self._process = None
 
     def _signal_all(self, how: signal.Signals) -> None:
