@@ -17,7 +17,7 @@ from tests.support.batch_replica import (
     replica,
     until_two_are_held,
 )
-from tests.support.fakes.federation import until
+from tests.support.fakes.federation import DEADLINE_S, until
 
 
 def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> None:
@@ -53,15 +53,16 @@ def test_lines_that_run_while_the_database_is_away_are_not_asked_again(
             ledger: Any = here.batches.runner._context.ledger
             unanswered, failed = ledger.unanswered, asyncio.Event()
 
-            async def away_once(*asked: Any) -> Any:
-                if here.asked and not failed.is_set():
+            async def away_once(batch: str, after: int, *more: Any) -> Any:
+                if after >= 0 and not failed.is_set():  # some of the first page have been started
+                    await until(lambda: here.asked, "one of them runs")
                     failed.set()
                     raise OperationalError("", {}, OSError("the database is away"))
-                return await unanswered(*asked)
+                return await unanswered(batch, after, *more)
 
             monkeypatch.setattr(ledger, "unanswered", away_once)
             batch_id = await here.submit(jsonl(*(chat_line(number) for number in range(300))))
-            await asyncio.wait_for(failed.wait(), 30)
+            await asyncio.wait_for(failed.wait(), DEADLINE_S)
             here.open.set()
             done = await here.ended(batch_id)
             assert (done.status, done.request_counts.completed) == ("completed", 300)
@@ -131,7 +132,7 @@ def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
 
             monkeypatch.setattr(ledger, "write", away)
             batch_id = await first.submit(jsonl(chat_line(0)))
-            await tried.wait()
+            await asyncio.wait_for(tried.wait(), DEADLINE_S)
             await first.batches.runner.close()
         async with replica(url, name="r2") as second:
             done = await second.ended(batch_id)
@@ -192,7 +193,7 @@ def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
 
             monkeypatch.setattr(ledger, "end", dies)
             batch_id = await first.submit(jsonl(chat_line(0), chat_line(1, temperature=9)))
-            await reached.wait()
+            await asyncio.wait_for(reached.wait(), DEADLINE_S)
             await first.die()
             async with replica(url, name="r2") as second:
                 done = await second.ended(batch_id)
@@ -221,7 +222,7 @@ def test_of_a_file_that_was_read_in_part_no_line_is_in_the_result(
 
             monkeypatch.setattr(ledger, "add_lines", begin)
             batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(3))))
-            await asyncio.wait_for(in_part.wait(), 60)
+            await asyncio.wait_for(in_part.wait(), DEADLINE_S)
             await first.die()
             await first.raw("POST", f"/v1/batches/{batch_id}/cancel")
             async with replica(url, name="r2") as second:
