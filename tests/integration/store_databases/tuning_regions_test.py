@@ -11,8 +11,9 @@ import pytest
 
 from gateway.domain import Caller
 from gateway.tuning.values import TuningLimits
+from tests.integration.store_databases.tuning_waits_test import waits
 from tests.support import batch_replica
-from tests.support.batch_replica import POLL_S, Replica, replica
+from tests.support.batch_replica import Replica, replica
 from tests.support.training_site import TRAINS, next_run, ordered
 from tests.support.tuning_jobs import JOBS, create, reached, rows, upload
 
@@ -58,7 +59,7 @@ def test_jobs_wait_for_a_site_of_their_region_though_another_is_idle(url: str) -
         await create(here, key="eu")
         assert (await next_run(here)).site.name == "b"
         waiting = await create(here, key="eu")
-        await asyncio.sleep(10 * POLL_S)
+        await waits(here, waiting.id, 1)
         assert (await here.sdk().fine_tuning.jobs.retrieve(waiting.id)).status == "queued"
         free = await create(here)
         run = await next_run(here)
