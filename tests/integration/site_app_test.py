@@ -19,7 +19,7 @@ from site_engine.engine.loading import Loaded, load_engine
 from site_engine.errors import ConfigError
 from site_engine.shutdown import EXIT_FAILED
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine, fake_loaded
-from tests.support.site_gateway import TOKEN, Gateway, assign, serving
+from tests.support.site_gateway import PATIENCE_S, TOKEN, Gateway, assign, serving
 from wire import federation_pb2 as pb
 
 
@@ -62,8 +62,8 @@ def test_a_signal_drains_and_the_process_leaves_in_order() -> None:
             await session.until(lambda: session.text("a"))
             os.kill(os.getpid(), signal.SIGTERM)
             assert (await session.wait_for("draining"))[0].reason == "the site is ending (SIGTERM)"
-            assert await serving_site == 0
-            await session.over.wait()
+            assert await asyncio.wait_for(serving_site, PATIENCE_S) == 0
+            await session.ended()
             assert session.finish("a") == pb.Delta.LENGTH
             assert session.log[-1].WhichOneof("body") == "bye"
 
@@ -83,8 +83,8 @@ def test_what_does_not_end_in_time_is_left_to_the_gateway(hurried: bool) -> None
             await session.wait_for("draining")
             if hurried:
                 os.kill(os.getpid(), signal.SIGINT)
-            assert await serving_site == (128 + signal.SIGINT if hurried else 0)
-            await session.over.wait()
+            assert await asyncio.wait_for(serving_site, PATIENCE_S) == (128 + signal.SIGINT if hurried else 0)
+            await session.ended()
             assert session.finish("a") == 0
             assert session.log[-1].WhichOneof("body") == "bye"
 
@@ -101,8 +101,8 @@ def test_a_broken_engine_fails_its_attempts_says_bye_and_leaves_with_a_fault() -
             engine.failures += [RuntimeError("device lost")] * 9
             for name in ("a", "b", "c", "d"):
                 await session.send(**assign(name))
-            assert await serving_site == 1
-            await session.over.wait()
+            assert await asyncio.wait_for(serving_site, PATIENCE_S) == 1
+            await session.ended()
             assert "device lost" in session.log[-1].bye.reason
             accepted = {each.attempt_id for each in session.received("accepted")}
             rejected = {each.attempt_id for each in session.received("rejected")}

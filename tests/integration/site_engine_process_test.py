@@ -93,7 +93,7 @@ def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again
         await session.until(lambda: len(session.text("a")) >= 2)
         os.kill(stage.engine(), signal.SIGKILL)
         assert await session.finished("a") == pb.Delta.FAILED
-        await session.over.wait()
+        await session.ended()
         assert session.log[-1].bye.reason == "its engine is lost"
         again = await stage.linked()
         await again.send(**assign("b", max_tokens=5))
@@ -179,7 +179,7 @@ def test_an_engine_that_is_started_again_serves_what_orders_have_added_and_not_w
         await session.send(order=pb.ModelOrder(order_id="2", kind="remove", model="one"))
         await session.served_models("letters", "two", "three")
         os.kill(stage.engine(), signal.SIGKILL)
-        await session.over.wait()
+        await session.ended()
         again = await stage.linked()
         await again.served_models("letters", "two", "three")
         body = assign("a", max_tokens=5)
@@ -196,7 +196,7 @@ def test_a_site_whose_engines_are_lost_one_after_the_other_ends(model_folder: Pa
         for _ in range(MAX_LOST_IN_A_ROW):
             session = await stage.linked()
             os.kill(stage.engine(), signal.SIGKILL)
-            await session.over.wait()
+            await session.ended()
         assert await stage.serving == 1
 
     play(model_folder, scenario)

@@ -175,7 +175,7 @@ def test_one_replica_under_two_addresses_has_one_link() -> None:
             await first.wait_for("load")
             scene.links.add([f"127.0.0.1:{gateway.alias_port}"])
             second = await gateway.linked("east")
-            await first.over.wait()
+            await first.ended()
             for count in range(1, 20):
                 await second.send(ping=pb.Ping(nonce=count))
                 await second.wait_for("pong", count)
@@ -229,7 +229,7 @@ def test_draining_takes_nothing_new_finishes_and_says_bye_last() -> None:
             await scene.step(3)
             await done.wait()
             await scene.links.close("gone")
-            await session.over.wait()
+            await session.ended()
             assert session.finish("a") == pb.Delta.LENGTH
             assert session.log[-1].bye.reason == "gone"
 

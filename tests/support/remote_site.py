@@ -13,7 +13,7 @@ from typing import Any
 from site_engine.config import SiteConfig
 from site_engine.remote_site import serve
 from tests.support.openai_server import OpenAIServer, openai_server
-from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
+from tests.support.site_gateway import PATIENCE_S, TOKEN, Gateway, Session, assign, serving
 from wire import federation_pb2 as pb
 
 
@@ -67,7 +67,7 @@ async def scene(*, settings: dict[str, Any] | None = None, **of_server: Any) -> 
             if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it is ending, and hears none
                 os.kill(os.getpid(), signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
-            await site
+            await asyncio.wait_for(site, PATIENCE_S)
 
 
 def run(scenario: Callable[[Scene], Awaitable[None]], **of_scene: Any) -> None:

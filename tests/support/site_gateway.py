@@ -75,6 +75,10 @@ class Session:
     def hang_up(self) -> None:
         self._hang_up.set()
 
+    async def ended(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.over.wait()
+
     async def until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE_S), self._news:
             await self._news.wait_for(holds)

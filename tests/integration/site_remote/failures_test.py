@@ -148,7 +148,7 @@ def test_a_killed_server_fails_what_it_had_and_the_site_comes_back_with_it() -> 
         await here.server.die()
         assert await here.session.finished("a") == await here.session.finished("b") == pb.Delta.FAILED
         assert (await here.refused("c")).reason == pb.Rejected.INTERNAL
-        await here.session.over.wait()
+        await here.session.ended()
         assert here.session.log[-1].WhichOneof("body") == "bye"
         here.server.go.set()
         here.server.models = ("letters", "more")  # as it may be after an update
@@ -167,7 +167,7 @@ def test_a_server_whose_metrics_lack_one_is_lost_once_its_health_says_so() -> No
 
     async def scenario(here: Scene) -> None:
         here.server.health = 503
-        await here.session.over.wait()
+        await here.session.ended()
         assert "/health answers 503" in here.session.log[-1].bye.reason
         here.server.health = 200
         await here.gateway.joined()
@@ -180,7 +180,7 @@ def test_a_server_that_lives_but_fails_every_answer_is_left() -> None:
         here.server.mood = Mood.FAILING
         for name in "abc":
             await here.session.send(**assign(name))
-        await here.session.over.wait()
+        await here.session.ended()
         assert "answers in a row failed" in here.session.log[-1].bye.reason
         assert len(here.session.received("rejected")) == 3
 
@@ -193,7 +193,7 @@ def test_a_server_that_answers_no_plain_request_either_is_left(mood: Mood) -> No
         here.server.mood = mood
         for name in "abc":
             await here.session.send(**assign(name))
-        await here.session.over.wait()
+        await here.session.ended()
         assert "answers in a row failed" in here.session.log[-1].bye.reason
 
     run(scenario, settings={"silence_s": 0.1})
@@ -248,7 +248,7 @@ def test_a_site_waits_for_its_server_and_a_signal_ends_the_wait() -> None:
             session = await gateway.joined()
             await session.welcome()
             await server.die()
-            await session.over.wait()
+            await session.ended()
             os.kill(os.getpid(), signal.SIGTERM)
             assert await site == 0
             await server.start()
@@ -293,6 +293,6 @@ def test_a_signal_drains() -> None:
         await here.session.wait_for("draining")
         here.server.go.set()
         assert await here.session.finished("a") == pb.Delta.LENGTH
-        await here.session.over.wait()
+        await here.session.ended()
 
     run(scenario)

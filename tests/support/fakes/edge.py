@@ -33,6 +33,8 @@ from gateway.domain import (
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 
+END_WITHIN_S = 60
+"""For what a test has left open; reached only when it fails."""
 KEY = "mico-secret"
 MODEL = "demo"
 NESTED = "org/family/demo-7b"
@@ -250,7 +252,8 @@ async def on_loopback(script: Script, backend: Backend | None = None) -> AsyncIt
     app = create_http(backend or script.backend())
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = _Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=END_WITHIN_S)
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with _clients(script, None, f"http://127.0.0.1:{port}") as edge:
