@@ -23,6 +23,8 @@ from typing import Any
 from tests.support.server_abilities import IMAGE_TOKENS, embed, images_in, read_content, relevance, to_base64
 
 THOUGHTS = 2
+TURNS = 8
+"""Of the event loop, more than there are between a connection's acceptance and its first look at it."""
 
 
 class Mood(Enum):
@@ -77,6 +79,7 @@ class OpenAIServer:
     def __post_init__(self) -> None:
         self.go.set()
         self._open: set[asyncio.StreamWriter] = set()
+        self._dead = False
         self._changed = asyncio.Condition()
         self._server: asyncio.Server | None = None
 
@@ -85,15 +88,21 @@ class OpenAIServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def start(self) -> None:
+        self._dead = False
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:
-        """As a killed process: every connection breaks, and nobody listens."""
+        """As a killed process: every connection breaks, also one just made, and nobody listens."""
         assert self._server is not None
-        self._server.close()
+        self._dead = True
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
         for writer in list(self._open):
             writer.transport.abort()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        self._server.close()
         await self._server.wait_closed()
 
     async def until(self, holds: Any) -> None:
@@ -105,6 +114,9 @@ class OpenAIServer:
             self._changed.notify_all()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._dead:
+            writer.transport.abort()
+            return
         self._open.add(writer)
         self.connections += 1
         try:

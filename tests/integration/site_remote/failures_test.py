@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -160,6 +161,27 @@ def test_a_killed_server_fails_what_it_had_and_the_site_comes_back_with_it() -> 
         assert await again.finished("d") == pb.Delta.LENGTH
 
     run(scenario, settings={"slots": 2})
+
+
+def test_a_server_that_dies_breaks_the_connections_that_it_has_just_taken() -> None:
+    """Or a site would go on asking it, and find it alive."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        for turns in range(8):
+            async with openai_server() as server:
+                with socket.create_connection(("127.0.0.1", server.port)) as client:
+                    client.setblocking(False)
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    await server.die()
+                    with pytest.raises(ConnectionError):
+                        async with asyncio.timeout(WITHIN_S):
+                            await loop.sock_sendall(client, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+                            assert not await loop.sock_recv(client, 1)
+                            raise ConnectionError("it is closed")
+
+    asyncio.run(scenario())
 
 
 def test_a_server_whose_metrics_lack_one_is_lost_once_its_health_says_so() -> None:
