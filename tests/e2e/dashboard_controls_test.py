@@ -85,7 +85,7 @@ def test_the_same_query_can_be_looked_up_again(page: Browser) -> None:
     page.until("document.querySelector('#decision').innerText.includes('Nothing is known')", "the first look")
     page.run("document.querySelector('#decision p').dataset.seen = 'once'")
     page.click("#lookup button")
-    page.until("!document.querySelector('#decision p').dataset.seen", "another look", within_s=10)
+    page.until("!document.querySelector('#decision p').dataset.seen", "another look")
 
 
 def test_the_query_asked_for_last_is_the_one_explained(page: Browser) -> None:
@@ -113,7 +113,7 @@ def test_a_weight_that_cannot_be_does_not_keep_a_site_from_being_drained(
     page.type("#reason", "a rehearsal")
     page.key("Enter", 13)
     try:
-        page.until("!document.querySelector('#act').open", "it is sent", within_s=10)
+        page.until("!document.querySelector('#act').open", "it is sent")
         page.until(f"{row(site)}.className === 'draining'", "it drains")
     finally:
         page.run("document.querySelector('#act').close()")
@@ -131,14 +131,14 @@ def test_no_weight_is_not_the_weight_zero(page: Browser, federation: LocalFedera
     page.type("#reason", "a rehearsal")
     assert not page.run("document.querySelector('#act form').checkValidity()")
     page.run("document.querySelector('#weight').dispatchEvent(new Event('input'))")
-    page.until("document.querySelector('#preview').innerText.startsWith('weight: how much')", "it asks", 10)
+    page.until("document.querySelector('#preview').innerText.startsWith('weight: how much')", "it asks")
     page.click("#no")
 
 
 def test_a_sign_out_that_fails_is_told_and_the_page_goes_on(page: Browser) -> None:
     page.run(REFUSED % 'options?.method === "DELETE"')
     page.click("#leave")
-    page.until("document.querySelector('header').innerText.includes('the database is away')", "why", 10)
+    page.until("document.querySelector('header').innerText.includes('the database is away')", "why")
     before = page.text("#feed")
     page.until(f"document.querySelector('#feed').innerText !== {json.dumps(before)}", "the page advances")
     page.run(THREE_SNAPSHOTS)
@@ -164,7 +164,7 @@ def test_another_window_is_shown_also_while_the_page_is_paused(page: Browser) ->
     before = page.until(FIRST_TICK, "the plot")
     page.click("#pause")
     page.click("#windows [data-minutes='360']")
-    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours", 10)
+    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours")
 
 
 def test_plots_are_drawn_when_a_hidden_page_is_seen_again(page: Browser) -> None:
@@ -173,7 +173,7 @@ def test_plots_are_drawn_when_a_hidden_page_is_seen_again(page: Browser) -> None
     page.click("#windows [data-minutes='360']")
     page.run(THREE_SNAPSHOTS)
     page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours", 10)
+    page.until(f"{FIRST_TICK} !== {json.dumps(before)}", "the six hours")
 
 
 def test_one_record_that_cannot_be_read_keeps_no_other_off_the_page(
@@ -183,7 +183,7 @@ def test_one_record_that_cannot_be_read_keeps_no_other_off_the_page(
     mico_here(federation.folder.path, *flags, "321000000")
     try:
         with before_load(page, REFUSED % 'url.includes("fine_tuning")'):
-            page.until("document.querySelector('#quotas').innerText.includes('of 321.0 M')", "the quota", 20)
+            page.until("document.querySelector('#quotas').innerText.includes('of 321.0 M')", "the quota")
     finally:
         mico_here(federation.folder.path, *flags, "none")
 
