@@ -19,7 +19,7 @@ from gateway.listeners import load_credentials
 from gateway.security.pki.authority import Authority
 from gateway.security.tls import CertificateFiles, grpc_credentials
 from tests.support.fakes.edge import Script
-from tests.support.fakes.federation import until
+from tests.support.fakes.federation import DEADLINE_S, until
 
 
 def put(authority: Authority, folder: Path) -> tuple[Path, Path]:
@@ -83,9 +83,8 @@ CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303")
 def test_handshakes_that_never_end_hold_up_nobody(tmp_path: Path, authority: Authority) -> None:
     async def scenario() -> None:
         files = CertificateFiles(*put(authority, tmp_path))
-        clients = http_server(
-            create_http(Script().backend()), host="127.0.0.1", port=0, end_within_s=1, certificate=files
-        )
+        app, limits = create_http(Script().backend()), ConnectionLimits(slow_s=2 * DEADLINE_S)
+        clients = http_server(app, host="127.0.0.1", port=0, end_within_s=1, certificate=files, limits=limits)
         serving = asyncio.create_task(clients.serve())
         await until(lambda: clients.started, "started")
         port = clients.servers[0].sockets[0].getsockname()[1]
@@ -100,7 +99,7 @@ def test_handshakes_that_never_end_hold_up_nobody(tmp_path: Path, authority: Aut
         ]
         for writer in stuck[::2]:
             writer.write(CLIENT_HELLO)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):  # before those that are stuck are cut off
             assert (await asked(port, trust))[0].startswith(b"HTTP/1.1 200")
             root = grpc.ssl_channel_credentials(authority.pem)
             async with grpc.aio.secure_channel(f"127.0.0.1:{sites_port}", root) as channel:
