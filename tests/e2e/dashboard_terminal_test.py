@@ -156,7 +156,7 @@ def test_drills_break_what_they_say_and_mend_it(
 ) -> None:
     here = ("--folder", str(federation.folder.path), "drill")
     site = federation.running.sites[1].name
-    status, _, err = run(*here, "stale", site, "--for", "4s")
+    status, _, err = run(*here, "stale", site, "--for", "8s")
     assert status == 0, err
     snapshot = json.loads(run("top", "-n", "1", "--json")[1])
     told = [event["text"] for event in snapshot["events"] if event["site"] == site]
