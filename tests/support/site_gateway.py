@@ -25,6 +25,8 @@ from wire import federation_pb2_grpc
 TOKEN = "let-me-in"
 PATIENCE_S = 60.0
 """How long a test waits for what must come; reached only when it fails."""
+SCENE_S = 300.0
+"""How long a gateway serves; reached only by a test that waits in vain."""
 FIXED_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
 """A stream takes in that many bytes unread, however fast the machine finds its loopback."""
 
@@ -158,7 +160,8 @@ async def serving(gateway: Gateway) -> AsyncIterator[Gateway]:
     gateway.alias_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield gateway
+        async with asyncio.timeout(SCENE_S):
+            yield gateway
     finally:
         await server.stop(grace=None)
 

@@ -33,6 +33,8 @@ from gateway.domain import (
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 
+SCENE_S = 300.0
+"""How long an edge serves; reached only by a test that waits in vain."""
 END_WITHIN_S = 60
 """For what a test has left open; reached only when it fails."""
 KEY = "mico-secret"
@@ -238,7 +240,8 @@ async def _clients(script: Script, transport: Any, url: str) -> AsyncIterator[Ed
         httpx2.AsyncClient(transport=transport, verify=False) as carrier,
     ):
         sdk = openai.AsyncOpenAI(api_key=KEY, base_url=f"{url}/v1", http_client=carrier, max_retries=0)
-        yield Edge(script, http, sdk)
+        async with asyncio.timeout(SCENE_S):
+            yield Edge(script, http, sdk)
 
 
 class _Server(uvicorn.Server):

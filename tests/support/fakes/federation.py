@@ -27,6 +27,8 @@ from wire import federation_pb2_grpc as rpc
 
 TOKEN = "a-site-token"
 DEADLINE_S = 60.0
+SCENE_S = 300.0
+"""How long a scene may last; reached only by a test that waits in vain."""
 CALLER = Caller("key-1", "tenant-1")
 
 
@@ -337,7 +339,8 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         gateway = QueryContext(directory, federation, forecasts, outcomes.append, **settings)
         here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart, clock)
         try:
-            yield here
+            async with asyncio.timeout(SCENE_S):
+                yield here
         finally:
             for site in here.sites:
                 await site.close()
