@@ -98,7 +98,11 @@ class Place:
         finally:
             if running.returncode is None:
                 running.send_signal(signal.SIGTERM)
-            await running.wait()
+            try:
+                await asyncio.wait_for(running.wait(), PATIENCE_S)
+            except TimeoutError:
+                running.kill()
+                raise
             self.told.hear(f"log of {name}", log.read_text())
 
 

@@ -249,8 +249,10 @@ def test_a_process_that_dies_while_it_loads_is_named() -> None:
 def test_nothing_is_left_of_an_engine_whose_site_is_killed() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert Path(f"/proc/{pid}").exists()
-        parent.kill()
+        try:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            assert Path(f"/proc/{pid}").exists()
+        finally:
+            parent.kill()
     run(gone(pid, reaped=False))

@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -130,11 +130,15 @@ asyncio.run(main())
 """
 
 
-def site(side: str) -> subprocess.Popen[str]:
-    """Start a process with one side of the lending."""
-    return subprocess.Popen(
-        [sys.executable, "-c", ALONE.format(side=side)], stdout=subprocess.PIPE, text=True
-    )
+@contextmanager
+def site(side: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process with one side of the lending; it ends with the context, however that ends."""
+    command = [sys.executable, "-c", ALONE.format(side=side)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_lease_ends_with_the_site_of_either_side() -> None:

@@ -299,8 +299,10 @@ def test_a_killed_gateway_has_recorded_all_that_it_answered(url: str, tmp_path: 
     command = [sys.executable, "-c", RECORD_FOR_EVER, url, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as gateway:
         assert gateway.stdout is not None
-        answered = [next(gateway.stdout) for _ in range(2_000)]
-        gateway.kill()
+        try:
+            answered = [next(gateway.stdout) for _ in range(2_000)]
+        finally:
+            gateway.kill()
         answered += [line for line in gateway.stdout if line.endswith("\n")]
 
     async def main() -> int:
