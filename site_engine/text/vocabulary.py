@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 
@@ -24,7 +24,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         return text
 
     table = byte_table(tokenizer)
-    if table is not None and agrees(table, decode, len(tokenizer)):
+    if table is not None and agrees(table, decode, len(tokenizer), added_tokens(tokenizer)):
         return table
     return DecodingVocabulary(decode, lambda token_id: str(tokenizer.convert_ids_to_tokens(token_id)))
 
@@ -47,7 +47,8 @@ def byte_table(tokenizer: Any) -> ByteVocabulary | None:
             return name.encode()
 
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids}  # those with a role; Llama 3 has 250 more
+    special.update(token_id for token_id, each in added_tokens(tokenizer).items() if each.special)
     raws = [None if token_id in special else raw(name) for token_id, name in enumerate(names)]
     return ByteVocabulary(raws, names)
 
@@ -59,11 +60,21 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
-def agrees(table: ByteVocabulary, decode: Callable[[list[int]], str], size: int) -> bool:
-    """Compare on random runs of tokens, except for a cut character at the end."""
+def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
+    """Return what a tokenizer of transformers says of each token beyond its model's, by token id."""
+    found: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return found
+
+
+def agrees(
+    table: ByteVocabulary, decode: Callable[[list[int]], str], size: int, added: Iterable[int] = ()
+) -> bool:
+    """Compare on all of `added`, which chance may miss, and on random runs of tokens, except for a cut
+    character at the end.
+    """
     random = Random(0)
-    for _ in range(TRIALS):
-        ids = [random.randrange(size) for _ in range(TRIAL_TOKENS)]
+    runs = ([random.randrange(size) for _ in range(TRIAL_TOKENS)] for _ in range(TRIALS))
+    for ids in (list(added), *runs):
         decoder = table.decoder()
         text, whole = "".join(map(decoder.push, ids)), decode(ids)
         if not whole.startswith(text) or whole[len(text) :].strip(UNFINISHED):

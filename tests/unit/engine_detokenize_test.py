@@ -14,8 +14,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from site_engine.core.request import TokenLogprob
 from site_engine.federation.attempts import text_of_prompt
-from site_engine.text.detokenize import SILENT_TOKENS, DecodingVocabulary, TextStream, Vocabulary
-from site_engine.text.vocabulary import byte_alphabet, byte_table, vocabulary_of
+from site_engine.text.detokenize import (
+    SILENT_TOKENS,
+    ByteVocabulary,
+    DecodingVocabulary,
+    TextStream,
+    Vocabulary,
+)
+from site_engine.text.vocabulary import agrees, byte_alphabet, byte_table, vocabulary_of
 from tests.support.engine_models import tokenizer
 
 TEXTS = st.text(alphabet=st.sampled_from("abc the 42,é日本👩‍🚀🦀Ω\n "), max_size=40)
@@ -238,3 +244,33 @@ def test_names_with_characters_that_stand_for_no_byte_are_read_as_they_are() -> 
         expected = bytes(known[char] for char in name) if known.keys() >= set(name) else name.encode()
         (token_id,) = made.encode(name).ids if name in names else [alphabet.index(name)]
         assert table.token(token_id).raw == expected, name
+
+
+def test_special_tokens_without_a_role_are_no_text_and_the_table_is_used() -> None:
+    """Llama 3 has 256 special tokens, of which transformers names three by a role."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: at for at, name in enumerate([*alphabet, *(f"w{at}" for at in range(4000))])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    silent = ["<|end|>", *(f"<|reserved_{at}|>" for at in range(8))]
+    made.add_special_tokens(silent)
+    made.add_tokens(["<tool_call>"])
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    assert len(wrapped.all_special_ids) < len(silent)
+    vocabulary = vocabulary_of(wrapped)
+    assert type(vocabulary).__name__ == "ByteVocabulary"
+    for name, said in [*((each, "") for each in silent), ("<tool_call>", "<tool_call>")]:
+        token_id = wrapped.convert_tokens_to_ids(name)
+        assert vocabulary.decoder().push(token_id) == said
+        assert vocabulary.token(token_id).text == name
+
+
+def test_a_table_that_reads_one_added_token_otherwise_is_not_used() -> None:
+    """Random runs over a large vocabulary miss it."""
+    table = ByteVocabulary([bytes([32 + at % 64]) for at in range(100_000)], ["?"] * 100_000)
+
+    def decode(ids: list[int]) -> str:
+        return "".join("" if each == 77_777 else chr(32 + each % 64) for each in ids)
+
+    assert agrees(table, decode, 100_000)
+    assert not agrees(table, decode, 100_000, [77_777])
