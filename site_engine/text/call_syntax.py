@@ -139,13 +139,15 @@ class JsonCallReader:
                 self._ready.append("{}")
 
     def _separate(self, char: str) -> None:
-        """End a key or a value of the object itself."""
+        """End a key or a value of the object itself. White space ends none."""
+        if char in SPACE:
+            return
         part = "".join(self._part)
         if char == ":":
             self._key, self._part, self._in_value = string_value(part), [], True
             if self._key in ARGUMENTS_KEYS and not self._arguments_key:
                 self._arguments_key = self._key
-        elif char in ",}":
+        else:
             if self._in_value and self._key == "name":
                 self.name = string_value(part)
             elif self._in_value and self._key == self._arguments_key and part:

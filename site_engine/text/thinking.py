@@ -63,6 +63,7 @@ class ThinkingDecoder:
         self._skip = skip_chars
         self._state = _State.BEFORE
         self._buffer = ""
+        self._space = ""  # white space read already, and part of what follows unless that is a mark
         self._thought = ""
         self._has_thought = False
 
@@ -84,9 +85,9 @@ class ThinkingDecoder:
         buffer, self._buffer = self._buffer, ""
         if self._state is _State.BEFORE and not self._thinking.opened:
             self.tokens = 0
-            return buffer
+            return self._take_space() + buffer
         if self._state is not _State.BEHIND:
-            self._think(buffer.strip() if self._state is _State.BEFORE else buffer.rstrip())
+            self._think(buffer)
         return ""
 
     def _read(self, fresh: str) -> str:
@@ -106,6 +107,8 @@ class ThinkingDecoder:
 
     def _read_beginning(self) -> None:
         thinking, found = self._thinking, self._buffer.lstrip()
+        self._space += self._buffer[: len(self._buffer) - len(found)]
+        self._buffer = found
         if found.startswith(thinking.begin):
             self._state, self._buffer = _State.INSIDE, found[len(thinking.begin) :]
         elif thinking.begin.startswith(found):
@@ -114,6 +117,7 @@ class ThinkingDecoder:
             self._state = _State.INSIDE
         else:
             self._state, self.tokens = _State.TEXT, 0
+            self._buffer = self._take_space() + found
 
     def _read_thought(self) -> None:
         end, call = self._thinking.end, self._thinking.call
@@ -126,14 +130,21 @@ class ThinkingDecoder:
             self._state, self._buffer = _State.BEHIND, rest
         else:
             held = max(overlap(thought, end), overlap(thought, call) if call else 0)
-            certain = thought[: len(thought) - held].rstrip()
-            thought, self._buffer = certain, thought[len(certain) :]
-        self._think(thought.rstrip())
+            thought, self._buffer = thought[: len(thought) - held], thought[len(thought) - held :]
+        self._think(thought)
 
-    def _think(self, thought: str) -> None:
-        if not self._has_thought:
-            thought = thought.lstrip()
-        self._has_thought = self._has_thought or bool(thought)
-        skipped = min(self._skip, len(thought))
-        self._skip -= skipped
-        self._thought += thought[skipped:]
+    def _think(self, part: str) -> None:
+        """Add a part of the thought, but for white space at its beginning and its end."""
+        certain = part.rstrip()
+        if certain:
+            space = self._take_space()
+            said = space + certain if self._has_thought else certain.lstrip()
+            self._has_thought = True
+            skipped = min(self._skip, len(said))
+            self._skip -= skipped
+            self._thought += said[skipped:]
+        self._space += part[len(certain) :]
+
+    def _take_space(self) -> str:
+        space, self._space = self._space, ""
+        return space

@@ -53,7 +53,7 @@ class ToolCallParser:
         if self._state is _State.CALL:
             self._answer.add_text("" if self._is_named else rest)
         elif self._state is _State.TEXT and self.calls:
-            self._answer.add_text(self._buffer.rstrip(SPACE))
+            self._answer.add_text(rest.rstrip(SPACE))
         elif not self.calls and rest.strip(SPACE) not in self._form.begins:
             self._answer.add_text(rest)
         self._buffer = self._undecided = ""
@@ -72,22 +72,28 @@ class ToolCallParser:
     # steps: each reads on from the buffer, and returns False if more text has to come first
 
     def _parse_text(self) -> bool:
+        """Go on to a mark. White space before it belongs to the call, undecided until text follows."""
         buffer, begins = self._buffer, self._form.begins
         places = [(at, mark) for mark in begins if (at := buffer.find(mark)) >= 0]
         if places:
             at, mark = min(places)
-            before = buffer[:at].rstrip(SPACE)
-            self._answer.add_text(before)
+            self._add_text(buffer[:at])
             end = at if mark == self._form.syntax.start else at + len(mark)
-            self._undecided = buffer[len(before) : end]
+            self._undecided += buffer[at:end]
             self._buffer, self._state = buffer[end:], _State.BETWEEN
             return True
-        # white space and the beginning of a mark may turn out to belong to a call
-        kept = max(overlap(buffer, mark) for mark in begins)
-        certain = buffer[: len(buffer) - kept].rstrip(SPACE)
-        self._answer.add_text(certain)
-        self._buffer = buffer[len(certain) :]
+        kept = max(overlap(buffer, mark) for mark in begins)  # it may turn out to be a mark
+        self._add_text(buffer[: len(buffer) - kept])
+        self._buffer = buffer[len(buffer) - kept :]
         return False
+
+    def _add_text(self, part: str) -> None:
+        """Add a part of the text, but for white space at its end."""
+        certain = part.rstrip(SPACE)
+        if certain:
+            self._answer.add_text(self._undecided + certain)
+            self._undecided = ""
+        self._undecided += part[len(certain) :]
 
     def _parse_between(self) -> bool:
         form = self._form
