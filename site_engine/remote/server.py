@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from site_engine.errors import NotServed, Reason, describe
-from site_engine.remote import http2
+from site_engine.remote import http2, orphans
 from site_engine.remote.request import HttpRequest
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Server:
         connections: int,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        orphans.free()
         self.root = root
         self._key = key.encode()
         self._client = httpx.AsyncClient(
