@@ -52,12 +52,11 @@ class _State(Enum):
 class ThinkingDecoder:
     """A decoder of an answer's text that keeps the thought before it apart.
 
-    `tokens` counts those of the thought, with its marks. The first `skip_chars` characters of the thought
-    were delivered before.
+    The first `skip_chars` characters of the thought were delivered before.
     """
 
     def __init__(self, decoder: Decoder, thinking: Thinking, skip_chars: int = 0) -> None:
-        self.tokens = 0
+        self._tokens = 0
         self._decode = decoder.push
         self._thinking = thinking
         self._skip = skip_chars
@@ -67,12 +66,20 @@ class ThinkingDecoder:
         self._thought = ""
         self._has_thought = False
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of the thought, with its marks; none while the answer may turn out to have no thought,
+        since a count that was told is not taken back.
+        """
+        undecided = self._state is _State.BEFORE and not self._thinking.opened
+        return 0 if undecided else self._tokens
+
     def push(self, token_id: int) -> str:
         fresh = self._decode(token_id)
         if self._state is _State.TEXT:
             return fresh
         if self._state is not _State.BEHIND:
-            self.tokens += 1
+            self._tokens += 1
         return self._read(fresh)
 
     def take(self) -> str:
@@ -84,7 +91,7 @@ class ThinkingDecoder:
         """Return the text that was held back, once nothing can follow."""
         buffer, self._buffer = self._buffer, ""
         if self._state is _State.BEFORE and not self._thinking.opened:
-            self.tokens = 0
+            self._tokens = 0
             return self._take_space() + buffer
         if self._state is not _State.BEHIND:
             self._think(buffer)
@@ -116,7 +123,7 @@ class ThinkingDecoder:
         elif thinking.opened:
             self._state = _State.INSIDE
         else:
-            self._state, self.tokens = _State.TEXT, 0
+            self._state, self._tokens = _State.TEXT, 0
             self._buffer = self._take_space() + found
 
     def _read_thought(self) -> None:
@@ -125,7 +132,7 @@ class ThinkingDecoder:
         if call and call in thought:
             thought = thought[: thought.index(call)]
             self._state, self._buffer = _State.BEHIND, self._buffer[len(thought) :]
-            self.tokens -= 1  # the mark mostly is one token
+            self._tokens -= 1  # the mark mostly is one token
         elif mark:
             self._state, self._buffer = _State.BEHIND, rest
         else:

@@ -155,6 +155,25 @@ def test_the_tokens_of_a_thought_are_counted_with_its_marks(
 
 
 @pytest.mark.parametrize(
+    ("pieces", "opened", "told"),
+    [
+        (["\n", "<", "b>Hi"], False, [0, 0, 0]),  # gateways keep a count above 0
+        (["\n", "<th", "ink>", "Hm", "</think>", "42"], False, [0, 0, 3, 4, 5, 5]),
+        (["\n", "Hm"], True, [1, 2]),
+    ],
+)
+def test_no_token_counts_for_a_thought_that_may_not_come(
+    pieces: list[str], opened: bool, told: list[int]
+) -> None:
+    decoder = ThinkingDecoder(Pieces(pieces), Thinking("<think>", "</think>", opened))
+    found = []
+    for number in range(len(pieces)):
+        decoder.push(number)
+        found.append(decoder.tokens)
+    assert found == told
+
+
+@pytest.mark.parametrize(
     ("pieces", "opened", "thought", "text", "tokens"),
     [
         (["a", "\n", "<tool_call>", "{}"], True, "a", "<tool_call>{}", 2),
