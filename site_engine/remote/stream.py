@@ -200,14 +200,17 @@ class ResponseStream:
         return outputs
 
     def end(self) -> list[Output]:
-        """Return the finishes, once the stream is over. Raises MalformedStream if a choice has none."""
+        """Return the finishes, once the stream is over, after the outputs of a last line without an end.
+        Raises MalformedStream if a choice has none.
+        """
+        outputs = self._last_line()
         if self._fault is not None:
             raise self._fault
         if not self.is_ended:
             raise MalformedStream("the stream broke off in the middle of an answer")
         if self._total is not None:  # of all choices: what is beyond their chunks goes to the last
             self._choices[-1].tokens += max(0, self._total - self.tokens)
-        return [
+        return outputs + [
             Output(
                 request_id,
                 finish=each.finish,
@@ -219,6 +222,15 @@ class ResponseStream:
             )
             for request_id, each in zip(self._request_ids, self._choices, strict=True)
         ]
+
+    def _last_line(self) -> list[Output]:
+        """Read what follows the last line break, as OpenAI's own clients do. Raises FailedStream."""
+        try:
+            return self.feed(b"\n") if self._buffer else []
+        except FailedStream:
+            raise
+        except MalformedStream:  # it was cut, and `end` knows whether anything is missing
+            return []
 
     def _event(self, data: bytes, outputs: list[Output], *, failed: bool) -> None:
         """Take one event in. `failed`: it is named an error, as llama.cpp did, instead of data."""

@@ -316,6 +316,13 @@ def test_what_is_no_whole_answer_is_garbage(parts: list[bytes]) -> None:
         stream.end()
 
 
+@pytest.mark.parametrize("last", [b"", b"\n\n", b"\n\ndata: [DO"])
+def test_a_last_line_needs_no_end(last: bytes) -> None:
+    stream = ResponseStream(["a"])
+    outputs = read(stream, piece("x"), piece("y", finish="stop").rstrip() + last) + stream.end()
+    assert (text(outputs), outputs[-1].finish) == ("xy", Finish.STOP)
+
+
 def test_a_failure_in_the_stream_keeps_its_reason() -> None:
     with pytest.raises(MalformedStream, match="out of memory"):
         ResponseStream(["a"]).feed(event(error={"message": "out of memory"}))
