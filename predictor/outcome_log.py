@@ -20,7 +20,9 @@ MAX_LINES = 20_000
 MAX_CHARS = 8_000
 """Texts are cut to this length: forecasts do not read more."""
 SOURCE = "served"
-COLUMNS = {"source", "prompt_id", "prompt", "model", "response_tokens", "turn"}
+COLUMNS = {"source", "prompt_id", "prompt", "model", "turn"}
+LENGTH, LEAST = "response_tokens", "longer_than"
+"""A row has one of them: the length of the answer, or that at which a limit cut it short."""
 MAX_READ_ATTEMPTS = 100
 
 
@@ -35,15 +37,15 @@ class OutcomeLog:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lines, self._torn = _count_lines(folder / NEWEST)
 
-    def add(self, query: Features, tokens: int) -> None:
-        """Append one complete answer of `tokens`."""
+    def add(self, query: Features, tokens: int, *, ended: bool = True) -> None:
+        """Append one answer of `tokens`; one that has not `ended` was cut short there."""
         text = query.text[:MAX_CHARS].encode("utf-8", "replace").decode()
         row = {
             "source": SOURCE,
             "prompt_id": sha256(text.encode()).hexdigest()[:16],
             "prompt": text,
             "model": query.model,
-            "response_tokens": tokens,
+            LENGTH if ended else LEAST: tokens,
             "turn": query.turn,
         }
         if self._lines >= MAX_LINES:
@@ -79,7 +81,7 @@ def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.splitlines():
         with suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and row.keys() >= COLUMNS:
+            if isinstance(row, dict) and row.keys() >= COLUMNS and not row.keys().isdisjoint({LENGTH, LEAST}):
                 yield row
 
 

@@ -43,8 +43,7 @@ class Posterior:
     """The source of these forecasts."""
 
     def normalize(self, outcomes: float = 1.0) -> None:
-        """Normalize the weights, fade them by what so many new outcomes make old, and recompute the mixture.
-        """
+        """Normalize the weights, fade them by so many new outcomes, and recompute the mixture."""
         self.weights -= self.weights.max()
         if self.outcomes > MAX_EVIDENCE_OUTCOMES:
             self.weights *= 1.0 - outcomes / MAX_EVIDENCE_OUTCOMES

@@ -222,8 +222,9 @@ class ForecastService(Collector):
         self._requests.put(request, lane)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from one answer: of one that a limit cut short that it would have been longer. Several choices
-        are counted together, and a filter says nothing of the length.
+        """Learn from one answer: from one that a limit cut short, that it would have been longer.
+
+        Several choices are counted together, and a filter says nothing of the length: neither is learned.
         """
         awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
@@ -322,8 +323,8 @@ class ForecastService(Collector):
             if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._learn_after_s:
                 self._forecaster.observe(features, tokens, ended=ended)
                 self._schedule_next_lesson(features.model, began_s, time.monotonic())
-            if self._outcome_log is not None and ended:
-                self._outcome_log.add(features, tokens)
+            if self._outcome_log is not None:
+                self._outcome_log.add(features, tokens, ended=ended)
         except Exception:
             log.exception("nothing was learned from an outcome")
         finally:

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor.errors import DataError
-from predictor.outcome_log import parse_rows, read_files
+from predictor.outcome_log import LEAST, LENGTH, parse_rows, read_files
 
 REQUIRED_COLUMNS = ("source", "prompt_id", "prompt", "model", "response_tokens")
 TEXT_COLUMNS = ("source", "prompt", "model")
@@ -33,14 +33,17 @@ class Split:
     held_out: pd.DataFrame
 
 
-def read(path: Path) -> pd.DataFrame:
-    """Read the rows that can be learned from: those with an answer.
+def read(path: Path, *, with_cut: bool = False) -> pd.DataFrame:
+    """Read the rows that can be learned from: those with an answer, and `with_cut` those of which one was
+    cut short by a limit. Of these the column `cut` is true, and `response_tokens` is where that was.
 
     `path` is a parquet file, or the folder in which a gateway keeps recent outcomes. Raises DataError.
     """
     frame = read_all(path)
     if frame.prompt_id.isna().any():
         raise DataError(f"{path} has rows without a prompt_id: {int(frame.prompt_id.isna().sum())}")
+    frame["cut"] = with_cut & ~has_answer(frame) & (frame[LEAST] > 0)
+    frame[LENGTH] = frame[LENGTH].where(~frame.cut, frame[LEAST])
     return frame[has_answer(frame)].reset_index(drop=True)
 
 
@@ -62,7 +65,9 @@ def read_all(path: Path) -> pd.DataFrame:
     for column in TEXT_COLUMNS:
         frame[column] = _text_column(frame[column], path)
     frame["turn"] = _number_column(frame.turn, path).fillna(1)
-    frame["response_tokens"] = _number_column(frame.response_tokens, path).fillna(0)
+    for column in (LENGTH, LEAST):
+        values = frame[column] if column in frame.columns else pd.Series(np.nan, index=frame.index)
+        frame[column] = _number_column(values, path).fillna(0)
     return frame
 
 
@@ -96,7 +101,9 @@ def _read_outcomes(folder: Path) -> pd.DataFrame:
     rows = [row for content in read_files(folder) for row in parse_rows(content)]
     if not rows:
         raise DataError(f"{folder} holds no outcomes: start the gateway with `outcomes = {folder}`")
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        rows, columns=list({LENGTH: None} | dict.fromkeys(name for row in rows for name in row))
+    )
 
 
 def file_digest(path: Path) -> str:

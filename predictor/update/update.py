@@ -85,10 +85,11 @@ def update(
     rows, ArtifactError if another update wrote the artifact meanwhile.
     """
     digest = dataset.file_digest(outcomes)
-    frame = dataset.read(outcomes).tail(MAX_ROWS).reset_index(drop=True)
+    frame = dataset.read(outcomes, with_cut=True).tail(MAX_ROWS).reset_index(drop=True)
     served = _read_served(artifact, frame)
     parts = _split(frame, outcomes)
     rows = _encode_rows(served, frame, progress)
+    rows = _with_drawn_lengths(served, rows, frame.cut.to_numpy(dtype=bool), seed)
 
     train, held_out = rows.select(parts.train), rows.select(parts.held_out)
     start = _with_new_models(served, train)
@@ -163,6 +164,30 @@ def _encode_rows(served: ServedArtifact, frame: pd.DataFrame, progress: Progress
         model.to_numpy(dtype=np.int64),
         frame.response_tokens.to_numpy(dtype=np.int64),
     )
+
+
+def _with_drawn_lengths(
+    served: ServedArtifact, rows: Outcomes, cut: NDArray[np.bool_], seed: int
+) -> Outcomes:
+    """Return the rows with lengths for the answers that were cut short: drawn from what the artifact in force
+    forecasts beyond. Without these rows, models whose clients limit answers would be learned as short.
+    """
+    if not cut.any():
+        return rows
+    weights, edges = _read_weights(served.graph), np.array(served.card.edges)
+    known = _with_known_models(served, rows.select(cut))
+    logits = weights.logits(known) * weights.sharpness[known.model][:, None]
+    begins = np.maximum(edges[:-1][None, :], known.length[:, None])
+    left = np.maximum(edges[1:][None, :] - begins, 0)  # of each range, beyond the cut
+    chances = softmax(logits, axis=1) * left / np.diff(edges) + 1e-12 * left
+    chances[:, -1] += 1e-12  # answers that were cut after the last range
+    random, every = np.random.default_rng(seed), np.arange(len(known.length))
+    summed = chances.cumsum(axis=1)
+    place = (summed <= random.random(len(every))[:, None] * summed[:, -1:]).sum(axis=1)
+    place = np.minimum(place, len(edges) - 2)
+    length = rows.length.copy()
+    length[cut] = begins[every, place] + 1 + random.integers(0, np.maximum(left[every, place], 1))
+    return replace(rows, length=length)
 
 
 def _with_new_models(served: ServedArtifact, rows: Outcomes) -> Weights:

@@ -198,6 +198,29 @@ def test_an_outcome_log_is_learned_from_without_a_conversion(tmp_path: Path) -> 
     assert OnnxForecaster(folder).knows("terse/model")
 
 
+def test_limits_of_answers_are_not_learned_as_their_lengths(tmp_path: Path) -> None:
+    """Clients cut answers at 128. Without those, the same update would forecast 84% to be shorter."""
+    draw, limit, kept = np.random.default_rng(3), 128, OutcomeLog(tmp_path / "outcomes")
+    prompts = pd.read_parquet(outcomes(tmp_path / "same.parquet", 900)).prompt
+    lengths = 1 + draw.lognormal(5.3, 0.8, len(prompts)).astype(int)
+    for text, length in zip(prompts, lengths.tolist(), strict=True):
+        kept.add(Features(text, "long/model"), min(length, limit), ended=length <= limit)
+    assert read(tmp_path / "outcomes").response_tokens.max() <= limit
+    update(LEXICAL, tmp_path / "outcomes", out=tmp_path / "new", steps=150)
+    forecasts = OnnxForecaster(tmp_path / "new").forecast([Features(text, "long/model") for text in prompts])
+    within = np.mean([each.share_within(limit) for each in forecasts])
+    assert within == pytest.approx((lengths <= limit).mean(), abs=0.15)
+    assert np.mean([each.expected() for each in forecasts]) > limit
+
+
+def test_answers_of_which_all_were_cut_short_are_learned_as_longer(tmp_path: Path) -> None:
+    kept = OutcomeLog(tmp_path / "outcomes")
+    for number in range(300):
+        kept.add(Features(f"What is {number}?", "long/model"), 2_000, ended=False)
+    update(LEXICAL, tmp_path / "outcomes", out=tmp_path / "new", steps=40)
+    assert expected(tmp_path / "new", "long/model") > 2 * expected(LEXICAL, "long/model")
+
+
 def test_an_outcome_log_is_read_by_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that an operator had made, what users asked could be read by everyone on the machine."""
     monkeypatch.setattr("predictor.outcome_log.MAX_LINES", 1)
