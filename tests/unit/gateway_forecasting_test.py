@@ -306,7 +306,7 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
     disk_answers, added = threading.Event(), []
 
     class Slow(OutcomeLog):
-        def add(self, query: Features, tokens: int) -> None:
+        def add(self, query: Features, tokens: int, *, ended: bool = True) -> None:
             disk_answers.wait(60)
             added.append(tokens)
 
@@ -320,8 +320,9 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
         for tokens in range(1, 20):
             await answered(tokens)
         disk_answers.set()
-        while len(added) < 5:  # noqa: ASYNC110 - of a thread
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while len(added) < 5:  # noqa: ASYNC110 - of a thread
+                await asyncio.sleep(0.001)
         await forecasts.close()
 
     asyncio.run(scenario())
@@ -333,7 +334,7 @@ def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: 
     added: list[int] = []
 
     class Full(OutcomeLog):
-        def add(self, query: Features, tokens: int) -> None:
+        def add(self, query: Features, tokens: int, *, ended: bool = True) -> None:
             added.append(tokens)
             raise OSError("No space left on device")
 
