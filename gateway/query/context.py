@@ -114,6 +114,7 @@ class QueryContext:
             now_s=self.clock(),
             turn=next(self.turns),
             tried=planned.tried,
+            is_retry=planned.failures > 0,
             excluded=excluded,
             preferred_site=planned.preferred_site,
             preference_reason=planned.preference_reason,

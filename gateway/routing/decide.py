@@ -53,6 +53,7 @@ def decide(
     now_s: float,
     turn: int,
     tried: Collection[str] = (),
+    is_retry: bool = False,
     excluded: Mapping[str, str] = NO_EXCLUSIONS,
     preferred_site: str | None = None,
     preference_reason: str = "",
@@ -61,15 +62,16 @@ def decide(
 ) -> Placement:
     """Choose the site for one demand.
 
-    `tried`: the sites that failed this query before. `excluded`: further sites to leave out, each with the
-    reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains the
-    choice. A line of a batch may go instead where more of its beginning is cached and a slot is free, if the
-    policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
+    `tried`: the sites that failed this query before and are not to have it again. `is_retry`: after a
+    failure, so that sites are left out that may be lost, too. `excluded`: further sites to leave out, each
+    with the reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains
+    the choice. A line of a batch may go instead where more of its beginning is cached and a slot is free, if
+    the policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
     `gateways`: how many decide by the same reports.
     """
     at = fleet.figures
     allowed = allowed_sites(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
-    if tried:
+    if is_retry:
         allowed = _reported_lately(allowed, at, now_s)
     found = _with_waking(estimates(sizes(demand, fleet), at, fleet.remaining), demand.model, fleet)
     candidates = Candidates(fleet.sites, allowed, allowed.nonzero()[0], at, found, now_s)

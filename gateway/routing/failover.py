@@ -26,8 +26,8 @@ NATIVE: Final = "native"
 
 
 class Try(NamedTuple):
-    """The next try. `tried`: sites not to be used again. `resume`: the answer that the client has so far,
-    None before the first token.
+    """The next try, after `failures`. `tried`: sites not to be used again. `resume`: the answer that the
+    client has so far, None before the first token.
 
     `full`: those of `tried` that were too full to go on with an answer, and may be asked again later.
     `preferred_site`: the site that bid for the query, which then moves there as move number `moves`; for the
@@ -40,6 +40,7 @@ class Try(NamedTuple):
     preferred_site: str | None = None
     moves: int = 0
     full: frozenset[str] = frozenset()
+    failures: int = 0
 
     @property
     def preference_reason(self) -> str:
@@ -70,7 +71,7 @@ def tries(
     A release by a site is no failure: the query moves to the site that bid for it. Gateways ask for at most
     `MAX_MOVES` releases, so a site that releases more often has failed.
     """
-    current, failures, lost_once = Try(1, preferred_site=preferred_site), 0, set[str]()
+    current, lost_once = Try(1, preferred_site=preferred_site), set[str]()
     while True:
         failure, resume, to_report = yield current
         _check(failure, resume, sampling)
@@ -82,9 +83,10 @@ def tries(
                 failure.preferred_site,
                 current.moves + 1,
                 current.full,
+                current.failures,
             )
             continue
-        failures += 1
+        failures = current.failures + 1
         if failures >= max_tries:
             raise final_error(to_report or failure, resume)
         tried, full = current.tried, current.full
@@ -94,7 +96,7 @@ def tries(
             tried |= {failure.site}
         if resume is not None and failure.cause is FailureCause.FULL:
             full |= {failure.site}
-        current = Try(current.number + 1, tried, resume, moves=current.moves, full=full)
+        current = Try(current.number + 1, tried, resume, None, current.moves, full, failures)
 
 
 def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -> None:

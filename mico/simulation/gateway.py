@@ -189,6 +189,7 @@ class Gateway:
             now_s=now_s,
             turn=next(self._turns),
             tried=next_try.tried,
+            is_retry=next_try.failures > 0,
             preferred_site=preferred,
             preference_reason=next_try.preference_reason,
             keep_estimates=False,

@@ -129,7 +129,7 @@ def test_a_retry_avoids_sites_that_have_not_reported_lately_as_long_as_others_ar
     reports = [replace(busy(4, 1.0, 0.0, NOW - each), quiet_s=quiet_s) for each in age_s]
     sites = [Site(identity(f"s{n}", 4), SiteState.READY, each) for n, each in enumerate(reports)]
     demand, fleet = Demand("m", 100, 200.0, 500), Fleet.of(sites)
-    found = decide(demand, fleet, POLICIES[policy], now_s=NOW, turn=turn, tried={"s0"})
+    found = decide(demand, fleet, POLICIES[policy], now_s=NOW, turn=turn, tried={"s0"}, is_retry=True)
     assert found.site is not None and found.site.name != "s0"
     lately = [site.name for site in sites[1:] if NOW - site.load.received_s <= REPORTS_EVERY_S]
     assert not lately or found.site.name in lately
