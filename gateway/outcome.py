@@ -7,9 +7,13 @@ from enum import StrEnum
 import msgspec
 
 from gateway.decision import Decision
+from gateway.domain import Finish
 from gateway.ending import Ending
 from gateway.prices import Prices
 from predictor.forecast import Forecast
+
+CUT_SHORT = frozenset((Finish.LENGTH, Finish.CONTENT_FILTER))
+"""Finish reasons of answers that a limit (of the query, of its site, of a budget) or a filter ended."""
 
 
 class Status(StrEnum):
@@ -65,6 +69,17 @@ class Outcome(msgspec.Struct, frozen=True):
     asked_model: str = ""
     cheapest_nano_usd: int = 0
     dearest_nano_usd: int = 0
+    max_tokens: int | None = None  # the limit that the query set itself
+
+    @property
+    def tells_length(self) -> bool:
+        """Return whether its tokens are those of one answer, cut short by the limit of the query at most."""
+        reasons = self.ending.finish_reasons
+        if self.status is not Status.ANSWERED or len(reasons) > 1:
+            return False
+        reached = self.max_tokens is not None and 0 < self.max_tokens <= self.completion_tokens
+        cut_by = CUT_SHORT.intersection(reasons)
+        return not cut_by or (reached and cut_by == {Finish.LENGTH})
 
     @property
     def site(self) -> str:

@@ -52,8 +52,6 @@ MAX_BUSY_INLINE_S = 0.0004
 """The same while the event loop is busy with other queries: on the thread a model's graph runs beside it."""
 QUERY_CHARS = 50
 """A query takes as long as so many more characters of text."""
-CUT_SHORT = frozenset((Finish.LENGTH, Finish.CONTENT_FILTER))
-"""Finish reasons of answers that a limit (of the query, of its site, of a budget) or a filter ended."""
 MAX_AWAITED = 20_000
 """Queries whose outcome is awaited; the oldest are dropped first."""
 RELOAD_EVERY_S = 10.0
@@ -87,13 +85,6 @@ class ForecastRequest(NamedTuple):
     def chars(self) -> int:
         """The characters that are read, and what the query costs beside."""
         return min(len(self.features.text), HEAD_CHARS + TAIL_CHARS) + QUERY_CHARS
-
-
-class Awaited(NamedTuple):
-    """What is kept of a query until its outcome comes."""
-
-    features: Features
-    max_tokens: int | None
 
 
 class WaitingRequests:
@@ -172,7 +163,7 @@ class ForecastService(Collector):
         self._reload_task: asyncio.Task[None] | None = None
         self._learner = ThreadPoolExecutor(1, "learn")
         self._learn_slots = BoundedSemaphore(MAX_TO_LEARN)
-        self._awaited: OrderedDict[str, Awaited] = OrderedDict()
+        self._awaited: OrderedDict[str, Features] = OrderedDict()  # by query
         self._drift: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
@@ -183,7 +174,7 @@ class ForecastService(Collector):
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
         request = self._request_of(query)
-        self._awaited[query.id] = Awaited(request.features, query.sampling.max_tokens)
+        self._awaited[query.id] = request.features
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
         if query.lane is Lane.INTERACTIVE:
@@ -226,32 +217,25 @@ class ForecastService(Collector):
 
         Several choices are counted together, and a filter says nothing of the length: neither is learned.
         """
-        awaited = self._awaited.pop(outcome.query_id, None)
+        features = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
             return
         reasons = outcome.ending.finish_reasons
         if len(reasons) > 1:
             return
-        self._watch(outcome, outcome.forecast, None if awaited is None else awaited.max_tokens)
+        if outcome.tells_length:
+            monitor = self._drift.setdefault(outcome.forecast.source.split(":", 1)[0], DriftMonitor())
+            monitor.observe(outcome.forecast, outcome.completion_tokens, outcome.max_tokens)
         ended = Finish.LENGTH not in reasons
         if Finish.CONTENT_FILTER in reasons or (not ended and outcome.completion_tokens <= 0):
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens, ended=ended)
-        features = None if awaited is None else awaited.features
         may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
         if features is None or not may_learn or len(features.text) > MAX_LEARNED_CHARS:
             return
         if self._learn_slots.acquire(blocking=False):
             self._learner.submit(self._learn, features, outcome.completion_tokens, ended=ended)
-
-    def _watch(self, outcome: Outcome, forecast: Forecast, max_tokens: int | None) -> None:
-        """Compare an answer with its forecast, unless something else than the query's limit cut it short."""
-        reached = max_tokens is not None and 0 < max_tokens <= outcome.completion_tokens
-        cut_by = CUT_SHORT.intersection(outcome.ending.finish_reasons)
-        if not cut_by or (reached and cut_by == {Finish.LENGTH}):
-            monitor = self._drift.setdefault(forecast.source.split(":", 1)[0], DriftMonitor())
-            monitor.observe(forecast, outcome.completion_tokens, max_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the distance of recent outcomes from their forecasts, by forecaster."""

@@ -300,6 +300,7 @@ class QueryState:
             asked_model=query.asked_model,
             cheapest_nano_usd=cheapest,
             dearest_nano_usd=dearest,
+            max_tokens=query.sampling.max_tokens,
         )
 
     def _cost_bounds(

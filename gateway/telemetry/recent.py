@@ -73,7 +73,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ForecastQuality:
-    """Forecasts against answers. Well calibrated: half of the answers under p50, nine tenths under p90."""
+    """Forecasts against answers. Well calibrated: half of the answers under p50, nine tenths under p90. Those
+    whose own limit is no longer than their p90 are left out: they could not exceed it.
+    """
 
     source: str
     answers: int
@@ -249,9 +251,10 @@ def ended_query(outcome: Outcome, at: float) -> EndedQuery:
     first_s, itl_s, forecast = outcome.first_token_s, None, None
     if first_s is not None and outcome.completion_tokens > 1:
         itl_s = (outcome.total_s - first_s) / (outcome.completion_tokens - 1)
-    if outcome.status is Status.ANSWERED and outcome.forecast is not None:
+    if outcome.tells_length and outcome.forecast is not None:
         _, p50, p90 = outcome.forecast.summary
-        forecast = outcome.forecast.source, p50, p90, outcome.completion_tokens
+        if outcome.max_tokens is None or p90 < outcome.max_tokens:  # or it could not be exceeded
+            forecast = outcome.forecast.source, p50, p90, outcome.completion_tokens
     return EndedQuery(
         at=at,
         site=outcome.site,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import SiteState
+from gateway.ending import Ending
 from gateway.federation.directory import Directory
 from gateway.outcome import Status
 from gateway.site_events import MAX_EVENTS, Event, EventLog
@@ -75,6 +76,26 @@ def test_forecasts_are_compared_with_answers_only() -> None:
         recent.observe(replace(ANSWERED, completion_tokens=tokens), 0.0)
     recent.observe(replace(ANSWERED, status=Status.CANCELLED, completion_tokens=1), 0.0)
     assert recent.quality() == ForecastQuality("flat", 4, 0.25, 0.5, 45)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reasons", "limit", "counts"),
+    [
+        (95, ("length",), 95, True),  # above its p90 of 90
+        (80, ("length",), 80, False),  # it could not exceed that
+        (80, ("length",), None, False),  # cut short by something else, it may have been longer
+        (20, ("content_filter",), None, False),
+        (20, ("stop",), 80, False),  # where those above 80 are left out, those below are, too
+        (20, ("stop", "stop"), None, False),
+    ],
+)
+def test_forecasts_are_compared_where_they_could_be_exceeded(
+    tokens: int, reasons: tuple[str, ...], limit: int | None, counts: bool
+) -> None:
+    recent = Recent()
+    ending = Ending(finish_reasons=reasons)
+    recent.observe(replace(ANSWERED, completion_tokens=tokens, ending=ending, max_tokens=limit), 0.0)
+    assert recent.quality() == (ForecastQuality("flat", 1, 0.0, 0.0, 45) if counts else None)
 
 
 def test_what_is_old_or_too_much_is_forgotten() -> None:

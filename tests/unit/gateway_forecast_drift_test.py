@@ -1,4 +1,4 @@
-"""Answers that a query's own limit ends are compared with their forecasts, but not learned from."""
+"""Answers that a query's own limit ends are compared with their forecasts up to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import msgspec
 import pytest
 
-from gateway.domain import Sampling
 from gateway.ending import Ending
 from gateway.query.forecasting import ForecastService
 from predictor.histogram import HistogramForecaster
@@ -24,10 +23,9 @@ def drift_of(ends: list[tuple[str, int, str]], limit: int | None = LIMIT) -> dic
     async def scenario() -> dict[str, float]:
         forecasts = ForecastService(HistogramForecaster(), HistogramForecaster())
         for name, tokens, reason in ends:
-            limited = msgspec.structs.replace(query(name), sampling=Sampling(max_tokens=limit))
-            told = await forecasts.request(limited)
-            ended = outcome(name, tokens, forecast=told)
-            forecasts.observe(msgspec.structs.replace(ended, ending=Ending(finish_reasons=(reason,))))
+            told = await forecasts.request(query(name))
+            ended, ending = outcome(name, tokens, forecast=told), Ending(finish_reasons=(reason,))
+            forecasts.observe(msgspec.structs.replace(ended, ending=ending, max_tokens=limit))
         await forecasts.close()
         return sample(forecasts, "mico_forecast_drift")
 
