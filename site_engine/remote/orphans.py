@@ -32,6 +32,8 @@ def _is_of_no_use(connection: Any) -> bool:
 
 async def _close_or_leave(answer: Any) -> None:
     """Close an answer; if that is cancelled, make an orphan of its connection."""
+    if answer._closed:
+        return
     try:
         if _close is not None:
             await _close(answer)

@@ -224,10 +224,16 @@ class ResponseStream:
         ]
 
     def _last_line(self) -> list[Output]:
-        """Read what follows the last line break, as OpenAI's own clients do. Raises FailedStream."""
+        """Read what follows the last line break, as OpenAI's own clients do.
+
+        Raises FailedStream for an answer that has not ended.
+        """
+        had_ended = self.is_ended
         try:
             return self.feed(b"\n") if self._buffer else []
         except FailedStream:
+            if had_ended:
+                return []
             raise
         except MalformedStream:  # it was cut, and `end` knows whether anything is missing
             return []

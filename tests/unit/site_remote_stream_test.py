@@ -409,9 +409,7 @@ ABSURD = st.one_of(st.integers(-(2**70), 2**70), st.sampled_from([-1, 2**32, 2**
 
 
 @given(ABSURD, ABSURD, ABSURD, ABSURD)
-def test_absurd_counts_of_a_server_fit_the_link(
-    prompt: int, completion: int, cached: int, of_it: int
-) -> None:
+def test_absurd_counts_fit_the_link(prompt: int, completion: int, cached: int, of_it: int) -> None:
     """One that did not would end the link, and with it every answer of the site."""
     usage = {
         "prompt_tokens": prompt,
@@ -443,3 +441,10 @@ def test_log_probabilities_of_bytes_that_are_none_are_malformed(byte: int) -> No
     logprobs = {"content": [{"token": "x", "logprob": -0.5, "bytes": [byte]}]}
     with pytest.raises(MalformedStream):
         ResponseStream(["a"]).feed(piece("x", logprobs=logprobs))
+
+
+def test_a_last_line_with_an_error_after_the_end_is_none() -> None:
+    """Raised from `end`, it left the request in its slot."""
+    stream = ResponseStream(["a"])
+    stream.feed(piece("x", 0, "stop") + b'data: {"error": {"message": "late"}}')
+    assert [each.finish for each in stream.end()] == [Finish.STOP]
