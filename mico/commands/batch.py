@@ -287,10 +287,10 @@ def ask_until_available(session: Session, batch_id: str, ask: Callable[[], T]) -
 
 
 def download(client: Client, file_id: str | None, path: Path) -> str | None:
-    """Download a file of a batch; without one remove the file at its path, which is of an earlier batch."""
+    """Download a file of a batch; without one rename a file at its path, which would pass for it."""
     if file_id is None:
         if path.is_file() and not path.is_symlink():
-            path.unlink()
+            path.replace(path.with_name(f"{path.name}.old"))
         return None
     client.download(f"/v1/files/{file_id}/content", path)
     return str(path)
