@@ -86,8 +86,10 @@ def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file, which its owner alone can read if it is new: it holds what users asked."""
-    return os.open(path, flags, 0o600)
+    """Open a file that its owner alone can read: it holds what users asked."""
+    file = os.open(path, flags, 0o600)
+    os.fchmod(file, 0o600)  # one of an earlier version
+    return file
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, int]:

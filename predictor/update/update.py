@@ -87,11 +87,11 @@ def update(
     digest = dataset.file_digest(outcomes)
     frame = dataset.read(outcomes, with_cut=True).tail(MAX_ROWS).reset_index(drop=True)
     served = _read_served(artifact, frame)
-    parts = _split(frame, outcomes)
-    rows = _encode_rows(served, frame, progress)
-    rows = _with_drawn_lengths(served, rows, frame.cut.to_numpy(dtype=bool), seed)
+    parts, cut = _split(frame, outcomes), frame.cut.to_numpy(dtype=bool)
+    known = _encode_rows(served, frame, progress)
+    rows = _with_drawn_lengths(served, known, cut, seed)
 
-    train, held_out = rows.select(parts.train), rows.select(parts.held_out)
+    train, held_out, held_cut = rows.select(parts.train), known.select(parts.held_out), cut[parts.held_out]
     start = _with_new_models(served, train)
     rehearsed, judged = _elsewhere_rows(elsewhere, served, int(parts.train.sum()), seed, progress)
     trainer = HeadTrainer(start, rehearsed, served.card.edges, seed, progress)
@@ -100,8 +100,8 @@ def update(
     end = recalibrated(start._replace(head=trainer.train(both, chosen)), trainer, both, chosen)
 
     current = _read_weights(served.graph)
-    before = figures(current, _with_known_models(served, held_out), served.card.edges)
-    after = figures(end, held_out, served.card.edges)
+    before = figures(current, _with_known_models(served, held_out), served.card.edges, held_cut)
+    after = figures(end, held_out, served.card.edges, held_cut)
     report: dict[str, Any] = {"outcomes": {"before": before.to_dict(), "after": after.to_dict()}}
     _require_improvement(before, after)
     if judged is not None:
@@ -114,8 +114,18 @@ def update(
     return report
 
 
-def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures:
-    """Return the scores of weights on some rows."""
+def figures(
+    weights: Weights, rows: Outcomes, edges: tuple[int, ...], cut: NDArray[np.bool_] | None = None
+) -> Figures:
+    """Return the scores of weights on some rows. Answers that were `cut` short count in the log loss alone,
+    by the probability of longer ones.
+    """
+    if cut is not None and cut.any():
+        ended = figures(weights, rows.select(~cut), edges)
+        beyond = _log_loss_beyond(weights, rows.select(cut), edges)
+        return replace(
+            ended, log_loss=float(np.average([ended.log_loss, beyond], weights=[ended.rows, cut.sum()]))
+        )
     logits = weights.logits(rows) * weights.sharpness[rows.model][:, None]
     coverage = weights.expected_coverage(rows, weights.shift[rows.model].astype(np.float64))
     probabilities = calibrate.recalibrate(softmax(logits, axis=1), coverage)
@@ -127,6 +137,14 @@ def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures
         accuracy=float((bucket == metrics.true_bucket(rows.length, ACCURACY_MAX_LENGTH)).mean()),
         p90_coverage=metrics.coverage(rows.length, metrics.quantile(probabilities, edges, 0.9)),
     )
+
+
+def _log_loss_beyond(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> float:
+    """Return the mean −log p of answers longer than the rows', in nats."""
+    logits = weights.logits(rows) * weights.sharpness[rows.model][:, None]
+    longer = np.clip((np.array(edges[1:]) - rows.length[:, None]) / np.diff(edges), 0.0, 1.0)
+    beyond = (softmax(logits, axis=1) * longer).sum(axis=1)
+    return float(-np.log(np.maximum(beyond, 1e-12)).mean())
 
 
 def _read_served(folder: Path, frame: pd.DataFrame) -> ServedArtifact:
@@ -143,9 +161,11 @@ def _split(frame: pd.DataFrame, path: Path) -> Parts:
     held_out = percent < HELD_OUT_PERCENT
     calibration = ~held_out & (percent < HELD_OUT_PERCENT + CALIBRATION_PERCENT)
     train = ~held_out & ~calibration
-    if train.sum() < MIN_TRAIN_ROWS or held_out.sum() < MIN_HELD_OUT_ROWS:
+    ended = ~frame.cut.to_numpy(dtype=bool)
+    to_learn, to_judge = (train & ended).sum(), (held_out & ended).sum()
+    if to_learn < MIN_TRAIN_ROWS or to_judge < MIN_HELD_OUT_ROWS:
         raise DataError(
-            f"{path} has {train.sum()} rows to learn from and {held_out.sum()} to judge by; "
+            f"{path} has {to_learn} rows to learn from and {to_judge} to judge by that no limit cut short; "
             f"at least {MIN_TRAIN_ROWS} and {MIN_HELD_OUT_ROWS} are needed"
         )
     return Parts(train, calibration, held_out)

@@ -213,12 +213,19 @@ def test_limits_of_answers_are_not_learned_as_their_lengths(tmp_path: Path) -> N
     assert np.mean([each.expected() for each in forecasts]) > limit
 
 
-def test_answers_of_which_all_were_cut_short_are_learned_as_longer(tmp_path: Path) -> None:
+def test_an_update_is_judged_by_lengths_that_are_known(tmp_path: Path) -> None:
+    """Drawn lengths would confirm what is forecast: answers cut at 100 say nothing of those beyond."""
     kept = OutcomeLog(tmp_path / "outcomes")
     for number in range(300):
-        kept.add(Features(f"What is {number}?", "long/model"), 2_000, ended=False)
-    update(LEXICAL, tmp_path / "outcomes", out=tmp_path / "new", steps=40)
-    assert expected(tmp_path / "new", "long/model") > 2 * expected(LEXICAL, "long/model")
+        kept.add(Features(f"What is {number}?", "long/model"), 100, ended=False)
+    with pytest.raises(DataError, match="0 to judge by that no limit cut short"):
+        update(LEXICAL, tmp_path / "outcomes", out=tmp_path / "new")
+    for number in range(300, 900):
+        kept.add(Features(f"What is {number}?", "long/model"), 1_500)
+    report = update(LEXICAL, tmp_path / "outcomes", out=tmp_path / "new", steps=40)["outcomes"]
+    assert 100 < report["after"]["rows"] < 150  # a fifth of 600
+    assert report["after"]["mae_tokens"] > 500, "they are of 1,500, of which it has learned a part"
+    assert report["before"]["log_loss"] > report["after"]["log_loss"]
 
 
 def test_an_outcome_log_is_read_by_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
