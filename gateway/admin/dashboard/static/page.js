@@ -105,7 +105,7 @@ function drawEvents(events) {
 function drawRoutes({ routes, quality }) {
   fill("routes", routes.map(({ reason, site, attempts }) => [reason, site, number(attempts)]), "No query ended in the last 5 minutes.");
   setText($("quality"), quality
-    ? `${plural(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
+    ? `${plural(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers whose max_tokens is not above their p90 are left out. Forecast by ${quality.source.replaceAll(":", ", ")}.`
     : "No answer to compare with.");
 }
 
