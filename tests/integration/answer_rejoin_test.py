@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from gateway.domain import AnswerEvent
 from gateway.errors import UpstreamFailed, UpstreamLost
 from tests.support.answers import assigned_site, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
@@ -20,6 +22,17 @@ class Turns:
     def __next__(self) -> int:
         self.taken += 1
         return self.taken
+
+
+async def begun(
+    here: Scene, *sites: ScriptedSite
+) -> tuple[asyncio.Task[None], list[AnswerEvent], ScriptedSite]:
+    """Return an answer of which one of the sites has given the first part, and that site."""
+    task, pieces = start_answer(here, here.query())
+    serving, assign = await assigned_site(here, *sites)
+    await serving.step(assign, "Hel", 3)
+    await until(lambda: text_of(pieces) == "Hel", "the first part")
+    return task, pieces, serving
 
 
 class SilentAtFirst(ScriptedSite):
@@ -37,11 +50,8 @@ def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> 
 
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
-        task, pieces = start_answer(here, here.query())
-        serving, assign = await assigned_site(here, *sites)
+        task, pieces, serving = await begun(here, *sites)
         other = next(s for s in sites if s is not serving)
-        await serving.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
         await other.close()
         await until(lambda: other.name not in here.gateway.federation.links, "the other one is lost")
         await serving.close()
@@ -58,10 +68,7 @@ def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> 
 def test_an_answer_goes_on_at_its_own_site_when_that_comes_back() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
-        task, pieces = start_answer(here, here.query())
-        assign = await site.assigned()
-        await site.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        task, pieces, _ = await begun(here, site)
         await site.close()
         await until(lambda: not here.gateway.federation.links, "the only site is lost")
         again = await here.site("a")
@@ -75,11 +82,8 @@ def test_an_answer_goes_on_at_its_own_site_when_that_comes_back() -> None:
 def test_a_site_that_came_back_takes_over_when_the_next_one_fails() -> None:
     async def scenario(here: Scene) -> None:
         first, other = await here.site("a"), await here.site("b")
-        task, pieces = start_answer(here, here.query())
-        serving, assign = await assigned_site(here, first, other)
+        task, pieces, serving = await begun(here, first, other)
         left = first if serving is other else other
-        await serving.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
         await serving.close()
         attempt = await left.assigned()
         again = await here.site(serving.name)
@@ -116,10 +120,7 @@ def test_a_site_that_is_full_for_a_moment_is_asked_again_to_go_on(
 
     async def scenario(here: Scene) -> None:
         dying, other = await here.site("a"), await here.site("b", slots=1, seconds_per_token=0.1)
-        task, pieces = start_answer(here, here.query())
-        assign = await dying.assigned()
-        await dying.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        task, pieces, _ = await begun(here, dying)
         await other.report(running=1, pending=8 * crowded, running_remaining=[99])
         await dying.close()
         attempt = (await other.next()).assign.attempt_id
@@ -139,10 +140,7 @@ def test_a_site_that_stays_full_is_not_asked_for_ever(monkeypatch: pytest.Monkey
 
     async def scenario(here: Scene) -> None:
         dying, other = await here.site("a"), await here.site("b", seconds_per_token=0.1)
-        task, pieces = start_answer(here, here.query())
-        assign = await dying.assigned()
-        await dying.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        task, _pieces, _ = await begun(here, dying)
         await dying.close()
         for _ in range(here.gateway.max_tries - 1):
             attempt = (await other.next()).assign.attempt_id
@@ -161,10 +159,7 @@ def test_a_site_that_came_back_is_waited_for_until_its_first_report() -> None:
         dying, other = await here.site("a"), await here.site("b")
         await other.close()
         await until(lambda: "b" not in here.gateway.federation.links, "the other one is lost")
-        task, pieces = start_answer(here, here.query())
-        assign = await dying.assigned()
-        await dying.step(assign, "Hel", 3)
-        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        task, pieces, _ = await begun(here, dying)
         await dying.close()
         await until(lambda: not here.gateway.federation.links, "both are lost")
         again = SilentAtFirst("b", here.address)
