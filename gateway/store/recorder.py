@@ -35,7 +35,7 @@ from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable
 from gateway.store.journal import LIMIT_BYTES, SEGMENT_BYTES, Journal
 from gateway.store.rows import EventRow, Record, event_row, from_line, record_of, to_line
 from gateway.store.writer import Writer
-from gateway.tasks import cancel
+from gateway.tasks import cancel, is_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -279,11 +279,11 @@ class Recorder:
         self._retry_s = RETRY_S[0]
 
     async def _flush_for_ever(self) -> None:
-        while True:
+        while not is_cancelled():
             await self._flush_wanted.wait()
             await asyncio.sleep(FLUSH_S)  # collects a batch
             self._flush_wanted.clear()
-            if not await self._flush_or_log():
+            if not await self._flush_or_log() and not is_cancelled():
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(2 * self._retry_s, RETRY_S[1])
                 self._flush_wanted.set()

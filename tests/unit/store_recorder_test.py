@@ -18,7 +18,7 @@ from msgspec import structs
 from gateway.decision import Estimate
 from gateway.outcome import Status
 from gateway.site_events import Event
-from gateway.store.errors import StoreError
+from gateway.store.errors import StoreError, StoreUnavailable
 from gateway.store.journal import LIMIT_BYTES, Journal
 from gateway.store.recorder import DECISIONS_SHARE, IN_FLIGHT_SHARE, MEMORY_LINES, Recorder
 from gateway.store.rows import Record, event_of, record_of, to_line
@@ -64,6 +64,34 @@ def test_what_is_recorded_is_stored_by_a_flush(tmp_path: Path) -> None:
         assert [len(row.decisions) for row in writer.rows.values()] == [1, 2]
 
     run(tmp_path, scenario)
+
+
+def test_it_closes_where_a_connection_breaks_as_its_flush_is_cancelled(tmp_path: Path) -> None:
+    """The error of the connection hid that the flush was cancelled, and a gateway did not end."""
+
+    class Breaking(FakeWriter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writing = asyncio.Event()
+
+        async def write(self, records: Any) -> None:
+            if not self.writing.is_set():
+                self.writing.set()
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    raise StoreUnavailable("the connection is lost") from None
+            await super().write(records)
+
+    async def main() -> None:
+        writer = Breaking()
+        async with asyncio.timeout(60):
+            async with recording(tmp_path, writer, background=True) as recorder:
+                recorder.record(outcome("a"))
+                await writer.writing.wait()
+        assert list(writer.rows) == ["a"]
+
+    asyncio.run(main())
 
 
 def test_it_flushes_by_itself(tmp_path: Path) -> None:
