@@ -236,6 +236,7 @@ def test_a_migration_that_ends_a_deadlock_is_tried_again(
         " AND mode = 'AccessExclusiveLock'"
     )
     with ThreadPoolExecutor(1) as pool, sync_engine(url).connect() as writer:
+        writer.execute(text("SET deadlock_timeout = '1h'"))  # only the migration may find it
         writer.execute(text("UPDATE batches SET status = status"))
         migrating = pool.submit(upgrade, url)
         try:
