@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from gateway.domain import Site
 from gateway.scaling.groups import Group, GroupFailed
 from gateway.scaling.plan import ScalingPlan
-from gateway.scaling.sizing import SERVING_STATES, Stabilizer, busy_machines, by_pool, desired_machines
+from gateway.scaling.sizing import SERVING_STATES, Stabilizer, busy_machines, by_pool, needed_machines
 from gateway.tasks import cancel
 from gateway.telemetry.snapshot import Pool
 
@@ -40,7 +40,8 @@ async def scaling(
 
 class Scaler(Collector):
     """Sizes pools. Every replica may run one: each starts from the group's current size, so they agree or
-    wait. A pool of which no machine has a link to this replica is not made smaller: its load is unknown here.
+    wait. A pool shrinks only by the load of all its machines, those without a link to this replica counted
+    like the others; if none has one, it keeps its size.
 
     `desired` and `machines` are by pool. A pool without a group is not resized: the metric shows the desired
     size.
@@ -57,6 +58,7 @@ class Scaler(Collector):
         self.machines: dict[str, int] = {}
         self._sites, self._plan, self._groups, self._clock = sites, plan, groups, clock
         self._bounds = {name: pool.bounds() for name, pool in plan.pool.items()}
+        self._sizes: dict[str, int] = {}  # of the groups, when their clouds last reported them
         self._stabilizers: dict[str, Stabilizer] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}  # by pool: its cloud has not answered yet
         self._unseen: dict[str, float] = {}  # since when no machine of a pool is linked; inf once reported
@@ -86,13 +88,14 @@ class Scaler(Collector):
         name.
         """
         pools = by_pool(self._sites())
+        linked = {name: sum(site.state in SERVING_STATES for site in pools[name]) for name in pools}
         busy = {name: busy_machines(sites) for name, sites in pools.items()}
-        needed = desired_machines(busy, self._bounds, self._plan.budget_usd_per_hour)
+        needed = needed_machines(busy, linked, self._sizes, self._bounds, self._plan.budget_usd_per_hour)
         for gone in self.desired.keys() - needed.keys():
             del self.desired[gone], self.machines[gone], self._stabilizers[gone]
         work = {}
         for name in needed.keys() | self._groups.keys():
-            serving = sum(site.state in SERVING_STATES for site in pools.get(name, ()))
+            serving = linked.get(name, 0)
             stabilizer = self._stabilizers.setdefault(
                 name, Stabilizer(self._plan.up_after_s, self._plan.down_after_s)
             )
@@ -115,6 +118,8 @@ class Scaler(Collector):
     async def _resize(self, name: str, serving: int, stabilizer: Stabilizer) -> None:
         group = self._groups.get(name)
         now = await group.size() if group else serving
+        if group:
+            self._sizes[name] = now
         if group and not serving and stabilizer.newest < now:
             stabilizer.restart()
             self._report_unseen(name, now)

@@ -74,6 +74,26 @@ def desired_machines(
     return _affordable(machines, limits, budget_usd_per_hour)
 
 
+def needed_machines(
+    busy: Mapping[str, float],
+    linked: Mapping[str, int],
+    sizes: Mapping[str, int],
+    bounds: Mapping[str, Bounds],
+    budget_usd_per_hour: float = math.inf,
+) -> dict[str, int]:
+    """Return the machines per pool as `desired_machines` does, but shrink no pool by an incomplete view.
+
+    `busy` covers the `linked` machines alone. Where a pool of a known size would shrink, its other machines
+    are assumed to be as busy as those. A pool grows by the observed load only: the others may be starting.
+    """
+    assumed = dict(busy)
+    for name, machines in desired_machines(busy, bounds, budget_usd_per_hour).items():
+        size = sizes.get(name, 0)
+        if machines < size and 0 < linked.get(name, 0) < size:
+            assumed[name] = max(busy[name], min(busy[name] * size / linked[name], size * BUSY_SHARE))
+    return desired_machines(assumed, bounds, budget_usd_per_hour)
+
+
 def _affordable(machines: Mapping[str, int], limits: Mapping[str, Bounds], budget: float) -> dict[str, int]:
     left = max(0.0, budget - sum(limit.fewest * limit.usd_per_hour for limit in limits.values()))
     granted = {}

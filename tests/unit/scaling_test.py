@@ -19,7 +19,14 @@ from gateway.domain import IterationCost, LoadReport, Site, SiteIdentity, SiteSt
 from gateway.scaling.groups import AwsGroup, AzureGroup, GcpGroup, GroupFailed
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import Scaler
-from gateway.scaling.sizing import Bounds, Stabilizer, busy_machines, by_pool, desired_machines
+from gateway.scaling.sizing import (
+    Bounds,
+    Stabilizer,
+    busy_machines,
+    by_pool,
+    desired_machines,
+    needed_machines,
+)
 from gateway.telemetry.snapshot import Pool
 
 COST = IterationCost(base_s=0.01)
@@ -175,6 +182,46 @@ def test_a_replica_that_no_machine_reaches_does_not_take_them_from_the_others(
         found[at_s] = group.machines
     assert found[2590] == 5  # what it saw of the load before was nothing
     assert found[2990] == 1
+
+
+def test_a_replica_that_few_machines_reach_counts_the_others_as_busy(tmp_path: Path) -> None:
+    sites, group, now = [site("a", 5), site("b", 5)], FakeGroup(6), [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    for at_s in range(0, 3000, 10):
+        now[0] = float(at_s)
+        sites[:] = [site(name, 30 // group.machines) for name in "ab"]  # all share the load
+        asyncio.run(scaler.reconcile())
+    assert group.machines == 5  # 30 slots in use are 4.3 machines of work
+
+
+def test_a_pool_that_still_starts_machines_grows_by_what_is_known_alone(tmp_path: Path) -> None:
+    sites, group, now = [site("a", 10)], FakeGroup(3), [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    for at_s in range(0, 2000, 10):
+        now[0] = float(at_s)
+        asyncio.run(scaler.reconcile())
+    assert group.machines == 3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), st.floats(0.0, 1.5)), min_size=1, max_size=4),
+    st.floats(0.0, 60.0),
+)
+def test_an_incomplete_view_keeps_what_a_complete_one_might_need(
+    pools: list[tuple[int, int, float]], budget: float
+) -> None:
+    linked = {str(k): seen for k, (seen, _, _) in enumerate(pools)}
+    sizes = {str(k): seen + others for k, (seen, others, _) in enumerate(pools)}
+    busy = {str(k): seen * each for k, (seen, _, each) in enumerate(pools)}
+    bounds = {name: Bounds(0, 16, 2.0) for name in linked}
+    needed = needed_machines(busy, linked, sizes, bounds)
+    raw = desired_machines(busy, bounds)
+    for name, size in sizes.items():
+        alike = desired_machines({name: busy[name] * size / linked[name]}, {name: bounds[name]})[name]
+        assert min(size, alike) <= needed[name] if raw[name] < size else raw[name] == needed[name]
+        assert needed[name] <= max(raw[name], size)
+    paid = needed_machines(busy, linked, sizes, bounds, budget)
+    assert sum(paid.values()) * 2.0 <= budget + 1e-6
 
 
 def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
