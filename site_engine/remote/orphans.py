@@ -12,9 +12,9 @@ from typing import Any
 from httpcore._async import connection_pool
 
 _Pool: Any = connection_pool.AsyncConnectionPool
-_Answer: Any = getattr(connection_pool, "PoolByteStream", None)
-_assign = getattr(_Pool, "_assign_requests_to_connections", None)
-_close = getattr(_Answer, "aclose", None)
+_Answer: Any = connection_pool.PoolByteStream
+_assign = _Pool._assign_requests_to_connections
+_close = _Answer.aclose
 
 
 def _assign_without_orphans(pool: Any) -> list[Any]:
@@ -23,7 +23,7 @@ def _assign_without_orphans(pool: Any) -> list[Any]:
     orphans = [each for each in pool._connections if id(each) not in used and _is_of_no_use(each)]
     for each in orphans:
         pool._connections.remove(each)
-    return orphans + (_assign(pool) if _assign else [])
+    return [*orphans, *_assign(pool)]
 
 
 def _is_of_no_use(connection: Any) -> bool:
@@ -35,8 +35,7 @@ async def _close_or_leave(answer: Any) -> None:
     if answer._closed:
         return
     try:
-        if _close is not None:
-            await _close(answer)
+        await _close(answer)
     finally:
         pool = answer._pool
         if answer._pool_request in pool._requests:
@@ -45,7 +44,6 @@ async def _close_or_leave(answer: Any) -> None:
 
 
 def free() -> None:
-    """Make the pools of httpcore free orphans; do nothing with an httpcore made otherwise."""
-    if _assign is not None and _close is not None:
-        _Pool._assign_requests_to_connections = _assign_without_orphans
-        _Answer.aclose = _close_or_leave
+    """Make the pools of httpcore free orphans. The version of httpcore is bounded in pyproject.toml."""
+    _Pool._assign_requests_to_connections = _assign_without_orphans
+    _Answer.aclose = _close_or_leave
