@@ -31,6 +31,7 @@ from gateway.http.files import file_routes
 from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
 from gateway.http.server import ConnectionLimits, HttpServer, http_server
+from gateway.job_host import JobHost
 from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.process_settings import set_up_collector, set_up_process
 from gateway.query.answer import answer
@@ -88,28 +89,12 @@ async def serve(config: GatewayConfig) -> int:
             lambda: core.query_context.directory.sites, _scaling_plan(config), core.query_context.clock
         ) as scaler,
         _admin(core, store, scaler) as admin,
-        open_batches(
-            config.database_url,
-            config.name,
-            query_context=core.query_context,
-            caller=store.keys.unrevoked,
-            refresh_keys=store.keys.refresh,
-            unix_time=store.clock,
-            side_work=(side_work := SideWork()),
-        ) as batches,
-        open_tuning(
-            config.database_url,
-            config.name,
-            query_context=core.query_context,
-            caller=store.keys.unrevoked,
-            refresh_keys=store.keys.refresh,
-            unix_time=store.clock,
-            side_work=side_work,
-        ) as tuning,
+        open_batches(host := _job_host(config, core, store)) as batches,
+        open_tuning(host) as tuning,
     ):
         core.metrics.register(scaler)
         core.metrics.register(RecorderMetrics(store.recorder))
-        backend = _backend(config, core, store, side_work)
+        backend = _backend(config, core, store, host.side_work)
         access = Access(backend, store.keys.still_valid, store.keys.session_key, store.ended_sessions)
         tenants_routes = _tenants_routes(backend, access, batches, tuning.service)
         routes = [*admin_routes(backend, access, admin), *tenants_routes]
@@ -178,6 +163,18 @@ async def _admin(core: Core, store: Store, scaler: Scaler) -> AsyncIterator[Admi
         exchanging.cancel()
         await order_service.close()
         await asyncio.gather(exchanging, *publisher.saving, return_exceptions=True)
+
+
+def _job_host(config: GatewayConfig, core: Core, store: Store) -> JobHost:
+    return JobHost(
+        config.database_url,
+        config.name,
+        core.query_context,
+        caller=store.keys.unrevoked,
+        refresh_keys=store.keys.refresh,
+        unix_time=store.clock,
+        side_work=SideWork(),
+    )
 
 
 def _scaling_plan(config: GatewayConfig) -> ScalingPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, NamedTuple
@@ -16,10 +16,10 @@ from gateway.batches.ledger import LEASE_S, Ledger
 from gateway.batches.runner import POLL_S, Runner
 from gateway.batches.values import Batch, BatchLimits
 from gateway.domain import Caller
+from gateway.job_host import JobHost
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.query.targets import NamedModels, model_of_batch
-from gateway.side_work import SideWork
 from gateway.store.database import open_engine
 from gateway.tasks import cancel
 
@@ -37,42 +37,32 @@ class Batches(NamedTuple):
 
 @asynccontextmanager
 async def open_batches(
-    url: str,
-    replica: str,
-    *,
-    query_context: QueryContext,
-    caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]],
-    unix_time: Callable[[], float],
-    side_work: SideWork,
-    limits: BatchLimits = LIMITS,
-    lease_s: float = LEASE_S,
-    poll_s: float = POLL_S,
+    host: JobHost, limits: BatchLimits = LIMITS, *, lease_s: float = LEASE_S, poll_s: float = POLL_S
 ) -> AsyncIterator[Batches]:
     """Open the files, the ledger and the runner, on database connections of their own.
 
     A large file thus never delays the lookup of keys or the record of usage.
     """
-    engine = open_engine(url)
-    files = Files(engine, unix_time)
-    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)
+    engine = open_engine(host.database_url)
+    files = Files(engine, host.unix_time)
+    ledger = Ledger(engine, f"{host.replica}-{uuid4().hex}", host.unix_time, lease_s)
+    query_context = host.query_context
     directory = query_context.directory
-
     context = BatchContext(
         answer=partial(answer, query_context),
         models=NamedModels(query_context, also_away=True),
         knows_sites=lambda: query_context.fleet_complete and bool(directory.models),
-        model_of=partial(_model_of, query_context, caller),
+        model_of=partial(_model_of, query_context, host.caller),
         sites=lambda: directory.sites,
         forecast=query_context.forecasts.request_ahead,
-        caller=caller,
-        refresh_keys=refresh_keys,
+        caller=host.caller,
+        refresh_keys=host.refresh_keys,
         dispatched=partial(_is_dispatched, query_context),
         files=files,
         ledger=ledger,
-        side_work=side_work,
+        side_work=host.side_work,
         clock=query_context.clock,
-        unix_time=unix_time,
+        unix_time=host.unix_time,
         limits=limits,
     )
     runner = Runner(context, poll_s)

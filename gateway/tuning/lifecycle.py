@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -12,9 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.batches.files import Files
 from gateway.domain import Caller, Site
 from gateway.errors import BadRequest, MicoError
-from gateway.query.context import QueryContext
+from gateway.job_host import JobHost
 from gateway.query.refusals import region_error
-from gateway.side_work import SideWork
 from gateway.store.database import open_engine
 from gateway.tuning.contents import Contents
 from gateway.tuning.context import TuningContext
@@ -36,32 +35,18 @@ class Tuning(NamedTuple):
 
 @asynccontextmanager
 async def open_tuning(
-    url: str,
-    replica: str,
-    *,
-    query_context: QueryContext,
-    caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]],
-    unix_time: Callable[[], float],
-    side_work: SideWork,
+    host: JobHost,
     limits: TuningLimits = LIMITS,
+    *,
     lease_s: float = LEASE_S,
     poll_s: float = POLL_S,
     tick_s: float = TICK_S,
 ) -> AsyncIterator[Tuning]:
     """Open the ledger, the content store and the runner, on database connections of their own."""
-    engine = open_engine(url)
-    cloud_of = query_context.directory.cloud_of
-    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, limits, lease_s, cloud_of=cloud_of)
-    context = _context(
-        engine,
-        ledger,
-        query_context,
-        limits,
-        caller=caller,
-        refresh_keys=refresh_keys,
-        side_work=side_work,
-    )
+    engine, query_context = open_engine(host.database_url), host.query_context
+    owner, cloud_of = f"{host.replica}-{uuid4().hex}", query_context.directory.cloud_of
+    ledger = Ledger(engine, owner, host.unix_time, limits, lease_s, cloud_of=cloud_of)
+    context = _context(engine, ledger, host, limits)
     runner = Runner(context, poll_s, tick_s)
     service = TuningService(
         ledger=ledger,
@@ -93,33 +78,23 @@ def _refusal(caller: Caller, model: str, plan: Plan, sites: Sequence[Site]) -> M
     return BadRequest(f"The job was not accepted{where}: {why}.", param="model", code="model_not_trainable")
 
 
-def _context(
-    engine: AsyncEngine,
-    ledger: Ledger,
-    query_context: QueryContext,
-    limits: TuningLimits,
-    *,
-    caller: Callable[[str], Caller | None],
-    refresh_keys: Callable[[], Awaitable[None]],
-    side_work: SideWork,
-) -> TuningContext:
-    unix_time = ledger.clock
-    directory, federation = query_context.directory, query_context.federation
-    files, contents = Files(engine, unix_time), Contents(engine, limits.checkpoints)
+def _context(engine: AsyncEngine, ledger: Ledger, host: JobHost, limits: TuningLimits) -> TuningContext:
+    directory, federation = host.query_context.directory, host.query_context.federation
+    files, contents = Files(engine, host.unix_time), Contents(engine, limits.checkpoints)
     return TuningContext(
         ledger=ledger,
-        events=Events(engine, unix_time, limits.events),
+        events=Events(engine, host.unix_time, limits.events),
         contents=contents,
-        store=ContentStore(files, ledger, contents, limits, unix_time),
+        store=ContentStore(files, ledger, contents, limits, host.unix_time),
         files=files,
         sites=lambda: directory.sites,
         links=lambda: federation.links,
         forget_model=directory.forget_model,
-        caller=caller,
-        refresh_keys=refresh_keys,
-        charge=query_context.quotas.charge,
-        side_work=side_work,
-        clock=query_context.clock,
-        unix_time=unix_time,
+        caller=host.caller,
+        refresh_keys=host.refresh_keys,
+        charge=host.query_context.quotas.charge,
+        side_work=host.side_work,
+        clock=host.query_context.clock,
+        unix_time=host.unix_time,
         limits=limits,
     )

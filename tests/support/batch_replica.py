@@ -28,6 +28,7 @@ from gateway.http.batches import batch_routes
 from gateway.http.files import file_routes
 from gateway.http.fine_tuning import tuning_routes
 from gateway.http.message_batches import message_batch_routes
+from gateway.job_host import JobHost
 from gateway.query.answer import answer
 from gateway.query.targets import NamedModels
 from gateway.routing.model_routes import ModelRoute
@@ -207,30 +208,14 @@ async def replica(
             version="test",
             unix_time=lambda: time.time() + passed_s[0],
         )
+        host = JobHost(url, name, here.gateway, caller, refresh_keys, backend.unix_time, side_work)
         batches = await stack.enter_async_context(
-            open_batches(
-                url,
-                name,
-                query_context=here.gateway,
-                caller=caller,
-                refresh_keys=refresh_keys,
-                unix_time=backend.unix_time,
-                side_work=side_work,
-                limits=BatchLimits(**limits),
-                lease_s=lease_s,
-                poll_s=batch_poll_s,
-            )
+            open_batches(host, BatchLimits(**limits), lease_s=lease_s, poll_s=batch_poll_s)
         )
         tuning = await stack.enter_async_context(
             open_tuning(
-                url,
-                name,
-                query_context=here.gateway,
-                caller=caller,
-                refresh_keys=refresh_keys,
-                unix_time=backend.unix_time,
-                side_work=side_work,
-                limits=tuning_limits or TuningLimits(),
+                host,
+                tuning_limits or TuningLimits(),
                 lease_s=lease_s,
                 poll_s=tuning_poll_s,
                 tick_s=tuning_poll_s,
