@@ -32,7 +32,7 @@ def start_all(plan: Plan) -> Running:
     """Start gateways and sites. Each process is recorded at once, so that `mico down` always finds it."""
     plan.write()
     running = Running(
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         http_ports=tuple(ports.http for ports in plan.gateways),
         model=plan.model,
         database_url=plan.database_url,
