@@ -3,7 +3,9 @@
 `python -m bench.studies.guided --rows 32`
 The demo model, greedy; every answer is cut before its schema ends. Kinds of batches take turns. `masks` is
 the time to compute the masks of all rows, `apply` to compute and to apply them, both also for a large
-vocabulary of made-up words. Large schemas are compiled, or refused. The last line is JSON.
+vocabulary: of made-up words, or that of `--tokenizer`. `limited` is the time of all masks of a string of at
+most 40 characters, by the characters that are left, with llguidance's default slices and with those that a
+site uses. Large schemas are compiled, or refused. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from site_engine.core.request import Request, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import NotServed
-from site_engine.model.grammar_bitmask import GrammarBitmask
+from site_engine.model.grammar_bitmask import WORD_BITS, GrammarBitmask
 from site_engine.model.loader import LoadedModel, load
-from site_engine.text.grammar import Grammar, Grammars
+from site_engine.text.grammar import SLICES, Grammar, Grammars
 from site_engine.text.tool_grammar import guided_source
 
 MODEL = Path(__file__).parents[2] / "mico/demo_model/weights"
@@ -42,6 +46,7 @@ PERSON = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
+MAX_CHARS = 40
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}
 
 
@@ -81,6 +86,41 @@ def masks_ms(grammars: Grammars, vocab_size: int, rows: int) -> dict[str, float]
     return {
         "masks": _median_ms(lambda: masks.allowed(requests, every)),
         "apply": _median_ms(lambda: masks.allow(requests, every, logits)),
+    }
+
+
+def limited_ms(tokenizer: Any) -> dict[str, Any]:
+    """Time the masks of a string of at most MAX_CHARS characters, one of which comes with each token."""
+    backend = tokenizer.backend_tokenizer.to_str()
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": MAX_CHARS}}}
+    source = guided_source({**schema, "required": ["a"]}, None, None, json.dumps)
+    return {
+        name: _limited_ms(backend, tokenizer.eos_token_id, slices, source)
+        for name, slices in (("default", LLTokenizer.general_slices()), ("used", SLICES))
+    }
+
+
+def _limited_ms(backend: str, end: int, slices: list[str], source: str) -> dict[str, float]:
+    began_s = time.perf_counter()
+    tokens = LLTokenizer(backend, eos_token=end, slices=slices)
+    read_s = time.perf_counter() - began_s
+    beginning, one = tokens.tokenize_str('{"a": "'), tokens.tokenize_str("a")
+    mask = np.zeros(-(-tokens.vocab_size // WORD_BITS), np.int32)
+    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(source), log_level=0)
+    fastest = [float("inf")] * (MAX_CHARS + 1)
+    for _ in range(7):
+        at = matcher.deep_copy()
+        at.try_consume_tokens(beginning)
+        for left in reversed(range(MAX_CHARS + 1)):
+            began_s = time.perf_counter()
+            at.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            fastest[left] = min(fastest[left], time.perf_counter() - began_s)
+            at.try_consume_tokens(one)
+    return {
+        "read": round(read_s * 1e3),
+        "0 to 10 left": round(sum(fastest[:11]) * 1e3, 2),
+        "11 to 30 left": round(sum(fastest[11:31]) * 1e3, 2),
+        "more left": round(sum(fastest[31:]) * 1e3, 2),
     }
 
 
@@ -144,7 +184,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.repeat):
         for kind, guided in kinds.items():
             taken[kind] += steps(model, grammar, options.rows, guided, options.tokens)
-    large = large_tokenizer(options.vocabulary)
+    large = (
+        transformers.AutoTokenizer.from_pretrained(options.tokenizer)
+        if options.tokenizer
+        else large_tokenizer(options.vocabulary)
+    )
     large_grammars = Grammars(large, len(large), ())
     return {
         "step_ms": {kind: _both(found) for kind, found in taken.items()},
@@ -152,6 +196,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             str(model.vocab_size): masks_ms(grammars, model.vocab_size, options.rows),
             str(len(large)): masks_ms(large_grammars, len(large), options.rows),
         },
+        "limited_ms": limited_ms(large),
         "load_tokenizer_ms": round(made_ms, 1),
         "compile_ms": round(compiled_ms, 2),
         "compile_optional_cpu_ms": {
@@ -184,6 +229,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--vocabulary", type=int, default=128_000, help="words of the large vocabulary")
+    parser.add_argument("--tokenizer", help="a folder or name whose vocabulary is the large one")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     return parser.parse_args(arguments)
 

@@ -22,6 +22,13 @@ MAX_SYMBOLS = 20_000
 """Size limit of a compiled grammar: 2,000 optional properties pass. The time to compile rises with their
 square: with this limit half a second, without one 8,000 took 12.5 s.
 """
+_CHAR = r'[^"\\\x00-\x1F\x7F]'
+_CHARS = (6, 8, 10, 12, 15, 20, 30)
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{most}}}" for most in _CHARS), f"{_CHAR}+"]
+"""Sets of tokens that llguidance allows as a whole wherever a string has room for the longest of them; it
+tries each token of the other sets. With its own lengths, 10 and 30, strings near their `maxLength` take
+longer (bench/results/guided.md).
+"""
 _EXCERPT = re.compile(r"\n( *\d+ \||<state>)")
 """Begins the lines of the grammar that llguidance shows behind an error in it; they are of this module."""
 _TRIAL = '{"a": [1, -2.5e3, true, null], "é": "日本 \\n 👩‍🚀"}'
@@ -135,8 +142,8 @@ def _read_tokens(tokenizer: Any, vocab_size: int, ends: list[int]) -> LLTokenize
     """
     backend = tokenizer.backend_tokenizer
     if backend.padding or backend.truncation:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
-    return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=ends)
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends, slices=SLICES)
+    return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=ends, slices=SLICES)
 
 
 def quoted(text: str) -> str:
