@@ -1,6 +1,6 @@
-"""Plan one iteration at a time: running requests, then new ones, under a token budget and the KV pool.
+"""Plan one iteration at a time: running requests first, then new ones, within a token budget and the KV pool.
 
-Does not run or sample and holds no tensors.
+Does not run the model or sample, and holds no tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 
 
 class Scheduler:
-    """Owns the queue, the running set and the pages.
+    """Owns the queue, the running requests and their pages.
 
     A running request holds a row and pages; a waiting request holds neither.
     """
@@ -43,14 +43,14 @@ class Scheduler:
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
         fit: CostFit | None = None,
     ) -> None:
-        """Create a scheduler. `share_prefixes` is of the KVCacheManager.
+        """Create a scheduler. `share_prefixes` is passed to the KVCacheManager.
 
-        Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
+        Without `adapters` any number of adapters may run at once. `write_virtual` writes the keys and values
+        of a request's virtual tokens, starting at token `first`. `fit` is the fitted cost of iterations.
         """
         self.kv_cache_manager = KVCacheManager(pool, prefixes, received, share_prefixes=share_prefixes)
         self.queue = queue
-        self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
+        self.running: list[Request] = []  # chat lane first, then by start; preemption begins at the end
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
@@ -62,7 +62,7 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; its others are paced
+        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; paces its others
 
     @property
     def has_work(self) -> bool:
@@ -74,16 +74,16 @@ class Scheduler:
 
     @property
     def resident_adapters(self) -> frozenset[str]:
-        """Fingerprints of the variants whose adapters have slots."""
+        """Fingerprints of the variants whose adapters are in slots."""
         return frozenset() if self._adapters is None else self._adapters.resident
 
     def plan(
         self, now: float, max_new: int | None = None, max_prompt_tokens: int | None = None
     ) -> SchedulePlan:
-        """Plan the next iteration: grow pages and move requests between waiting, running and preempted.
+        """Plan the next iteration. Allocates pages and moves requests between waiting, running and preempted.
 
-        At most `max_new` requests start, to bound the planning time while a device computes, and at most
-        `max_prompt_tokens` of prompts are computed.
+        At most `max_new` requests start, which bounds the planning time while a device computes, and at most
+        `max_prompt_tokens` tokens of prompts are computed.
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
@@ -95,18 +95,18 @@ class Scheduler:
         has_chats = self.queue.has_lane(Lane.CHAT) or any(one.lane is Lane.CHAT for one in self.running[:1])
         self.prompt_budget.begin(now, len(plan.decodes), budget, has_chats, bool(self._decode_heavy))
         budget = self._plan_prefills(plan, budget)
-        # prefills alone may hold every page; a request in State.LAST will return its own
+        # prefills may hold every page between them; a request in State.LAST is about to free its own
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # a request preempted now, whose newest token may not be known yet, does not return in the same
-        # iteration, nor another of its lane
+        # neither a request preempted in this iteration, whose newest token may still be unknown, nor another
+        # request of its lane starts in the same iteration
         preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
         self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
 
     def advance(self, plan: SchedulePlan) -> None:
-        """Record that a plan was computed: the keys and values of its tokens are in the pages."""
+        """Record that a plan was computed and the keys and values of its tokens are in the pages."""
         for request, start, _, _ in plan.decodes:
             request.computed = start + 1
         for request, start, length, samples in plan.prefills:
@@ -115,7 +115,7 @@ class Scheduler:
                 request.state = State.DECODE
 
     def restart(self, request: Request) -> None:
-        """Preempt a request and compute it again from its first token."""
+        """Preempt a request and recompute it from its first token."""
         self.kv_cache_manager.invalidate(request)
         self._preempt(request)
 
@@ -133,14 +133,14 @@ class Scheduler:
         request.state = State.FINISHED
 
     def preempt_beyond(self, page: int) -> None:
-        """Preempt the requests that hold a later page."""
+        """Preempt the requests that hold a page numbered above `page`."""
         for request in [one for one in self.running if max(one.pages, default=0) > page]:
             self._preempt(request)
 
     def adopt(self, request: Request) -> None:
-        """Take a request that another engine has begun, whose keys and values wait in `received`.
+        """Accept a request that another engine has started, whose keys and values are in `received`.
 
-        It starts as one that was preempted does, and its tenant is charged for what is left.
+        The request starts like a preempted one, and its tenant is charged for the remaining tokens.
         """
         self.queue.charge(request)
         self.preempted.append(request)
@@ -167,7 +167,7 @@ class Scheduler:
         return budget
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
-        """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
+        """Plan as many uncomputed tokens as fit the budget and the pages. Return their number."""
         kv, paced = self.kv_cache_manager, self._is_paced(request)
         budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
@@ -196,7 +196,10 @@ class Scheduler:
         return length
 
     def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
-        """Allocate a page for the next token, preempting the last running request that is not in the plan."""
+        """Allocate a page for the next token, preempting the last running requests that are not in the plan.
+
+        Return False if the request itself was preempted.
+        """
         while not self.kv_cache_manager.grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
             victim = next(one for one in reversed(self.running) if one not in planned)
@@ -208,7 +211,7 @@ class Scheduler:
     # ---- starting and preempting
 
     def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None, before: int) -> None:
-        """Start requests of lanes before `before`."""
+        """Start requests of the lanes above `before`, at most `max_new`, while budget and rows are left."""
         if self._policy.static and self.running:
             return
         started = self._started
@@ -221,11 +224,12 @@ class Scheduler:
             budget -= self._plan_chunk(plan, request, budget)
 
     def _candidates(self, now: float) -> Iterator[Request]:
-        """Yield the next request; then, of lines that may overtake it, the first that fits and a paced one.
+        """Yield the next request, then the batch lines that may overtake it: the longest that fits, and a
+        paced one.
 
-        The memory beside the longest answers, which they need later, serves shorter ones until then. Beside
-        chats it serves those: shorter lines would take each piece of memory that a chat leaves, and the
-        longest would start last.
+        Memory that the longest answers need only later serves shorter lines until then. While chats run, no
+        shorter line overtakes: shorter lines would take all memory that chats free, and the longest lines
+        would start last.
         """
         for first in self._next_to_start(now):
             yield first
@@ -233,13 +237,13 @@ class Scheduler:
                 continue
             lines = self.queue.overtaking(first)
             paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
-            if not self.prompt_budget.beside_chats:  # they come longest first
+            if not self.prompt_budget.beside_chats:  # lines are sorted longest first
                 fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)
                 yield from lines[fitting : min(fitting + 1, paced)]
             yield from lines[paced : paced + 1]
 
     def _claim_prefix(self, request: Request) -> bool:
-        """Give a request its cached pages if it can start now, and none if not; return whether it can."""
+        """Share cached prefix pages with a request if it can start now. Return whether it can."""
         if self.reservation.refused(request) or not self._has_slot(request):
             return False
         if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
@@ -254,9 +258,10 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt running requests of a lower lane until the next request has its row, pages and slot.
+        """Preempt running requests of lower lanes until the next request has row, pages and adapter slot.
 
-        One an iteration would let it wait for several where lines of batches are small and fill the memory.
+        Preempting one request per iteration would delay the next request by several iterations when small
+        batch lines fill the memory.
         """
         for first in self._next_to_start(now):
             preempted = False
@@ -267,7 +272,7 @@ class Scheduler:
                 return
 
     def _victim_for(self, first: Request) -> Request | None:
-        """Return the running request of a lower lane to preempt for `first`, None if there is none."""
+        """Return the running request of a lower lane to preempt for `first`, or None."""
         if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
             return None
         if self._adapters is not None and not self._adapters.fits(first):
@@ -279,8 +284,8 @@ class Scheduler:
         return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
-        """Yield the request to start next; while each waits for a slot, also the next that may overtake."""
-        may_overtake: Callable[[Request], bool] | None = None  # each of those that wait for a slot
+        """Yield the request to start next, and those that may overtake it while it waits for a slot."""
+        may_overtake: Callable[[Request], bool] | None = None  # every request that waits for a slot
         first = _earlier(self.queue.first(now), self.preempted)
         while first is not None:
             yield first
@@ -310,9 +315,7 @@ class Scheduler:
         self.kv_cache_manager.take_received(request)
 
     def _preempt(self, request: Request) -> None:
-        """Free the pages of a request, which restarts before new ones of its lane; its tokens are computed
-        again.
-        """
+        """Free the pages of a request. It restarts before new requests of its lane, from its first token."""
         self._leave(request)
         request.preemptions += 1
         request.state = State.WAITING
@@ -342,6 +345,6 @@ def _both(
 
 
 def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:
-    """Return which request goes first: preempted ones before new ones of the same lane."""
+    """Return the request that starts first. Preempted requests precede new ones of the same lane."""
     oldest = min(preempted, key=attrgetter("lane"), default=None)
     return new if oldest is None or (new is not None and new.lane < oldest.lane) else oldest

@@ -1,6 +1,6 @@
-"""The engine: one model, many requests at once, one iteration at a time.
+"""The engine of a site: iteration-level batching of many requests on one model.
 
-Plain and synchronous: no threads, no sleeping, no sockets. Its owner calls every method from one thread.
+Synchronous: no threads, no sleeping, no sockets. Except where stated, all methods are called from one thread.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
 
 MAX_NEW_WHILE_OVERLAPPED = 32
-"""Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
+"""Limit on requests that start in one overlapped iteration: planning more takes longer than computing it."""
 EXPECTED_WITHIN = 32
-"""Steps for which an engine waits for a request that another engine is about to give up."""
+"""Steps for which an engine waits for a request that another engine is about to hand over."""
 
 
 class SiteEngine:
     """Schedules requests, runs them through the model and turns tokens into outputs.
 
     `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
-    before the one that runs is read: tokens stay on the device as the next inputs, so the host plans and
-    publishes while the device computes. The end of a request is then known one iteration late; its row
-    computes one more token, which is discarded. What a grammar allows next is computed once the token before
-    is read, while the device computes the logits; only the log probabilities of a prompt make all rows wait.
+    before the tokens of the previous one are read: sampled tokens stay on the device as the next inputs, so
+    the host plans and publishes while the device computes. The end of a request is then known one iteration
+    late, and its row computes one more token, which is discarded. The mask of a grammar is computed when the
+    previous token is known, while the device computes the logits. Only prompt log probabilities make all rows
+    wait for the host.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class SiteEngine:
         clock: Callable[[], float],
         variants: VariantStore | None = None,
     ) -> None:
-        """Create an engine; without `variants`, which `runner` has to compute, it serves its base alone."""
+        """Create an engine. Without `variants`, which `runner` must support, only the base is served."""
         self.settings = settings
         self.runner = runner
         self._overlapped = runner if isinstance(runner, OverlappedRunner) else None
         self._kv_cache = runner.kv_cache
-        self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of one request
+        self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of prompt and response
         self._model = model
         self._variants = variants or BaseAlone()
         self._clock = clock
@@ -100,13 +101,13 @@ class SiteEngine:
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live = LiveRequests(self._scheduler, self._kv_cache, clock)
-        self._unmeasured: tuple[SchedulePlan, float, int] | None = None  # and start, discarded tokens
-        self._pending: PendingStep | None = None  # the step that the device computes now
+        self._unmeasured: tuple[SchedulePlan, float, int] | None = None  # plan, start in s, discarded tokens
+        self._pending: PendingStep | None = None  # the step that the device is computing
         self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
-        self._expected_within = 0  # steps within which a request comes from another engine; 0: none does
+        self._expected_within = 0  # steps left to wait for a request from another engine; 0: none is expected
 
     def step(self) -> Sequence[Output]:
-        """Run an iteration, or a slice of training where that can wait; return the outputs of requests."""
+        """Run one iteration, or one training slice if no iteration is due. Return the outputs of requests."""
         if not (self._run_slice() or self._await_move()):
             if self._overlapped is None:
                 self._step_synchronous()
@@ -115,7 +116,7 @@ class SiteEngine:
         return self._live.take_outputs()
 
     def _run_slice(self) -> bool:
-        """Run a slice of training, or publish what it would delay; return whether either was due."""
+        """Run a training slice, or publish the step that it would delay. Return whether either was done."""
         if not self.training.jobs or self._live.needs_step:
             return False
         self._measure_last(self._clock())
@@ -127,8 +128,8 @@ class SiteEngine:
         return True
 
     def _await_move(self) -> bool:
-        """Launch no step while a request comes from another engine, which would wait for one step more;
-        publish the one that is launched. Return whether there was one.
+        """Hold back the next step while a request from another engine is expected, which would wait for that
+        step. Publish the pending step instead; return whether there was one.
         """
         if not self._expected_within:
             return False
@@ -139,7 +140,7 @@ class SiteEngine:
         return True
 
     def _step_synchronous(self) -> None:
-        """Apply control, schedule, run, sample, publish."""
+        """Run one iteration: control, schedule, run, sample, publish."""
         began = self._clock()
         self._measure_last(began)
         self._live.end_due(began)
@@ -148,7 +149,7 @@ class SiteEngine:
         self._run(plan, began)
 
     def _run(self, plan: SchedulePlan, began: float) -> None:
-        """Run, sample and publish a plan whose tokens are all known."""
+        """Run, sample and publish a plan whose input tokens are all known to the host."""
         if plan:
             try:
                 logits = self.runner.run(plan)
@@ -162,7 +163,7 @@ class SiteEngine:
             self._measure_last(self._clock())
 
     def _step_overlapped(self, runner: OverlappedRunner) -> None:
-        """Apply control, schedule, launch; then publish the iteration before."""
+        """Run one iteration: control, schedule, launch, then publish the previous iteration."""
         began = self._clock()
         self._measure_last(began)
         self._live.end_due(began)
@@ -184,20 +185,21 @@ class SiteEngine:
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before, again_s = None, self._clock()
-                if left := plan.of(lambda request: request.row >= 0):  # without those that have ended
+                if left := plan.of(lambda request: request.row >= 0):  # without requests that have ended
                     discarded = self._isolate(left, error)
-                    if len(left.chunks) > 1:  # one alone has failed, and is not computed again
+                    if len(left.chunks) > 1:  # a single chunk has failed and is not computed again
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
         if self._pending is not None:
-            self._pending.finish()  # now that grammars know the last token; later the device would wait
+            self._pending.finish()  # grammars know the previous token now; later the device would idle
 
     # ---- between iterations
 
     def submit(self, request: Request, moved: Moved | None = None) -> None:
-        """Queue a request. Raises RequestRejected with a reason a person can act on.
+        """Queue a request. Raises RequestRejected with the reason.
 
-        `moved`: another engine has begun it, knew this of it, and admitted it: no queue is too long for it.
+        `moved`: the state of a request that another engine has started. Such a request was admitted there, so
+        the limit on pending requests does not apply.
         """
         if request.id in self._live.processors:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
@@ -220,14 +222,14 @@ class SiteEngine:
             self._live.finish(processor, finish)
 
     def _check_place(self, tenant: str) -> None:
-        """Raise RequestRejected if no more requests of a tenant may wait."""
+        """Raise RequestRejected if the queue has no place for another request of the tenant."""
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if not has_place(queue.waiting_of(tenant), len(queue), max_pending):
             message = f"{len(queue)} requests already wait, of {max_pending} at most"
             raise RequestRejected(RejectionReason.FULL, message)
 
     def _begin(self, request: Request) -> None:
-        """Set the arrival of a valid request, its token limit and its position in its grammar."""
+        """Set the arrival time, the token limit and the grammar position of a valid request."""
         request.state = State.WAITING
         request.arrived_s = self._clock()
         sampling, room = request.sampling, self.limit_tokens - request.prompt_len
@@ -238,7 +240,7 @@ class SiteEngine:
             request.remaining = RemainingCurve.exactly(request.max_tokens)
 
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
-        """Queue a request; one that another engine has begun with the keys and values that came with it."""
+        """Queue a request, with the keys and values received for it if another engine has started it."""
         now_s = request.arrived_s
         if moved is not None:
             self._expected_within = 0
@@ -251,23 +253,24 @@ class SiteEngine:
         self._scheduler.queue.push(request, now_s)
 
     def expect(self) -> None:
-        """Launch no step ahead and start no others until a request comes that another engine gives up."""
+        """Hold back steps and new requests until the request that another engine is handing over arrives."""
         self._expected_within = EXPECTED_WITHIN
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
-        """Begin to copy what a request has computed to a place; return whether to ask again after a step."""
+        """Start copying the KV cache of a request to `to`. Return whether to call again after a step."""
         processor = self._live.processors.get(request_id)
         return processor is not None and self.inbox.send_ahead(processor.request, to)
 
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[Sequence[Output], Moved | None]:
-        """Take a request out, for another engine; return the outputs that were under way, which may end it.
+        """Remove a request in order to hand it over to another engine.
 
-        Its keys and values are copied to the place `to`, if it has any, but for those that were sent ahead.
-        What the engine has charged its tenant becomes what the request took here.
+        Return the outputs of the pending step, and the state of the request, or None if those outputs end it.
+        The keys and values that were not sent ahead are copied to `to`. The tenant is charged for what the
+        request used here.
         """
         processor = self._live.processors.get(request_id)
         computed = 0 if processor is None else self.inbox.send(processor.request, to)
-        self._publish_pending()  # behind which the copies are queued
+        self._publish_pending()  # the copies are queued behind this step
         self.inbox.sent(to)
         outputs = self._live.take_outputs()
         if processor is None or request_id not in self._live.processors:
@@ -277,9 +280,10 @@ class SiteEngine:
         return outputs, moved
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Load, check and certify a variant, on any thread; return the function that publishes it.
+        """Load, check and certify a variant. May be called from any thread.
 
-        Raises VariantRefused, as the returned function does.
+        Return the function that publishes the variant, to be called from the engine's thread. Both raise
+        VariantRefused.
         """
         return self._variants.load(variant)
 
@@ -293,26 +297,26 @@ class SiteEngine:
         return {variant_id: each.chain for variant_id, each in self._variants.served.items()}
 
     def remove_variant(self, variant_id: str) -> None:
-        """Refuse new requests of a variant; those that are here end with it. Raises VariantRefused."""
+        """Refuse new requests for a variant; those queued or running finish. Raises VariantRefused."""
         self._variants.remove(variant_id)
 
     def cancel(self, request_id: str) -> None:
-        """End a request in any state with the next step; ignore an unknown id."""
+        """Cancel a request in any state, with effect at the next step. An unknown id is ignored."""
         self._live.cancel(request_id)
 
     def end_by_text(self, request_id: str, generated: int) -> None:
-        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+        """End a request whose text, decoded in another process, ended after `generated` tokens."""
         processor = self._live.processors.get(request_id)
         if processor is not None:
             self._scheduler.reservation.factors.ended(processor.request, generated)
-            self._live.finish(processor, Finish.CANCELLED)  # before a token that is under way ends it, too
+            self._live.finish(processor, Finish.CANCELLED)  # before a token of the pending step ends it, too
 
     def waits(self, request_id: str) -> bool:
-        """Return whether a request is here and has not started."""
+        """Return whether a request is queued and has not started."""
         return request_id in self._scheduler.queue
 
     def release(self, request_ids: Iterable[str]) -> list[str]:
-        """Give up the requests that have not started, for another site to take; return their ids."""
+        """Remove the requests that have not started, for another site to take. Return their ids."""
         released = [request_id for request_id in dict.fromkeys(request_ids) if self.waits(request_id)]
         for request_id in released:
             self._live.forget(self._live.processors[request_id].request)
@@ -324,7 +328,7 @@ class SiteEngine:
         return bool(self._pending is not None or live.processors or live.needs_step or self.training.jobs)
 
     def load(self) -> LoadFigures:
-        """Return what runs and waits, the free KV memory and the measured speed."""
+        """Return running and waiting work, free KV memory and the measured speed."""
         slots, floor_s = self.settings.slots, self.settings.iteration_floor_s
         return load_figures(self._scheduler, self._meter, self.training, slots=slots, floor_s=floor_s)
 
@@ -348,7 +352,7 @@ class SiteEngine:
         self._publish_step(pending, self._launched_s)
 
     def _publish_step(self, step: PendingStep | None, launched_s: float) -> None:
-        """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""
+        """Wait for a launched step, publish its tokens and measure it. Does nothing for None."""
         if step is None:
             return
         tokens = step.wait()
@@ -358,15 +362,15 @@ class SiteEngine:
         self._published_s = now
 
     def _publish(self, requests: Sequence[Request], tokens: StepTokens, now: float) -> int:
-        """Turn one token of each request into an output; return the number of discarded tokens.
+        """Turn one token of each request into an output. Return the number of discarded tokens.
 
-        A token is discarded when its request ended while the device computed one more, fails, or wanted its
-        prompt evaluated alone.
+        A token is discarded if its request ended before this step was read, has failed, or wanted only its
+        prompt evaluated.
         """
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         in_columns = not outputs.has_tokens
-        described = {*broken, *(alternatives or ())}  # rows of which more than a token is known
+        described = {*broken, *(alternatives or ())}  # rows with more than a token id
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             if request.state is State.FINISHED:
                 discarded += 1
@@ -395,12 +399,12 @@ class SiteEngine:
         return discarded
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> int:
-        """Compute the chunks of a failed iteration one by one; fail the requests whose chunk fails alone.
+        """Compute the chunks of a failed iteration one by one. Fail the requests whose chunk fails alone.
 
-        Returns the number of the plan's tokens that were not made, or discarded.
+        Return the number of the plan's tokens that were discarded or not computed.
         """
         chunks, made = plan.chunks, 0
-        lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
+        lost: set[int] = set()  # pages that were not written, which other chunks of the plan may read
         for chunk in chunks:
             if not lost.isdisjoint(chunk.request.pages):
                 continue  # it starts again below
@@ -420,9 +424,9 @@ class SiteEngine:
         return plan.samples - made
 
     def _measure_last(self, now: float) -> None:
-        """Measure the last synchronous iteration, up to the start of the next if there is more to do.
+        """Measure the last synchronous iteration, up to the start of the next one if there is more work.
 
-        What the engine's owner does between two iterations counts for the first, however short it was.
+        The time that the engine's owner spends between two iterations counts for the first of them.
         """
         if self._unmeasured is not None:
             plan, began, discarded = self._unmeasured
@@ -441,5 +445,5 @@ class SiteEngine:
 
 
 def _needs_host(request: Request) -> bool:
-    """Return whether the host needs the logits of a request's prompt."""
+    """Return whether the request wants log probabilities of its prompt, which the host computes."""
     return request.sampling.prompt_logprobs and request.first_token_s is None

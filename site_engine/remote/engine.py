@@ -1,4 +1,4 @@
-"""A server as the engine of a site: the `EngineClient` over HTTP.
+"""Use an inference server as the engine of a site: the `EngineClient` over HTTP.
 
 Lives on the event loop. Does not count the tokens of prompts: the server does, and reports them at the end.
 """
@@ -33,23 +33,25 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 MAX_FAILURES = 3
-"""Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says,
+"""Consecutive failed answers after which the server counts as broken, whatever its health probe returns,
 unless it answers a plain request.
 """
 LAST_BYTES_S = 1.0
 SILENT_AFTER_S = 15.0
-"""A server that has begun answers and then sends nothing at all for so long, beyond the time for reading the
-prompts that it has, counts as stalled. `silence_s` of the configuration ends each answer for itself, later.
+"""Seconds without a byte in any started answer, beyond the time for the prefill of its prompts, after which
+the server counts as stalled. The setting `silence_s` later ends each answer individually.
 """
 GUESS_FACTOR = 2
-"""A prompt of so many times the context, by the guess of its tokens, is too long for certain; some servers
-would read it to its end. Images do not count: how many tokens they are differs too much among models.
+"""A prompt whose guessed length is this many times the context is refused here, because some servers would
+process it to its end. Images are not counted: their number of tokens differs too much between models.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """Capabilities found of the server, and limits of the operator. `models`: our names to the server's."""
+    """Capabilities discovered of the server, and the operator's limits. `models`: Mico's names to the
+    server's.
+    """
 
     models: Mapping[str, str]
     dialect: Dialect
@@ -57,7 +59,7 @@ class ServerProfile:
     kv_capacity_tokens: int
     slots: int
     max_pending: int
-    max_prompt_tokens: int | None = None  # the longest context; None: the server does not say
+    max_prompt_tokens: int | None = None  # the longest context; None: unknown
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
 
@@ -68,7 +70,7 @@ _NOT_STARTED = Listener(lambda _: None, lambda _: None, lambda _: None)
 class RemoteEngine:
     """The EngineClient of a site in front of a server.
 
-    `listener.broken` is called once if the server fails for good.
+    `listener.broken` is called once if the server counts as broken.
     """
 
     waiting = 0  # prompts are prepared at once
@@ -102,7 +104,7 @@ class RemoteEngine:
         return 0
 
     def stalled_s(self) -> float:
-        """Return how long all answers that the server has begun are silent if that is too long, else 0."""
+        """Return the seconds without a byte in all started answers if the server has stalled, else 0."""
         begun = [each for each in self.queue.sent if each.first_s is not None]
         silent_s = self._stall_watch.look(self._received_s if begun else None, self._clock())
         if silent_s <= SILENT_AFTER_S:
@@ -118,7 +120,7 @@ class RemoteEngine:
         reply: Callable[[Prepared | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Reply at once: there is nothing to tokenize here."""
+        """Reply at once: the server tokenizes prompts itself."""
         try:
             request = build_request(assign, self._profile.models[assign.model], self._profile.dialect)
         except NotServed as refusal:
@@ -157,7 +159,7 @@ class RemoteEngine:
         self.queue.add(request)
         reply(None)
         self.pump()
-        self._report_load()  # with each admission, so that no older figures follow it
+        self._report_load()  # with each admission, so that no older report follows it
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request in self.queue.find(request_ids):
@@ -167,7 +169,7 @@ class RemoteEngine:
         self._schedule_load()
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Give up groups that have not been sent."""
+        """Release the groups that have not been sent to the server."""
         decisions = []
         for group in groups:
             unsent = [each for each in self.queue.find(group) if each.sent_s is None]
@@ -184,22 +186,22 @@ class RemoteEngine:
     # the server's state
 
     def update_load(self, load: ServerLoad) -> None:
-        """Take the server's latest metrics."""
+        """Store the server's latest metrics."""
         self._server_load = load
         self.concurrency.observe_queue(sent=len(self.queue.sent), waiting=load.waiting or 0)
         self.pump()
         self._schedule_load()
 
     def set_profile(self, profile: ServerProfile) -> None:
-        """Serve other models from now on; slots and limits stay. What the server has begun goes on."""
+        """Replace the served models. Slots and limits stay, and started answers continue."""
         self._profile = profile
 
     def forget_load(self) -> None:
-        """Drop the latest metrics, which would only mislead once the server exports none."""
+        """Drop the latest metrics, which are outdated once the server stops exporting any."""
         self._server_load = None
 
     def fail_all(self, reason: str) -> None:
-        """End every request because the server is gone, so that the gateways go on elsewhere."""
+        """Fail every request because the server is lost, so that gateways resume them at other sites."""
         self._broken = reason
         for timer in (self._pump_timer, self._load_timer):
             if timer is not None:
@@ -213,7 +215,10 @@ class RemoteEngine:
     # sending
 
     def pump(self) -> None:
-        """Send what may be sent; come back when the rate limit or the server's Retry-After permits."""
+        """Send pending requests, as far as concurrency, rate limit and the server's Retry-After permit.
+
+        If one of the last two does not permit it yet, the next call is scheduled for when it does.
+        """
         while self.queue.pending and len(self.queue.sent) < self.concurrency.limit and not self._broken:
             now = self._clock()
             request = self.queue.peek(now)
@@ -231,7 +236,7 @@ class RemoteEngine:
             request.task = loop.create_task(self._stream(request))
 
     async def _stream(self, request: RemoteRequest) -> None:
-        """Send one request and pass its answer on, until it ends in any way."""
+        """Send one request and publish its answer until it ends, fails or is refused."""
         deadline_s = request.first.deadline_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
         try:
@@ -245,7 +250,7 @@ class RemoteEngine:
                     if request.stream.done:
                         break
                 self._finish(request)
-                with suppress(TimeoutError):  # read on to its end, so that the connection can be used again
+                with suppress(TimeoutError):  # read to the end, so that the connection can be reused
                     async with asyncio.timeout(LAST_BYTES_S):
                         async for _ in received:
                             pass
@@ -278,7 +283,7 @@ class RemoteEngine:
         waiting = self._server_load.waiting if self._server_load else None
         queues = None if waiting is None else waiting > 0
         self.concurrency.observe_first_token(seconds, sent=sent, queues=queues)
-        if not waiting:  # else the time is mostly that in the server's queue
+        if not waiting:  # otherwise most of the time was spent in the server's queue
             self._throughput.observe_prefill(
                 rows=sent,
                 prompt_tokens=request.prompt_tokens,
@@ -328,7 +333,7 @@ class RemoteEngine:
         return None
 
     def _turn_away(self, request: RemoteRequest, refused: ServerRefused) -> None:
-        """Pass a refusal of the server on; leave a full server alone for as long as it asks."""
+        """Pass on a refusal of the server. Send nothing more to a full server for its Retry-After."""
         if refused.refusal.reason is Reason.INTERNAL:
             self._fail_by_server(request, refused.refusal.message)
             return
@@ -340,7 +345,7 @@ class RemoteEngine:
             request.reply(refused.refusal)
 
     def _fail_or_turn_away(self, request: RemoteRequest, failed: FailedStream) -> None:
-        """Pass on as a refusal what some servers, as SGLang, refuse in the stream."""
+        """Handle an error in a stream: a refusal that a server such as SGLang sends there, or a failure."""
         refused = refused_in_stream(failed.error)
         if refused is not None and not request.stream.started:
             self._turn_away(request, refused)
@@ -348,16 +353,18 @@ class RemoteEngine:
             self._fail_by_server(request, str(failed))
 
     def _fail_unless_ended(self, request: RemoteRequest, reason: str) -> None:
-        """Fail an answer, unless it only lacks the server's count: elsewhere it would go on after its end."""
+        """Fail an answer, unless only the server's usage is missing: it would be resumed after its end."""
         if request.stream.is_ended:
             self._finish(request)
         else:
             self._fail_by_server(request, reason)
 
     def _sent_again(self, request: RemoteRequest, refusal: NotServed) -> bool:
-        """Ask for as many tokens as fit where the server refuses a limit above that; the answer is shorter
-        than the limit then. Ask otherwise where the server refuses how it was asked. Return whether the
-        request was sent again: a prompt too long is refused again.
+        """Send a refused request again in another form, if there is one. Return whether it was sent.
+
+        If the server refuses `max_tokens` beyond its context, the request is sent without a limit, and the
+        answer may be shorter. If the server refuses a field, the request is sent without that field. A prompt
+        that is too long is refused again.
         """
         again = None
         if (change := change_for(request.http, refusal.message)) is not None:
@@ -390,7 +397,7 @@ class RemoteEngine:
         self._failures, self._asking_plainly = 0, None
 
     def _fail(self, request: RemoteRequest, reason: str) -> None:
-        """Refuse an attempt that has no output, which can then go on elsewhere unharmed; fail any other."""
+        """Refuse an attempt without output, which can start elsewhere unharmed. Fail any other."""
         if request not in self.queue:
             return
         self._drop(request)
@@ -407,7 +414,7 @@ class RemoteEngine:
     # load
 
     def _schedule_load(self) -> None:
-        """Report the load soon: figures need not be sent more often than the link passes them on."""
+        """Schedule a load report, at most one every LOAD_INTERVAL_S: the link sends no more either."""
         if self._load_timer is None and not self._broken:
             wait_s = max(0.0, self._load_s + LOAD_INTERVAL_S - self._clock())
             self._load_timer = asyncio.get_running_loop().call_later(wait_s, self._report_load)
