@@ -1,5 +1,5 @@
-"""Keeps batches and their lines in the database. A replica works on a batch while it holds the lease; only
-the holder writes the outcome of a line, and only once.
+"""Stores batches and their lines in the database. A replica runs a batch while it holds the batch's lease.
+Only the holder writes outcomes of lines, and each line gets one outcome.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LEASE_S: Final = 15.0
 """Time after which another replica takes over from one that died."""
 MICROSECONDS: Final = 1_000_000
 IDS_TELL_SINCE: Final = 1_795_996_800.0
-"""30 November 2026: ids made before are random."""
+"""30 November 2026. Ids created before then are random."""
 CLOCKS_DIFFER_S: Final = 86_400.0
 NONE_RUN: Final[Mapping[str, RunningLines]] = {}
-_WORK: Final = func.sum(  # as `work_of` counts that of a line
+_WORK: Final = func.sum(  # the SQL form of `work_of`
     1
     + batch_lines.c.response_tokens
     + PROMPT_TOKEN_WORK * (batch_lines.c.prompt_tokens - batch_lines.c.shared_tokens)
@@ -61,7 +61,7 @@ _WORK: Final = func.sum(  # as `work_of` counts that of a line
 
 
 class LeaseLost(Exception):
-    """Another replica works on this batch now."""
+    """Another replica holds the lease of the batch now."""
 
 
 class InputFileNotFound(Exception):
@@ -69,11 +69,11 @@ class InputFileNotFound(Exception):
 
 
 class TooManyBatches(Exception):
-    """The tenant has as many unfinished batches as it may have."""
+    """The tenant has reached its limit of unfinished batches."""
 
 
 class Ledger:
-    """The batches of all tenants. `owner` names one run of one replica, `clock` dates what happens.
+    """The batches of all tenants. `owner` identifies one process of one replica, `clock` returns unix time.
 
     Every method may raise SQLAlchemy's errors.
     """
@@ -93,8 +93,9 @@ class Ledger:
     # ---- for clients
 
     async def create(self, batch: Batch, max_unfinished: int, new_file: File | None = None) -> None:
-        """Insert a batch, and make its input file visible if that is new: both or neither. Raises
-        InputFileNotFound, or TooManyBatches above `max_unfinished` per tenant.
+        """Insert a batch and make a new input file visible, in one transaction.
+
+        Raises InputFileNotFound, and TooManyBatches above `max_unfinished` per tenant.
         """
         async with self._engine.begin() as connection:
             await lock_tenant(connection, batch.tenant)
@@ -141,7 +142,7 @@ class Ledger:
     async def lease(self, max_batches: int, running: Mapping[str, RunningLines] = NONE_RUN) -> list[Batch]:
         """Renew this owner's leases and take new ones, oldest first, up to `max_batches` in all.
 
-        `running` says how its batches do, by id. Returns all batches that this owner holds from now on.
+        `running` has the progress of the owner's batches by id. Return all batches that it holds now.
         """
         now = await self._database_time()
         is_ours = batches.c.leased_by == self.owner
@@ -225,9 +226,9 @@ class Ledger:
     # ---- lines
 
     async def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """Write all lines of a batch that this owner holds, replacing those of an earlier try.
+        """Write all lines of a batch that this owner holds, replacing the lines of an earlier try.
 
-        Raises LeaseLost; the lines that the next holder has written stay as they were.
+        Raises LeaseLost and leaves the lines of the next holder unchanged.
         """
         await self._remove_lines(
             and_(batch_lines.c.batch_id == batch_id, exists().where(self._is_ours(batch_id)))
@@ -241,7 +242,7 @@ class Ledger:
     async def unanswered(
         self, batch_id: str, after_place: int, limit: int, prefill_heavy: bool | None = None
     ) -> list[Line]:
-        """Return lines without an outcome after `after_place`, of a kind or all, in the order of running."""
+        """Return lines without an outcome after `after_place`, of one kind or all, in running order."""
         unanswered = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
         if prefill_heavy is not None:
             is_heavy = batch_lines.c.prompt_tokens >= PREFILL_HEAVY * batch_lines.c.response_tokens
@@ -256,7 +257,7 @@ class Ledger:
             return [_line(row) for row in await connection.execute(query)]
 
     async def work_left(self, batch_id: str) -> float:
-        """Return the work of the lines without an outcome."""
+        """Return the remaining work of the lines without an outcome."""
         unanswered = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
         async with self._engine.connect() as connection:
             return float(await connection.scalar(select(_WORK).where(unanswered)) or 0.0)
@@ -264,7 +265,7 @@ class Ledger:
     async def write(self, batch_id: str, outcomes: Sequence[Outcome], retried: Sequence[Line] = ()) -> None:
         """Write outcomes of lines that have none yet, and the counts of runs and failures of `retried` lines.
 
-        Raises LeaseLost; then nothing was written.
+        Raises LeaseLost, having written nothing.
         """
         line = and_(
             batch_lines.c.batch_id == batch_id,
@@ -308,8 +309,8 @@ class Ledger:
     async def _check_lease(self, connection: AsyncConnection, batch_id: str) -> None:
         """Raise LeaseLost if this owner does not hold the batch.
 
-        As the first statement of a transaction that writes lines, it also keeps others from taking the batch
-        until the transaction ends.
+        As the first statement of a transaction that writes lines, it also prevents other replicas from taking
+        the batch until the transaction ends.
         """
         hold = update(batches).where(self._is_ours(batch_id)).values(leased_by=self.owner)
         if not (await connection.execute(hold)).rowcount:
@@ -326,7 +327,7 @@ class Ledger:
             return list(await connection.scalars(expired.order_by(batches.c.created_at).limit(limit)))
 
     async def find_with_leftover_lines(self, limit: int) -> list[str]:
-        """Return the ids of batches that have ended with lines left, because the replica died meanwhile."""
+        """Return the ids of ended batches that still have lines, because the replica died in between."""
         lines = exists().where(batch_lines.c.batch_id == batches.c.id)
         async with self._engine.connect() as connection:
             ended = select(batches.c.id).where(batches.c.status.not_in(UNFINISHED), lines).limit(limit)
@@ -339,12 +340,12 @@ class Ledger:
 
 
 def new_id(at: float, prefix: str = "batch_") -> str:
-    """Return an id that tells when it was made: a list goes on after a batch that was deleted meanwhile."""
+    """Return an id that contains its time of creation, so that a list can continue after a deleted batch."""
     return f"{prefix}{int(at * MICROSECONDS):013x}{secrets.token_hex(6)[1:]}"
 
 
 def _created_at(batch_id: str, now: float) -> float | None:
-    """Return when the id of a batch was made, None if it does not tell."""
+    """Return the time at which the id of a batch was created, or None if the id is random."""
     found = re.fullmatch(r"[a-z]+_([0-9a-f]{13})[0-9a-f]{11}", batch_id)
     at = 0.0 if found is None else int(found[1], 16) / MICROSECONDS
     return at if IDS_TELL_SINCE <= at < now + CLOCKS_DIFFER_S else None
@@ -356,7 +357,7 @@ def _count_unfinished(tenant: str) -> Select[Any]:
 
 
 async def _with_counts(connection: AsyncConnection, batch: Batch) -> Batch:
-    """Return `batch` with the outcomes so far counted, if it has not ended."""
+    """Return `batch` with its outcomes counted, if it has not ended."""
     if batch.ended:
         return batch
     query = (

@@ -1,7 +1,6 @@
-"""Store the slices of quotas: in one round a replica renews its lease and settles its slices.
+"""Store the slices of quotas. In one round a replica renews its lease and settles its slices.
 
-A transaction that changes slices of a quota locks the quota's row. Does not compute the slices:
-quotas/shares.py.
+A transaction that changes slices of a quota locks the quota's row. `quotas/shares.py` computes the slices.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import quota_slices, quotas, replicas
 
 LEASE_S: Final = 15.0
-"""A replica that has not renewed for this long is gone; its slices are free after one more WINDOW_S."""
+"""A replica that has not renewed its lease for this long is lost. Its slices are freed WINDOW_S later."""
 GONE_KEPT_S: Final = 86_400.0
-"""For so long a replica that was gone and comes back learns that its slices were freed."""
+"""How long a returning replica can still learn that its slices were freed."""
 ROUND_TIMEOUT_S: Final = 5.0
 LIMITS_PER_TRANSACTION: Final = 200
 LIMITS_PER_PAGE: Final = 1_000
 GONE: Final = ""
-"""Stands for a replica's name in rows with the month's use by replicas that are gone."""
+"""Replaces the replica's name in rows that hold the month's use of lost replicas."""
 
 
 def known(columns: Any) -> ColumnElement[bool]:
-    """Match the quotas of which this program knows the kind: a newer one may have set others."""
+    """Match quotas of kinds that this program knows; a newer program may have set others."""
     return and_(columns.scope.in_([*Scope]), columns.kind.in_([*Kind]))
 
 
@@ -74,7 +73,7 @@ _LIMITS = (
     .order_by(*_LIMIT_ID)
     .limit(LIMITS_PER_PAGE)
 )
-"""A page of all limits, also of those of which this program does not know the kind: by the index alone."""
+"""A page of all limits, including kinds unknown to this program, read by the index alone."""
 _IS_SHORT = known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount
 _SHORT = select(*_ID).where(*_IS_SHORT).distinct()
 _REPLICAS = select(
@@ -83,19 +82,19 @@ _REPLICAS = select(
     select(func.coalesce(func.sum(quotas.c.stamp), 0)).scalar_subquery().label("stamps"),
     select(quota_slices.c.kind).where(*_IS_SHORT).exists().label("any_short"),
 )
-"""The replicas, this one among them, and beside each what tells whether anything else is to be read."""
+"""All replicas, including this one, with the marks that show whether anything else must be read."""
 
 
 def _among_subjects(columns: Any) -> ColumnElement[bool]:
-    """Match the limits of `subjects`, which the database finds by its index: by tuples alone it scans."""
+    """Match the limits of `subjects` by the index. Matching tuples alone would scan the table."""
     return and_(columns.scope.in_([*Scope]), columns.subject.in_(bindparam("subjects", expanding=True)))
 
 
 _AMONG_IDS = _among_subjects(quotas.c), tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True))
 _LOCKED = select(quotas).where(*_AMONG_IDS).order_by(*_LIMIT_ID).with_for_update()
 _SLICES = select(quota_slices).where(_among_subjects(quota_slices.c))
-"""Also slices of other kinds of these subjects, even of kinds that this program does not know: writing out
-each id takes longer than reading them.
+"""Includes slices of other kinds of these subjects, even unknown kinds: listing each id takes longer than
+reading them.
 """
 _RENEWED = (
     update(replicas)
@@ -111,9 +110,7 @@ ClaimOf = Callable[[LimitId], Claim | None]
 
 
 class _RoundState(NamedTuple):
-    """State that a round reads before it settles: the database's time, live replicas, limits in short supply,
-    quotas.
-    """
+    """State read before a round settles: the database's time, live replicas, scarce limits and quotas."""
 
     now: float
     alive: list[str]
@@ -123,7 +120,9 @@ class _RoundState(NamedTuple):
 
 
 class SlicesAway(StoreUnavailable, SlicesUnavailable):
-    """The database is away: StoreUnavailable, and SlicesUnavailable for leasing, which imports no store."""
+    """The database is unreachable. Both StoreUnavailable and SlicesUnavailable, since leasing imports no
+    store.
+    """
 
 
 class SliceTable:
@@ -138,7 +137,7 @@ class SliceTable:
         clock: Callable[[], float] = time.time,
         heard: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`clock` is the machine's unix time, for SQLite. `heard` is called with every reading of the
+        """`clock` returns the machine's unix time, for SQLite. `heard` is called with each reading of the
         database's time.
         """
         self._engine = engine
@@ -149,10 +148,10 @@ class SliceTable:
         self._heard = heard
         self._mark: tuple[int, int] | None = None
         self._renewed_until = 0.0
-        self._back_since = float("-inf")  # after a time without the database, or with another one
+        self._back_since = float("-inf")  # since the database is reachable again, or replaced
         self._tables_changed = False
         self._freed = False
-        self._patience = asyncio.Timeout(None)  # of the transaction in progress
+        self._patience = asyncio.Timeout(None)  # for the transaction in progress
         dialect = engine.dialect.name
         self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
 
@@ -161,7 +160,7 @@ class SliceTable:
         return self._lease_s
 
     async def join(self) -> list[PreviousSlice]:
-        """Take over this name, and return the slices that the previous process held under it."""
+        """Claim this name and return the slices that the previous process held under it."""
 
         async def work(connection: AsyncConnection) -> list[PreviousSlice]:
             await self._renew(connection, take=True)
@@ -177,7 +176,7 @@ class SliceTable:
         return await self._transaction(work)
 
     async def leave(self) -> None:
-        """Release the unused part of the slices now; the used part is free when it no longer counts."""
+        """Release the unused part of the slices now. The used part is freed when it no longer counts."""
 
         async def work(connection: AsyncConnection) -> None:
             own = replicas.c.name == self._name, replicas.c.boot_id == self._boot_id
@@ -203,7 +202,7 @@ class SliceTable:
         return found
 
     async def round(self, unsettled: Iterable[LimitId], claim_of: ClaimOf) -> LeaseRound:
-        """Renew the lease; settle the limits that are `unsettled` here or of which another replica is short.
+        """Renew the lease. Settle the limits that are `unsettled` here or that another replica is short of.
 
         Raises NameTaken.
         """
@@ -211,7 +210,7 @@ class SliceTable:
 
         async def first(connection: AsyncConnection) -> tuple[_RoundState, list[LimitId], list[GrantedSlice]]:
             state = await self._read_state(connection)
-            if self._tables_changed or self._freed:  # nothing is granted by slices of another time
+            if self._tables_changed or self._freed:  # slices of an earlier state grant nothing
                 return state, [], []
             wanted = sorted(own.union(state.short))
             chunk = wanted[:LIMITS_PER_TRANSACTION]
@@ -247,9 +246,9 @@ class SliceTable:
     async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> float:
         """Renew the lease and return the database's time.
 
-        Writes first: on SQLite the write takes the lock. A lease that is not as it was written last was
-        restored from a backup, and the slices with it (or the last write came to nothing); one that is
-        missing is not in the backup, or was removed after GONE_KEPT_S.
+        Writes first, because on SQLite the write takes the lock. A lease that differs from the last one
+        written was restored from a backup with its slices, or the last write failed. A missing lease is not
+        in the backup, or was removed after GONE_KEPT_S.
         """
         now = await self._database_time(connection)
         until, written = now + self._lease_s, self._renewed_until
@@ -319,14 +318,15 @@ class SliceTable:
         }
 
     async def _shorten_leases(self, connection: AsyncConnection, now: float) -> None:
-        """End within one lease what ends later: the database's clock was set back."""
+        """Shorten leases that end later than one lease from now: the database's clock was set back."""
         too_late = replicas.c.expires_at > now + self._lease_s
         await connection.execute(update(replicas).where(too_late).values(expires_at=now + self._lease_s))
 
     async def _remove_gone_replicas(self, connection: AsyncConnection, now: float) -> None:
-        """Free the slices of replicas gone for longer than WINDOW_S; keep only the month's use, as GONE.
+        """Free the slices of replicas lost for longer than WINDOW_S. Only the month's use is kept, under
+        GONE.
 
-        A negative `expires_at` says since when a replica counts as gone.
+        A negative `expires_at` is the time since which a replica counts as lost.
         """
         until = replicas.c.expires_at
         await connection.execute(delete(replicas).where(until < 0.0, -until + GONE_KEPT_S < now))
@@ -357,7 +357,7 @@ class SliceTable:
         )
 
     async def _limits(self, connection: AsyncConnection) -> dict[LimitId, int]:
-        """Read the limits in pages, between which the event loop turns to others; each has its time."""
+        """Read the limits in pages, each with its own timeout. Other tasks run between the pages."""
         found: dict[LimitId, int] = {}
         after = {"after_scope": "", "after_subject": "", "after_kind": ""}
         while rows := (await connection.execute(_LIMITS, after)).all():
@@ -388,12 +388,14 @@ async def _mark(connection: AsyncConnection) -> tuple[int, int]:
 
 
 def id_of(row: Any) -> LimitId:
-    """Return the id of the limit that a row is of."""
+    """Return the id of the limit that a row belongs to."""
     return LimitId(_SCOPES[row.scope], row.subject, _KINDS[row.kind])
 
 
 def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
-    """Return an INSERT that updates the `changed` columns of an existing row; with none it skips the row."""
+    """Return an INSERT that updates the `changed` columns of an existing row, or skips the row if there are
+    none.
+    """
     insert = sqlite.insert(into) if dialect == "sqlite" else postgresql.insert(into)
     names = [*changed]
     if not names:
@@ -405,7 +407,7 @@ def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
 
 
 def _is_gone(until: float, now: float) -> bool:
-    """Return whether a replica is to be removed whose lease ends, or that counts as gone since, `until`."""
+    """Return whether to remove a replica whose lease ended, or that was marked as lost, at `until`."""
     return (until + WINDOW_S if until >= 0.0 else -until + GONE_KEPT_S) < now
 
 

@@ -1,5 +1,5 @@
-"""Keeps jobs of fine-tuning in the database. A replica looks after a job while it holds the lease, and a run
-at a site counts while it is the job's current one; a job comes to an end only once.
+"""Stores fine-tuning jobs in the database. A replica supervises a job while it holds the job's lease. Only
+the current run of a job may change it, and a job ends exactly once.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from gateway.tuning.values import (
 )
 
 LEASE_S: Final = 8.0
-"""Time after which another replica takes over from one that died; four of its polls."""
+"""Time after which another replica takes over from one that died: four polls."""
 ANYTHING: Final[Mapping[str, str]] = {}
 FILTERED_AT_ONCE: Final = 100
-"""Jobs that are read at once to find those of some metadata."""
+"""Jobs read per query when filtering by metadata."""
 
 
 class UnknownFile(Exception):
@@ -66,7 +66,7 @@ class TooManyJobs(Exception):
 
 
 class Progress(NamedTuple):
-    """What a run has done: the figures of new `steps`, in order, that are to be shown."""
+    """Progress of a run: `steps` are the figures of new steps, in order, to be shown."""
 
     step: int
     total_steps: int
@@ -78,11 +78,11 @@ class Progress(NamedTuple):
 
 
 class Ledger:
-    """The jobs of all tenants. `owner` names one run of one replica, `clock` dates what happens, `cloud_of`
-    returns the cloud of a site.
+    """The jobs of all tenants. `owner` identifies one process of one replica, `clock` returns unix time, and
+    `cloud_of` the cloud of a site.
 
-    Every method may raise SQLAlchemy's errors. Those that change a job return whether they did: not if its
-    status did not allow it, or another replica or another run had it.
+    Every method may raise SQLAlchemy's errors. Methods that change a job return False if its status does not
+    allow the change, or if another replica or another run holds it.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Ledger:
                 read = read._replace(after=jobs[-1].id)
 
     async def cancel(self, tenant: str, job_id: str) -> bool:
-        """End a job as cancelled. Its run at a site is fenced at once; its holder tells the site."""
+        """End a job as cancelled. Its run is fenced at once; the holder of the lease stops it at the site."""
         values = {"status": JobStatus.CANCELLED, "finished_at": self.clock()}
         return await self._turn(tenant, job_id, before(JobStatus.CANCELLED), values, "The job was cancelled.")
 
@@ -163,7 +163,7 @@ class Ledger:
         )
 
     async def resume(self, tenant: str, job_id: str) -> bool:
-        """Queue a paused job. One whose files are not checked yet has them checked first."""
+        """Queue a paused job. If its files have not been checked, they are checked first."""
         is_checked = tuning_jobs.c.rows > 0
         status = case((is_checked, JobStatus.QUEUED.value), else_=JobStatus.VALIDATING.value)
         return await self._turn(
@@ -189,11 +189,11 @@ class Ledger:
     # ---- leases
 
     async def lease(self, max_jobs: int, served: Collection[str] | None = None) -> list[Job]:
-        """Renew this owner's leases and take new ones, oldest first, up to `max_jobs` in all. Jobs that rest
-        paused come last, and before them queued jobs of models that are not among those `served`: their
-        leases are not renewed, and for as long again only replicas whose sites serve them may take them.
+        """Renew this owner's leases and take new ones, oldest job first, up to `max_jobs` in all. Paused jobs
+        come last, after queued jobs of models that are not `served`. The leases of the latter are not
+        renewed, and for one more lease only replicas whose sites serve the model may take them.
 
-        Returns all jobs that this owner holds from now on.
+        Return all jobs that this owner now holds.
         """
         async with self._engine.connect() as connection:
             now = await database_time(connection, self.clock)
@@ -226,7 +226,7 @@ class Ledger:
             return [job_of(row) for row in rows]
 
     async def release(self) -> None:
-        """Give all leases back: another replica goes on at once."""
+        """Return all leases, so that another replica can take over at once."""
         free = update(tuning_jobs).where(tuning_jobs.c.leased_by == self.owner)
         async with self._engine.begin() as connection:
             await connection.execute(free.values(leased_by=None, leased_until=None))
@@ -234,7 +234,7 @@ class Ledger:
     # ---- by the holder of the lease
 
     async def validated(self, job: Job, rows: int, contents: Sequence[Content]) -> bool:
-        """Queue a job whose files are good, with their digests."""
+        """Queue a job whose files are valid, with their digests."""
         values = {
             "status": JobStatus.QUEUED,
             "rows": rows,
@@ -252,7 +252,7 @@ class Ledger:
             return True
 
     async def start(self, job: Job, run: str, site: str) -> bool:
-        """Give a queued job, without a run, its next run."""
+        """Assign the next run to a queued job that has none."""
         values = {"status": JobStatus.RUNNING, "run": run, "site": site, "runs": job.runs + 1}
         no_run = tuning_jobs.c.run.is_(None)
         async with self._engine.begin() as connection:
@@ -262,7 +262,7 @@ class Ledger:
             return True
 
     async def advance(self, job: Job, progress: Progress) -> bool:
-        """Write what the current run has done. A step above all before counts as progress."""
+        """Write the progress of the current run. Only a step beyond all earlier ones counts as progress."""
         is_current = tuning_jobs.c.run == job.run
         values: dict[str, Any] = {
             "step": progress.step,
@@ -283,9 +283,9 @@ class Ledger:
             return True
 
     async def leave_run(self, job: Job, message: str = "", level: str = INFO) -> bool:
-        """Drop the current run: a running job is queued anew, one that was paused meanwhile stays so.
+        """Drop the current run. A running job is queued again; a paused job stays paused.
 
-        It keeps its site, to which its usage belongs if it ends before it runs again.
+        The job keeps its site, which its usage is recorded for if it ends before it runs again.
         """
         status = case(
             (tuning_jobs.c.status == JobStatus.RUNNING.value, JobStatus.QUEUED.value),
@@ -340,7 +340,7 @@ class Ledger:
     # ---- by any replica
 
     async def runs(self) -> dict[str, int]:
-        """Return how many runs each site has, of all replicas."""
+        """Return the number of runs by site, over all replicas."""
         query = (
             select(tuning_jobs.c.site, func.count())
             .where(tuning_jobs.c.run.is_not(None), tuning_jobs.c.status.in_(UNFINISHED))
@@ -350,7 +350,7 @@ class Ledger:
             return {row[0]: row[1] for row in await connection.execute(query)}
 
     async def current_run(self, job_id: str) -> str | None:
-        """Return the name of the run that counts, None if there is none: the job is over, or waits."""
+        """Return the name of the current run, or None if the job has ended or waits."""
         query = select(tuning_jobs.c.run).where(
             tuning_jobs.c.id == job_id, tuning_jobs.c.status.in_(UNFINISHED)
         )
@@ -359,7 +359,7 @@ class Ledger:
             return run
 
     async def remove_expired(self, limit: int) -> int:
-        """Remove jobs that ended long ago and have no content left, with their events."""
+        """Remove jobs, with their events, that ended long ago and have no content left."""
         content = exists().where(tuning_content.c.job_id == tuning_jobs.c.id)
         old = select(tuning_jobs.c.id).where(
             tuning_jobs.c.status.not_in(UNFINISHED),
@@ -394,7 +394,7 @@ class Ledger:
         return bool((await connection.execute(update(tuning_jobs).where(is_ours).values(**values))).rowcount)
 
     async def _record_usage(self, connection: AsyncConnection, job_id: str, status: JobStatus) -> None:
-        """Record the trained tokens of a job that ends, if there are any, as one row of usage."""
+        """Record the trained tokens of an ending job, if any, as one row of usage."""
         row = (await connection.execute(select(tuning_jobs).where(tuning_jobs.c.id == job_id))).one()
         job = job_of(row)
         if job.trained_tokens:
@@ -407,7 +407,7 @@ def new_job_id() -> str:
 
 
 def new_run() -> str:
-    """Return the name of a run, which nobody can guess."""
+    """Return an unguessable name for a run."""
     return secrets.token_hex(16)
 
 
@@ -421,7 +421,7 @@ def _count_unfinished(tenant: str) -> Select[Any]:
 
 
 def _count_models(tenant: str) -> Select[Any]:
-    """Count the jobs that have a model or checkpoints, or may get some."""
+    """Count the jobs that have a model or checkpoints, or may still get them."""
     is_model = tuning_content.c.kind.in_((Kind.ADAPTER, Kind.CHECKPOINT))
     has_model = exists().where(tuning_content.c.job_id == tuning_jobs.c.id, is_model)
     counted = and_(tuning_jobs.c.tenant == tenant, or_(tuning_jobs.c.status.in_(UNFINISHED), has_model))

@@ -1,4 +1,5 @@
-"""Leases jobs and looks after them: every replica takes those that nobody holds, also of one that died."""
+"""Leases fine-tuning jobs and supervises them. Every replica takes jobs without a holder, such as those of a
+replica that died."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ from gateway.tuning.values import Content, Job, JobError, JobStatus, Kind
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
-"""Interval of looking at the database. A lease outlives several polls."""
+"""Interval between reads of the database. A lease outlives several polls."""
 TICK_S: Final = 0.25
-"""Interval of looking at what sites have reported, in memory."""
+"""Interval between checks of the sites' reports, in memory."""
 RECORD_S: Final = 1.0
-"""Least time between two writes of the progress of a run."""
+"""Minimum time between two writes of a run's progress."""
 ORDER_AGAIN_S: Final = 3.0
-"""A site reports of its runs every 2 s: one that does not is given the order again."""
+"""A site reports on its runs every 2 s. A site that does not is sent the order again."""
 AVOID_S: Final = 60.0
-"""For so long a site that gave a job up, or lost it, is the last choice for it."""
+"""How long a site that failed or lost a job is the last choice for that job."""
 STALE_RUNS_A_POLL: Final = 20
 TIDY_S: Final = 60.0
 LEFTOVERS_AT_ONCE: Final = 20
@@ -44,27 +45,27 @@ WAITS: Final = "No site has room to train; the job waits."
 
 
 class HeldJob:
-    """What this replica remembers of a job that it holds. `task` checks its files."""
+    """State of a job that this replica holds. `task` checks its files."""
 
     def __init__(self, job: Job, now_s: float) -> None:
-        self.avoided: dict[str, float] = {}  # until when, by site
-        self.waits_since: float | None = None  # for a site, in unix seconds
+        self.avoided: dict[str, float] = {}  # time until which each site is avoided
+        self.waits_since: float | None = None  # start of the wait for a site, in unix seconds
         self.task: asyncio.Task[None] | None = None
         self.begin(job, now_s)
 
     def begin(self, job: Job, now_s: float) -> None:
-        """Turn to the next run of the job, or to waiting for one."""
+        """Reset the state for the next run of the job, or for waiting for one."""
         self.job = job
-        self.heard_s = now_s  # when its site reported of the run last
-        self.linked_s = now_s  # when its site was linked last
-        self.step_s = now_s  # when the run made a step last
+        self.heard_s = now_s  # last report of the run
+        self.linked_s = now_s  # last time its site was linked
+        self.step_s = now_s  # last training step of the run
         self.ordered_s = float("-inf")
-        self.stopping_s: float | None = None  # since when the run is to stop
+        self.stopping_s: float | None = None  # time of the order to stop the run
         self.recorded: RunReport | None = None
         self.recorded_s = float("-inf")
 
     def observe(self, is_linked: bool, report: RunReport | None, now_s: float) -> Seen:
-        """Take the newest report of the current run; return what is known of the run."""
+        """Store the newest report of the current run. Return what is known about the run."""
         if is_linked:
             self.linked_s = now_s
         if report is not None:
@@ -75,14 +76,14 @@ class HeldJob:
 
 
 class Runner:
-    """Looks after the jobs that this replica leases."""
+    """Supervises the jobs that this replica leases."""
 
     def __init__(self, context: TuningContext, poll_s: float = POLL_S, tick_s: float = TICK_S) -> None:
         self._context = context
         self._poll_s, self._tick_s = poll_s, tick_s
         self._held: dict[str, HeldJob] = {}
         self._polled_s = self._tidied_s = float("-inf")
-        self._runs: dict[str, int] | None = None  # of each site, as read in this turn
+        self._runs: dict[str, int] | None = None  # number of runs by site, as read in this round
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._serving = Serving(context)
@@ -91,12 +92,12 @@ class Runner:
         self._running = asyncio.create_task(self._run_for_ever(), name="fine-tuning")
 
     def wake(self) -> None:
-        """Look at the database at once: a client has changed a job here."""
+        """Read the database at once, because a client has changed a job at this replica."""
         self._polled_s = float("-inf")
         self._wake.set()
 
     async def close(self) -> None:
-        """Give the leases back: another replica goes on with the same runs."""
+        """Return the leases. Other replicas continue with the same runs."""
         await cancel(self._running, *(held.task for held in self._held.values()))
         await self._serving.close()
         with suppress(*DATABASE_ERRORS):
@@ -116,7 +117,7 @@ class Runner:
             self._wake.clear()
 
     async def turn(self) -> None:
-        """Renew the leases when that is due, then look at every job once."""
+        """Renew the leases when due, then handle every job once."""
         now_s = self._context.clock()
         if now_s - self._polled_s >= self._poll_s:
             self._polled_s = now_s
@@ -151,12 +152,12 @@ class Runner:
             await context.ledger.remove_expired(LEFTOVERS_AT_ONCE)
 
     def _let_go(self, held: HeldJob) -> None:
-        """Stop what this replica does about a job that has ended, or that another replica holds."""
+        """Drop a job that has ended, or that another replica holds now."""
         if held.task is not None:
             held.task.cancel()
 
     async def _stop_stale_runs(self) -> None:
-        """Have sites drop runs that are current no more: of jobs that ended or went elsewhere."""
+        """Make sites drop outdated runs, of jobs that have ended or moved to another site."""
         current = {held.job.run for held in self._held.values()}
         for link in [*self._context.links().values()]:
             reports = [each for each in link.training.reports.values() if each.run not in current]
@@ -187,7 +188,7 @@ class Runner:
             log.exception("checking the files of job %s went wrong in an unforeseen way", job.id)
 
     async def _refresh(self, held: HeldJob) -> None:
-        """Read the job anew after a change, by this replica or by a client."""
+        """Read the job again after a change by this replica or by a client."""
         context = self._context
         job = await context.ledger.get(held.job.tenant, held.job.id)
         if job is None or job.ended or job.leased_by != context.ledger.owner:
@@ -200,7 +201,7 @@ class Runner:
     # ---- before a run
 
     async def _validate(self, held: HeldJob) -> None:
-        """Check the files, then queue the job, or fail it with every fault and its line."""
+        """Check the files. Queue the job, or fail it with a list of all faults and their lines."""
         context, job = self._context, held.job
         contents: list[Content] = []
         rows = 0
@@ -236,7 +237,7 @@ class Runner:
         await self._refresh(held)
 
     async def _place(self, held: HeldJob) -> None:
-        """Begin a run at a site with room. A job whose tenant has spent its month is paused instead."""
+        """Start a run at a site with room, or pause a job whose tenant has spent its monthly quota."""
         context, job, now_s = self._context, held.job, self._context.clock()
         if (refusal := self._charge(job, job.trained_tokens, job.nano_usd)) is not None:
             await self._pause(job, refusal)
@@ -261,7 +262,7 @@ class Runner:
             await self._order(held)
 
     def _sites_for(self, job: Job) -> list[Site]:
-        """Return the linked sites of the job's base, in the regions of its key."""
+        """Return the linked sites that serve the job's base, in the regions of the job's key."""
         context, caller = self._context, self._context.caller(job.key_id)
         sites = [] if caller is None else caller.sites_of(context.sites())
         same = of_same_base(sites, job.model, job.revision)
@@ -270,14 +271,14 @@ class Runner:
     async def _wait_for_site(self, held: HeldJob) -> None:
         context = self._context
         now, most_s = context.unix_time(), context.limits.queued_s
-        if held.waits_since is None or now - held.waits_since > most_s:  # it may have been paused meanwhile
+        if held.waits_since is None or now - held.waits_since > most_s:  # it may have been paused since
             held.waits_since = await self._begin_wait(held.job)
         if now - held.waits_since > most_s:
             await self._fail(held, JobError("no_site", "For a day no site had room to train it."))
 
     async def _begin_wait(self, job: Job) -> float:
-        """Return since when a job waits for a site. It goes on with a wait that is the last of its events,
-        whichever replica wrote that.
+        """Return the time since which a job waits for a site. If its last event is such a wait, written by
+        any replica, that wait continues.
         """
         context = self._context
         last = await context.events.list_page(job.id, Page(1))
@@ -298,7 +299,7 @@ class Runner:
         held.ordered_s = context.clock()
 
     async def _follow(self, held: HeldJob) -> None:
-        """Look at the newest report of the current run, and do what follows from it."""
+        """Handle the newest report of the current run."""
         context, job, now_s = self._context, held.job, self._context.clock()
         link = context.links().get(job.site)
         report = None if link is None else link.training.reports.get(job.run or "")
@@ -322,12 +323,13 @@ class Runner:
                 await self._move(held, now_s)
 
     async def _move(self, held: HeldJob, now_s: float) -> None:
-        """Have a run stop that gets no time beside what its site serves, if another site has more.
+        """Move a run whose site leaves it no time to a site that has more.
 
-        It goes on there from its snapshot, and moves no more before a step: one may take as long anywhere.
+        The run continues there from its snapshot. It is not moved again before its next step, because a step
+        may take as long at any site.
         """
         context, job = self._context, held.job
-        held.step_s = now_s  # so long nothing is looked for again
+        held.step_s = now_s  # delays the next search
         sites, runs = context.sites(), await context.ledger.runs()
         others = [each for each in self._sites_for(job) if each.name != job.site]
         other = choose(others, job.model, job.plan, runs=runs, avoided=held.avoided, now_s=now_s)
@@ -340,8 +342,8 @@ class Runner:
             link.training.stop(job.run or "", snapshot=True)
 
     async def _record(self, held: HeldJob, report: RunReport, now_s: float) -> bool:
-        """Write the progress of the run, and charge it: a job that is not over is paused once its tenant has
-        spent the month. Return whether the run is still current, and the job this replica's.
+        """Write the progress of the run and charge it. If the tenant has spent its monthly quota, pause the
+        unfinished job. Return whether the run is still current and the job still held.
         """
         context, job = self._context, held.job
         is_due = report.end or now_s - held.recorded_s >= RECORD_S
@@ -362,7 +364,7 @@ class Runner:
         return held.job.id in self._held and held.job.run == report.run
 
     def _charge(self, job: Job, trained_tokens: int, nano_usd: int) -> TooMany | None:
-        """Charge what is new; return the refusal once the tenant has spent its month."""
+        """Charge the new tokens. Return the refusal if the tenant has spent its monthly quota."""
         caller = self._context.caller(job.key_id)
         tokens, cost = trained_tokens - job.trained_tokens, nano_usd - job.nano_usd
         return None if caller is None else self._context.charge(caller, tokens, cost)
@@ -388,7 +390,7 @@ class Runner:
         self._over(held)
 
     def _over(self, held: HeldJob) -> None:
-        """Forget a job that has ended, and have its site drop the run."""
+        """Drop a job that has ended, and make its site drop the run."""
         self._held.pop(held.job.id, None)
         self._drop_run(held.job)
 
@@ -398,7 +400,7 @@ class Runner:
             link.training.stop(job.run, snapshot=False)
 
     async def _leave(self, held: HeldJob, end: End | None, error: str) -> None:
-        """End a run, not the job: that goes on elsewhere from its last snapshot, or stays paused."""
+        """End a run but not its job, which continues elsewhere from its last snapshot, or stays paused."""
         context, job = self._context, held.job
         what = f"{job.site} {'gave the run up' if end else 'was lost'}" + (f": {error}" if error else "")
         if job.status is JobStatus.RUNNING:

@@ -1,8 +1,7 @@
-"""The attempts of one gateway replica: each ends in one Rejected, one Released or one finish per choice.
+"""The attempts of one gateway replica. Each ends with one Rejected, one Released or one finish per choice.
 
-Pure bookkeeping: each method takes an event, puts the messages for the gateway into the outbox, and returns
-the requests that the engine is to act on. Does not know streams, threads or the clock; outlives a stream that
-broke.
+Pure bookkeeping: each method handles an event, puts messages for the gateway into the outbox, and returns the
+requests on which the engine must act. Uses no streams, threads or clock, and survives a broken stream.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 class Phase(Enum):
     PREPARING = "preparing"  # the prompt is being tokenized
-    SUBMITTED = "submitted"  # the engine has been asked and has not answered
+    SUBMITTED = "submitted"  # the engine has not replied yet
     ADMITTED = "admitted"
 
 
@@ -42,12 +41,12 @@ class Phase(Enum):
 class _Choice:
     request_id: str
     started: bool = False
-    ended: bool = False  # at the engine
+    ended: bool = False  # in the engine
     finished: bool = False
     parser: ToolParser | None = None
-    forced: bool = False  # to call the one function that the client named
+    forced: bool = False  # the client requires this one function
     reasoning_tokens: int = 0
-    completion_tokens: int = 0  # so far, by the engine
+    completion_tokens: int = 0  # so far, as the engine counts
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ class _Attempt:
 
 
 class PendingRelease(NamedTuple):
-    """A Release under way: the attempts given up already, and those that the engine is to give up."""
+    """A Release in progress: attempts released already, and attempts that the engine must decide on."""
 
     release_id: str
     given_up: tuple[str, ...]
@@ -80,7 +79,7 @@ class PendingRelease(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The choice of an attempt to which the outputs of a request belong."""
+    """The choice of an attempt that receives the outputs of a request."""
 
     attempts: Attempts
     attempt_id: str
@@ -94,7 +93,7 @@ Routes: TypeAlias = dict[str, Route]
 class Attempts:
     """`number` makes request ids unique over the gateway replicas of a site.
 
-    `routes` is shared by all of them: an attempt's requests stand in it from `prepared` until it is gone.
+    `routes` is shared by all replicas and holds an attempt's requests from `prepared` to its end.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Attempts:
         stream_interval_s: float = STREAM_INTERVAL_S,
     ) -> None:
         self.outbox = Outbox(stream_interval_s)
-        self.computed: list[bytes] = []  # hashes of the prompts that were computed and not told of yet
+        self.computed: list[bytes] = []  # hashes of computed prompts, to be announced
         self._stream_interval_s = stream_interval_s
         self._number = number
         self._routes = routes
@@ -125,15 +124,17 @@ class Attempts:
         return len(self._preparing)
 
     def is_preparing(self, attempt_id: str) -> bool:
-        """Return whether the prompt of an attempt is still to be prepared. May be called on any thread."""
+        """Return whether the prompt of an attempt is still needed. May be called on any thread."""
         return attempt_id in self._preparing
 
     def attempt_ids(self) -> tuple[str, ...]:
-        """Return the attempts that run, and those whose last deltas have not been sent."""
+        """Return the running attempts, and those whose last deltas have not been sent."""
         return tuple(self._attempts | dict.fromkeys(self.outbox.attempt_ids()))
 
     def assign(self, assign: Assign, now: float) -> bool:
-        """Return whether the prompt is to be prepared: a repeated Assign changes nothing."""
+        """Register an assigned attempt. Return whether to prepare its prompt; a repeated Assign has no
+        effect.
+        """
         if assign.attempt_id in self._attempts:
             extra = {"request_id": assign.request_id}
             log.warning(
@@ -146,7 +147,7 @@ class Attempts:
         return True
 
     def prepared(self, attempt_id: str, prepared: Prepared) -> list[Request]:
-        """Return the requests to submit, all or none; empty if the attempt is gone."""
+        """Return the requests to submit, all or none. Empty if the attempt has ended."""
         if attempt_id not in self._preparing:
             return []
         self._preparing.remove(attempt_id)
@@ -162,12 +163,12 @@ class Attempts:
         return [engine_request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
     def wanted(self, attempt_id: str) -> Assign | None:
-        """Return what an attempt was assigned with, None if it is gone or was cancelled."""
+        """Return the Assign of an attempt, or None if the attempt has ended or was cancelled."""
         attempt = self._attempts.get(attempt_id)
         return None if attempt is None or attempt.cancelled else attempt.assign
 
     def prepare_again(self, attempt_id: str) -> None:
-        """Take back an attempt that the engine has not admitted: its prompt is to be prepared again."""
+        """Reset an attempt that the engine has not admitted, so that its prompt is prepared again."""
         attempt = self._attempts[attempt_id]
         attempt.phase, attempt.count_offset = Phase.PREPARING, 0
         for choice in attempt.choices:
@@ -183,7 +184,7 @@ class Attempts:
             self.outbox.put(rejection(attempt.assign, refusal))
 
     def broken(self, attempt_id: str, error: Exception) -> None:
-        """End an attempt whose preparation met a fault of the site."""
+        """End an attempt whose preparation failed by a fault of the site."""
         log.error("attempt %s cannot be prepared", attempt_id, exc_info=error)
         reason = f"the site cannot prepare this request: {type(error).__name__}"
         self.refused(attempt_id, NotServed(Reason.INTERNAL, reason))
@@ -195,9 +196,10 @@ class Attempts:
             self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens))
 
     def deliver(self, attempt_id: str, index: int, output: Output) -> list[str]:
-        """Pass on an output of a choice; return the requests to cancel.
+        """Publish an output of a choice. Return the requests to cancel.
 
-        A fault here ends this attempt alone: an exception would end the link to the engine, and all answers.
+        An exception ends only this attempt. Raised further, it would end the link to the engine and all
+        answers.
         """
         try:
             self.output(attempt_id, index, output)
@@ -207,7 +209,7 @@ class Attempts:
         return []
 
     def _fail(self, attempt_id: str, error: str) -> list[str]:
-        """End an attempt that the engine goes on with; return the requests to cancel."""
+        """Fail an attempt whose requests still run. Return the requests to cancel."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None:
             return []
@@ -222,13 +224,13 @@ class Attempts:
         return [choice.request_id for choice in attempt.choices if not choice.ended]
 
     def output(self, attempt_id: str, index: int, output: Output) -> None:
-        """Pass on an output of a choice; drop it if the attempt is gone or the choice has finished."""
+        """Publish an output of a choice. Drop it if the attempt or the choice has ended."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None or attempt.choices[index].finished:
             return
-        counted = output.prompt_tokens  # 0: known before, from the tokenizer
+        counted = output.prompt_tokens  # 0: the tokenizer's count holds
         if counted and counted != attempt.prompt_tokens and attempt.phase is Phase.ADMITTED:
-            attempt.prompt_tokens = counted  # the Accepted had a guess: repeat it before the finish
+            attempt.prompt_tokens = counted  # Accepted had an estimate: send the count before the finish
             self.outbox.put(Accepted(attempt_id, counted))
         choice = attempt.choices[index]
         choice.completion_tokens, choice.ended = output.completion_tokens, output.finish is not None
@@ -249,9 +251,9 @@ class Attempts:
                 self._forget(attempt_id)
 
     def cancel(self, attempt_id: str) -> list[str]:
-        """Return the requests to cancel; their CANCELLED outputs end the attempt.
+        """Return the requests to cancel. Their CANCELLED outputs end the attempt.
 
-        An unknown attempt has ended.
+        An attempt that is unknown has ended already.
         """
         attempt = self._attempts.get(attempt_id)
         if attempt is None:
@@ -264,7 +266,9 @@ class Attempts:
         return []
 
     def release(self, release: Release) -> PendingRelease:
-        """Give up the attempts that the engine has not seen; the engine decides on the rest: `released`."""
+        """Release the attempts that the engine has not received. The engine decides on the others:
+        `released`.
+        """
         known = [each for each in release.attempt_ids if each in self and self._attempts[each].is_unstarted]
         given_up = tuple(each for each in known if each in self._preparing)
         for attempt_id in given_up:
@@ -274,14 +278,14 @@ class Attempts:
         return PendingRelease(release.release_id, given_up, undecided, groups)
 
     def released(self, pending: PendingRelease, decisions: Sequence[bool]) -> None:
-        """`decisions`: for each of `pending.attempt_ids`, whether the engine gave it up."""
+        """`decisions`: for each of `pending.attempt_ids`, whether the engine released it."""
         given_up = [each for each, gone in zip(pending.attempt_ids, decisions, strict=True) if gone]
         for attempt_id in given_up:
             self._forget(attempt_id)
         self.outbox.put(Released(pending.release_id, (*pending.given_up, *given_up)))
 
     def abandon(self) -> list[str]:
-        """Drop everything; return the requests to cancel, whose outputs have no route any more."""
+        """Drop all attempts. Return the requests to cancel, whose outputs are no longer routed."""
         submitted = [each for each in self._attempts.values() if each.phase is not Phase.PREPARING]
         request_ids = [request_id for attempt in submitted for request_id in attempt.open_requests]
         for attempt_id in list(self._attempts):
@@ -318,7 +322,7 @@ def engine_request(attempt: _Attempt, prepared: Prepared, index: int) -> Request
         deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
         choice=index,
         resumed=prepared.resumed,
-        resumed_chars=0 if prepared.tool_calling else assign.resumed_chars,  # the parser needs all of it
+        resumed_chars=0 if prepared.tool_calling else assign.resumed_chars,  # the parser needs the whole text
         grammar=prepared.grammar,
         shown=prepared.shown,
         thinking=prepared.thinking,
@@ -344,7 +348,7 @@ def set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
 
 
 def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
-    """Separate calls from text. An engine that stops by itself after a call has stopped for the call."""
+    """Separate tool calls from text. A stop after a call becomes the finish reason TOOL_CALLS."""
     text, calls, reasoning = parser.feed(output.text)
     if output.finish in {Finish.STOP, Finish.LENGTH}:
         rest = parser.end()
@@ -362,7 +366,7 @@ def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Outpu
 
 
 def begins_answer(output: Output) -> bool:
-    """Return whether an answer begins here; an answer without tokens begins with its finish."""
+    """Return whether an output begins its answer; an answer without tokens begins with its finish."""
     content = output.token_ids or output.text or output.tool_calls or output.reasoning or output.refusal
     return bool(content) or output.finish not in {None, Finish.CANCELLED, Finish.FAILED}
 
@@ -389,8 +393,8 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
 
 
 def text_of_prompt(tokens: Sequence[TokenLogprob], echo: str) -> tuple[TokenLogprob, ...]:
-    """Leave in each token the bytes that it has in the echoed text, which ends those of all tokens: none of a
-    BOS token that the tokenizer adds, no space before the first word. Other tokens stay as they are.
+    """Trim the first tokens to the bytes that they have in the echoed text, which is a suffix of all tokens'
+    bytes: a BOS token added by the tokenizer and a space before the first word are not part of it.
     """
     raw, text = b"".join(token.raw for token in tokens), echo.encode()
     extra, placed = len(raw) - len(text) if raw.endswith(text) else 0, list[TokenLogprob]()

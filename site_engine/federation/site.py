@@ -41,8 +41,8 @@ class Site:
         on_stuck: Callable[[str], None] = lambda _: None,
         stream_interval_s: float = STREAM_INTERVAL_S,
     ) -> None:
-        """`on_stuck` is told why the process has to be started again. Text waits to be sent with the next
-        for at most `stream_interval_s`, while the event loop is busy.
+        """`on_stuck` is called with the reason if the process must be restarted. While the event loop is
+        busy, text is delayed by at most `stream_interval_s`.
         """
         self._on_finish = on_finish
         self._hello = hello
@@ -50,14 +50,14 @@ class Site:
         self._clock = clock
         self._max_preparing = max_preparing
         self._stream_interval_s = stream_interval_s
-        self._served = hello.models  # with those of tenants, which Hello does not have
+        self._served = hello.models  # including tenants' models, which Hello leaves out
         self._models = {model.id for model in hello.models}
         self.held = HeldCalls(max_preparing)
         self._connections: dict[str, Connection] = {}
         self.load_reports = LoadReports(hello, engine, self._connections, clock, on_stuck)
         self._routes: Routes = {}
         self._connected = 0
-        self.on_order: m.OnModelOrder | None = None  # orders are refused without it
+        self.on_order: m.OnModelOrder | None = None  # without it, orders are refused
         self.on_training: m.OnTraining = lambda _: None
         self._draining: m.Draining | None = None
         self._when_idle: Callable[[], None] | None = None
@@ -65,7 +65,7 @@ class Site:
     # streams
 
     def hello(self) -> m.Hello:
-        """Return the first message on a new stream, to whichever replica answers it."""
+        """Return the first message of a new stream."""
         lost = [each.attempts for each in self._connections.values() if not each.linked]
         return replace(
             self._hello, attempts=tuple(each for attempts in lost for each in attempts.attempt_ids())
@@ -73,18 +73,19 @@ class Site:
 
     @property
     def linked(self) -> frozenset[str]:
-        """Gateways with a stream that is up."""
+        """Gateways with an open stream."""
         return frozenset(each.gateway for each in self._connections.values() if each.linked)
 
     @property
     def tuning(self) -> list[Connection]:
-        """Gateways with a stream that is up that have jobs of fine-tuning."""
+        """Gateways with an open stream that have fine-tuning jobs."""
         return [each for each in self._connections.values() if each.linked and each.tunes]
 
     def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
-        """Note that a stream is up. Attempts of an earlier one to the replica go on if `hello` names them.
+        """Register an open stream. Attempts of an earlier stream to the replica continue if `hello` names
+        them.
 
-        A replica takes a second stream of a site for the successor of the first, and so does the site.
+        Replica and site both treat a second stream as the successor of the first.
         """
         known = self._connections.get(welcome.gateway)
         if known is not None and known.linked:
@@ -98,7 +99,7 @@ class Site:
             pace = ReportPace(self._hello.slots, self._hello.kv_capacity_tokens)
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, pace, wake)
         known.welcomed(welcome, wake, self._clock())
-        if hello.models != known.visible(self._served):  # they changed meanwhile, or are a tenant's
+        if hello.models != known.visible(self._served):  # changed since, or a tenant's
             self._announce_models(known)
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
@@ -109,12 +110,12 @@ class Site:
         return known
 
     def lost(self, connection: Connection) -> None:
-        """Note that a stream is gone; keep its attempts for the grace period."""
+        """Unregister a closed stream. Its attempts are kept for the grace period."""
         if connection.displaced:
             return
         connection.linked = False
         connection.counting.clear()
-        connection.wake = lambda: None  # nobody reads while no stream is up
+        connection.wake = lambda: None  # no stream reads the outbox
         connection.attempts.outbox.stream_lost()
         connection.lost_s = self._clock()
         self.tick()
@@ -160,8 +161,8 @@ class Site:
             self._prepare(connection, assign)
 
     def _prepare(self, connection: Connection, assign: m.Assign) -> None:
-        """Have the prompt prepared, once the model is awake. A gateway that would take the wait for a fault
-        is to ask again.
+        """Prepare the prompt once the model is awake. A gateway that would treat that wait as a fault is
+        asked to assign again later.
         """
         attempt_id, attempts = assign.attempt_id, connection.attempts
         is_wanted = partial(attempts.is_preparing, attempt_id)
@@ -229,7 +230,7 @@ class Site:
         if answer is not None:
             assign = connection.attempts.wanted(attempt_id)
             if answer.reason is Reason.MODEL_UNKNOWN and assign and self.held.is_asleep(assign.model):
-                connection.attempts.prepare_again(attempt_id)  # it was put to sleep meanwhile
+                connection.attempts.prepare_again(attempt_id)  # its model was put to sleep since
                 self._prepare(connection, assign)
             else:
                 connection.attempts.refused(attempt_id, answer)
@@ -254,7 +255,7 @@ class Site:
     # the models
 
     def set_models(self, models: tuple[m.Model, ...]) -> None:
-        """Serve these models from now on and notify every gateway. Attempts of a model that is gone go on."""
+        """Replace the served models and notify every gateway. Attempts of removed models continue."""
         before, self._served = self._served, models
         self._hello = replace(self._hello, models=of_everyone(models))
         self._models = {model.id for model in models}
@@ -275,7 +276,7 @@ class Site:
             self.on_order(order, reply)
 
     def _announce_models(self, connection: Connection) -> None:
-        """Send the models; to a gateway that knows only those of Hello, `link.py` says Hello again."""
+        """Send the models. For a gateway that reads models only from Hello, `link.py` sends Hello again."""
         if connection.reads_models:
             connection.attempts.outbox.models(m.Models(connection.visible(self._served)))
         else:
@@ -284,7 +285,7 @@ class Site:
     # from the engine
 
     def outputs(self, outputs: Sequence[Output]) -> None:
-        touched = Counter[Attempts]()  # and how many of the requests of each have ended
+        touched = Counter[Attempts]()  # with the number of ended requests of each
         for output in outputs:
             if (route := self._routes.get(output.request_id)) is not None:
                 if broken := route.attempts.deliver(route.attempt_id, route.choice, output):
@@ -299,7 +300,7 @@ class Site:
                 self._changed(connection)
 
     def _announce_prefixes(self, connection: Connection) -> None:
-        """Announce to the other gateways the prompts that this site has computed for one of them."""
+        """Announce the prompts that this site has computed for one gateway to the others."""
         computed, connection.attempts.computed = connection.attempts.computed, []
         for other in self._connections.values():
             if other is not connection and other.linked and other.reads_prefixes:
@@ -312,7 +313,7 @@ class Site:
     # the end
 
     def drain(self, reason: str) -> None:
-        """Refuse new attempts from now on, and notify every gateway."""
+        """Start refusing new attempts, and notify every gateway."""
         self._draining = m.Draining(reason)
         for connection in self._connections.values():
             if connection.linked:
@@ -320,7 +321,7 @@ class Site:
                 connection.wake()
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Call back once no attempt is left; at once if none is left now."""
+        """Call `call` when no attempt is left, at once if there is none."""
         self._when_idle = call
         self._check_idle()
 
@@ -330,7 +331,7 @@ class Site:
 
     @property
     def live(self) -> int:
-        """Attempts that have not ended."""
+        """Number of attempts that have not ended."""
         return sum(each.attempts.live for each in self._connections.values())
 
     def _abandon(self, connection: Connection) -> None:
