@@ -1,4 +1,4 @@
-"""Bounds the output of one attempt by the request, whatever its site claims."""
+"""Bounds the output of one attempt by its request, so that no site can exceed what was requested."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from gateway.domain import Query, SiteIdentity
 from gateway.prompt import Chat, Pooling
 
 TOKENS_PER_GUESS, TEMPLATE_TOKENS = 16, 4_096
-"""A prompt has at most one token a byte, four bytes a character, and what a chat template adds. The guess of
-its tokens is a quarter of its characters.
+"""The most tokens of a prompt per guessed token, and those that a chat template adds. A prompt has at most
+one token per byte and four bytes per character, and the guess is a quarter of its characters.
 """
 TOKEN_BYTES = 1_024
-"""The longest tokens are runs of some hundred spaces."""
+"""The most bytes of a token; the longest are runs of some hundred spaces."""
 ALTERNATIVE_BYTES = 512
 OVERHEAD_BYTES = 2**20
 UNKNOWN_CONTEXT_TOKENS = 1_000_000
 
 
 class AnswerLimits(NamedTuple):
-    """Counts above these are cut, parts that were not asked for are dropped, and more bytes end the link.
+    """The limits of one answer. Counts above them are cut, parts that were not requested are dropped, and
+    more than `wire_bytes` closes the link.
 
-    `completion_tokens` is that of one choice, `wire_bytes` of all. `alternatives` of each token, None where
-    no logprobs were asked for. `stops`: the strings that may end a choice.
+    `completion_tokens` is per choice, `wire_bytes` for all choices. `alternatives`: logprobs per token, None
+    if no logprobs were requested. `stops`: the strings that may end a choice.
     """
 
     prompt_tokens: int
@@ -32,12 +33,14 @@ class AnswerLimits(NamedTuple):
     echo: bool = False
     tools: bool = False
     stops: tuple[str, ...] = ()
-    inputs: int = 0  # to embed or to rank
-    text_alone: bool = False  # nothing beside text was asked for: no logprobs, tools or inputs
+    inputs: int = 0  # number of inputs to embed or to rank
+    text_alone: bool = False  # only text was requested: no logprobs, tools or inputs
 
     @staticmethod
     def of(query: Query, site: SiteIdentity, prompt_tokens_guess: int) -> AnswerLimits:
-        """`prompt_tokens_guess` includes the part of a resumed answer that was delivered."""
+        """Return the limits of a query at a site. `prompt_tokens_guess` includes the delivered part of a
+        resumed answer.
+        """
         if isinstance(query.prompt, Pooling):
             return AnswerLimits.of_pooling(query.prompt)
         sampling, model = query.sampling, site.models.get(query.model)
@@ -60,6 +63,8 @@ class AnswerLimits(NamedTuple):
 
     @staticmethod
     def of_pooling(prompt: Pooling) -> AnswerLimits:
-        """Each input is a prompt of its own, so that all of them may have more tokens than a context."""
+        """Return the limits of a pooling query. Each input is a prompt of its own, so that together they may
+        have more tokens than a context.
+        """
         prompt_tokens = TOKENS_PER_GUESS * prompt.tokens + TEMPLATE_TOKENS * prompt.inputs
         return AnswerLimits(prompt_tokens, 0, OVERHEAD_BYTES + prompt.result_bytes, inputs=prompt.inputs)

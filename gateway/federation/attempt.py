@@ -1,6 +1,6 @@
 """One running attempt: buffers the output of one query at one site for the reader that relays it.
 
-Does not talk to the site: `link.py` feeds the attempt and is called back when the reader gives up.
+Sends nothing to the site: `link.py` feeds the attempt, and is called back when the attempt is cancelled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.routing.demand import Demand
 
 
 class AttemptFailed(Exception):
-    """Raised to the reader when the attempt cannot go on at its site; `failure` says why."""
+    """Raised to the reader when the attempt has failed at its site; `failure` holds the cause."""
 
     def __init__(self, failure: AttemptFailure) -> None:
         super().__init__(failure.message)
@@ -30,15 +30,15 @@ class AttemptFailed(Exception):
 
 @dataclass(slots=True)
 class _Choice:
-    newest: Delta | None = None  # that the reader has not fetched
-    earlier: list[tuple[int, Delta]] = field(default_factory=list)  # parts, and how many deltas each is
+    newest: Delta | None = None  # the last delta, if not fetched yet
+    earlier: list[tuple[int, Delta]] = field(default_factory=list)  # (deltas merged, part)
     completion_tokens: int = 0
     cached_tokens: int = 0
     finished: bool = False
 
     def add(self, delta: Delta) -> None:
-        """Add to what the reader has not fetched. Parts of like size are merged, so that each character of a
-        long answer is copied a few times and not once for every delta that follows.
+        """Buffer a delta for the reader. Parts of similar size are merged, so that each character of a long
+        answer is copied a logarithmic number of times, and not once for every later delta.
         """
         self.completion_tokens = max(self.completion_tokens, delta.completion_tokens)
         part, self.newest = self.newest, delta
@@ -51,7 +51,7 @@ class _Choice:
         parts.append((size, part))
 
     def take(self) -> Delta | None:
-        """Return what the reader has not fetched as one delta, None if there is nothing."""
+        """Remove all buffered deltas and return them merged into one, None if there are none."""
         delta, self.newest = self.newest, None
         while self.earlier and delta is not None:
             delta = _merge(self.earlier.pop()[1], delta)
@@ -59,12 +59,11 @@ class _Choice:
 
 
 class LiveAttempt:
-    """One query at one site. Deltas of a choice that the reader has not fetched yet are merged: memory is
-    bounded by one answer.
+    """One query at one site. Buffered deltas of a choice are merged, which bounds memory by one answer.
 
     One reader awaits `next`. `ended` is set once every choice has finished or the attempt has failed.
-    `on_uncovered` is called with each delta that makes the answer longer than `covered_tokens`, whether or
-    not the reader has fetched what came before.
+    `on_uncovered` is called with the attempt after each delta that leaves the answer longer than
+    `covered_tokens`, whether or not the reader has fetched the earlier deltas.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class LiveAttempt:
         self.limits = limits
         self._pace = pace
         self.prices = prices
-        self.resumed_tokens = resumed_tokens  # of the answer, which sites before gave
-        self.wire_bytes = 0  # of the deltas so far
+        self.resumed_tokens = resumed_tokens  # completion tokens from earlier sites
+        self.wire_bytes = 0  # size of the deltas so far
         self.resumable = resumable
-        self.excluded = excluded  # sites that failed the query before, or can't go on with it
+        self.excluded = excluded  # sites that failed the query before, or can't resume it
         self.started = False
         self._has_reasoned = False
         self.prompt_tokens: int | None = None  # as the site counts them; None until it accepts
@@ -105,7 +104,7 @@ class LiveAttempt:
         self.failure: AttemptFailure | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
-        self._has_output = False  # that the reader has not fetched
+        self._has_output = False  # there are buffered deltas
         self._reader: asyncio.Future[None] | None = None
         self._on_cancel = on_cancel
 
@@ -120,26 +119,26 @@ class LiveAttempt:
 
     @property
     def needs_to_resume(self) -> frozenset[str]:
-        """Return the features of a model that can go on after the tokens so far."""
+        """Return the features that a model needs to resume after the tokens so far."""
         return frozenset(("resume", "reasoning") if self._has_reasoned else ("resume",))
 
     @property
     def completion_tokens(self) -> int:
-        """Return the count of the site, summed over all choices."""
+        """Return the completion tokens counted by the site, summed over all choices."""
         if len(self._choices) == 1:
             return self._choices[0].completion_tokens
         return sum(choice.completion_tokens for choice in self._choices)
 
     def freed_by(self, index: int) -> int:
-        """Return the tokens that the end of a choice frees in the KV memory of its site: its own, and those
-        of the prompt with the last.
+        """Return the tokens of KV memory that the end of a choice frees at its site: its completion tokens,
+        and the prompt's once the attempt has ended.
         """
         prompt_tokens = (self.prompt_tokens or 0) if self.ended.is_set() else 0
         return prompt_tokens + self._choices[index].completion_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Return the tokens of the prompt that the site had, as the choices that ended say."""
+        """Return the cached prompt tokens that the site reports, the least of all finished choices."""
         if len(self._choices) == 1:
             return self._choices[0].cached_tokens
         return min((choice.cached_tokens for choice in self._choices if choice.finished), default=0)
@@ -149,9 +148,9 @@ class LiveAttempt:
         return self.cost()
 
     def cost(self, more_tokens: int = 0) -> int:
-        """Return the cost so far, or with so many output tokens more, in nano-dollars. An attempt that failed
-        without output cost nothing; of one that was given up the site has read the prompt, as far as is
-        known.
+        """Return the cost in nano-dollars so far, or with `more_tokens` more output tokens. An attempt that
+        failed without output costs nothing. For a cancelled one that the site has accepted, the prompt is
+        assumed to have been computed.
         """
         failed = self.failure is not None and self.failure.cause is not FailureCause.CANCELLED
         gave = self.started or self.completion_tokens > 0
@@ -209,7 +208,9 @@ class LiveAttempt:
         self._wake()
 
     def _end(self) -> None:
-        """Let go of the query, which holds this attempt: a cycle would wait for a garbage collection."""
+        """Mark the end, and drop `on_uncovered`, which refers to the query: the reference cycle would live
+        until a garbage collection.
+        """
         self.ended.set()
         self.on_uncovered = None
 
@@ -220,10 +221,10 @@ class LiveAttempt:
     # -- called by the reader --
 
     async def next(self) -> list[Delta]:
-        """Wait for output; return one delta a choice, in order of choices, or [] after the end.
+        """Wait for output. Return one delta per choice with output, in order of choices, or [] after the end.
 
-        Raises AttemptFailed after everything that came before the failure has been returned, and TimeoutError
-        once the attempt has expired and nothing is left to return.
+        Raises AttemptFailed once all output before the failure has been returned, and TimeoutError once the
+        attempt has expired and no output is left.
         """
         while True:
             if self._has_output:
@@ -241,28 +242,28 @@ class LiveAttempt:
             await self._reader
 
     def expire(self) -> None:
-        """Stop waiting: `next` returns what has come by now, then raises TimeoutError."""
+        """Stop waiting: `next` returns the output received by now, then raises TimeoutError."""
         self.expired = True
         self._wake()
 
     def truncate(self) -> None:
-        """End the answer here, as if the choices that still run had reached their length.
+        """Cancel the attempt and end all running choices now, with finish reason LENGTH.
 
-        What the site sends until it reads the cancel is dropped and not counted: the client never gets it.
+        Output that the site sends until it reads the cancel is dropped and not counted.
         """
         if self.ended.is_set():
             return
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 last = choice.take() or Delta(index, "", choice.completion_tokens)
-                choice.add(replace(last, finish=Finish.LENGTH, cached_unknown=True))  # sites tell at the end
+                choice.add(replace(last, finish=Finish.LENGTH, cached_unknown=True))  # not reported yet
                 self._has_output = True
         self.truncated = True
         self.cancel()
         self._wake()
 
     def cancel(self) -> None:
-        """Give the attempt up. Does nothing after its end; the last count of the site still arrives."""
+        """Cancel the attempt at its site, which still reports its last count. Does nothing after the end."""
         if not (self._cancelled or self.ended.is_set()):
             self._cancelled = True
             self.on_uncovered = None

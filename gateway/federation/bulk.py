@@ -1,4 +1,4 @@
-"""Sends and receives large content beside the link of a site: data of training, snapshots, adapters."""
+"""Sends and receives large content outside of a site's link: training data, snapshots, adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEXT_WITHIN_S: Final = 60.0
 
 
 class BulkRefused(Exception):
-    """The call is refused; `code` is gRPC's."""
+    """Refuses a call with the gRPC status `code`."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -23,23 +23,23 @@ class BulkRefused(Exception):
 
 
 class Upload(Protocol):
-    """Content on its way. What was written stays for a later try when the stream breaks."""
+    """An upload in progress. If the stream breaks, the written part is kept for a later try."""
 
     @property
     def offset(self) -> int: ...
 
     async def write(self, data: bytes) -> None:
-        """Raises BulkRefused for more than was announced."""
+        """Append data. Raises BulkRefused if the upload exceeds its announced size."""
 
     def close(self) -> None:
-        """Let a later try go on with what was written."""
+        """Release the upload, so that a later try can continue at its offset."""
 
     async def finish(self) -> None:
-        """Raises BulkRefused where the digest is another, or the run is not current."""
+        """Store the content. Raises BulkRefused if its digest differs or its run is not current."""
 
 
 class Bulk(Protocol):
-    """Keeps the content. Methods raise BulkRefused."""
+    """Stores content by its digest. Methods raise BulkRefused."""
 
     def read(self, sha256: bytes, offset: int) -> AsyncIterator[bytes]: ...
 
@@ -47,7 +47,7 @@ class Bulk(Protocol):
 
 
 async def send_content(bulk: Bulk, context: Any) -> None:
-    """Answer Fetch. Raises BulkRefused."""
+    """Serve a Fetch call. Raises BulkRefused."""
     request = await context.read()
     if request is grpc.aio.EOF:
         raise BulkRefused(grpc.StatusCode.INVALID_ARGUMENT, "nothing was asked for")
@@ -57,7 +57,7 @@ async def send_content(bulk: Bulk, context: Any) -> None:
 
 
 async def receive_content(bulk: Bulk, context: Any) -> None:
-    """Answer Store. Raises BulkRefused."""
+    """Serve a Store call. Raises BulkRefused."""
     first = await context.read()
     if first is grpc.aio.EOF or first.WhichOneof("body") != "begin":
         raise BulkRefused(grpc.StatusCode.INVALID_ARGUMENT, "the first message is 'begin'")
@@ -77,7 +77,7 @@ async def _receive(upload: Upload, size: int, context: Any) -> None:
             reason = f"nothing came for {NEXT_WITHIN_S:.0f} s"
             raise BulkRefused(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from exc
         if message is grpc.aio.EOF:
-            return  # a later try goes on
+            return  # a later try continues
         await upload.write(message.data)
     await upload.finish()
     await context.write(pb.StoreReply(offset=upload.offset, done=True).SerializeToString())

@@ -30,32 +30,33 @@ from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
 LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 3
-"""The protocols that this gateway speaks: each build also speaks that of the build before."""
+"""The protocol versions that this gateway supports, always including that of the previous build."""
 SHOWS_LIFE = 3
-"""The protocol from which on a site says something every second: it need not be pinged as often."""
+"""The protocol version from which on a site sends a message every second, so that pings may be less frequent.
+"""
 MAX_NAME = 200
 MAX_MODELS = 10_000
-"""Of one site, base models and variants together."""
+"""The limit of models of one site, variants included."""
 MAX_BLOCKS = 1_000
-"""Of one model."""
+"""The limit of blocks of one model."""
 MAX_CALLS = 1000
 MAX_FEATURES = 64
 MAX_CONTEXT_TOKENS = 100_000_000
 LAST_UNIX_S = 253_402_300_799  # of the year 9999, after which there are no dates
 MAX_REASON_CHARS = 1_000
-"""Of a sentence of a site; clients see some of them."""
+"""The limit of a message text from a site, some of which clients see."""
 MAX_DELTAS = 50_000
-"""Of one Step: sites cut them at 1 MiB."""
+"""The limit of deltas of one Step; sites limit a Step to 1 MiB."""
 MAX_TURN_DELTAS = 256
-"""Deltas of a step that are handled before the event loop turns to others: some milliseconds."""
+"""The deltas of a Step that are handled in one turn of the event loop, in a few milliseconds."""
 MAX_PREFIXES_BYTES = 1024
 MAX_ABANDONED = 100_000
 MAX_AMOUNT = 1e12
-"""Limit of seconds, tokens or dollars: far beyond real values, and sums and products of it stay finite."""
+"""The limit of seconds, tokens or dollars: far beyond real values, and its sums and products stay finite."""
 
 
 class ProtocolError(Exception):
-    """A message that no correct site sends; the link is closed with this reason."""
+    """A message that no correct site sends. The link is closed with this reason."""
 
 
 # ---- from a site ----------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def models(served: Sequence[pb.Model]) -> Mapping[str, Model]:
 
 
 def _check_protocol(hello: pb.Hello) -> None:
-    """Raises ProtocolError where no protocol is spoken by both. A site of before ranges names one."""
+    """Raise ProtocolError if no protocol version is common. Older sites send one version, not a range."""
     lowest, highest = hello.protocol, max(hello.protocol, hello.highest_protocol)
     if lowest > HIGHEST_PROTOCOL or highest < LOWEST_PROTOCOL:
         raise ProtocolError(
@@ -107,7 +108,7 @@ def _check_protocol(hello: pb.Hello) -> None:
 
 
 def shows_life(hello: pb.Hello) -> bool:
-    """Return whether the site says something every second, whatever its engine does."""
+    """Return whether the site sends a message every second, even while its engine is busy."""
     return max(hello.protocol, hello.highest_protocol) >= SHOWS_LIFE
 
 
@@ -124,8 +125,8 @@ _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
 
 
 def rejected(message: pb.Rejected, site: str) -> AttemptFailure:
-    """Return the failure of an attempt that a site rejected. What a site says of a model that it does not
-    have may name those of other tenants: clients read a sentence of the gateway.
+    """Return the failure of an attempt that a site rejected. For MODEL_UNKNOWN the message is the gateway's
+    own, as the site's may name models of other tenants.
     """
     cause = _CAUSES.get(message.reason, FailureCause.FAILED)
     if cause is FailureCause.MODEL_UNKNOWN:
@@ -135,7 +136,7 @@ def rejected(message: pb.Rejected, site: str) -> AttemptFailure:
 
 
 def reason(text: str) -> str:
-    """Return a sentence of a site, cut to a length that people read."""
+    """Return a message text of a site, truncated to MAX_REASON_CHARS."""
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}…"
 
 
@@ -169,15 +170,15 @@ def prefix_hashes(message: pb.Prefixes) -> bytes:
 
 
 def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
-    """Convert a delta; drop what was not asked for. Does not take CANCELLED and FAILED, which end an attempt,
-    not a choice.
+    """Convert a delta, without the parts that were not requested. Raises ProtocolError. Must not be called
+    with finish CANCELLED or FAILED, which end an attempt.
     """
     ids, thought, most = message.token_ids, message.reasoning_tokens, limits.completion_tokens
     text = Delta(
         message.index,
         message.text,
         min(message.completion_tokens, most),
-        tuple(ids[:]),  # a list at once: to iterate over the field takes twice as long
+        tuple(ids[:]),  # by way of a list: iterating over the field takes twice as long
         reasoning=message.reasoning,
         refusal=message.refusal,
         reasoning_tokens=thought and min(thought, most),
@@ -195,7 +196,7 @@ def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
 
 
 def _ending(message: pb.Delta, limits: AnswerLimits) -> dict[str, Any]:
-    """Return what the last delta of a choice tells. A finish that only newer sites know is a stop."""
+    """Return the fields that the last delta of a choice sets. An unknown finish of a newer site is STOP."""
     timings, stop = message.timings, message.stop_sequence
     known = _FINISHES.get(message.finish, Finish.STOP)
     return {
@@ -215,7 +216,9 @@ def _pooled(message: pb.Pooled, limits: AnswerLimits) -> Pooled:
 
 
 def _calls(message: pb.Delta) -> tuple[ToolCall, ...]:
-    """Drop calls over the limit: a model may call without end, at the next site as at this one."""
+    """Return the tool calls below MAX_CALLS. Further ones are dropped and are no error, as a model may repeat
+    calls endlessly at any site.
+    """
     return tuple(
         ToolCall(each.index, each.id, each.name, each.arguments)
         for each in message.tool_calls
@@ -225,7 +228,7 @@ def _calls(message: pb.Delta) -> tuple[ToolCall, ...]:
 
 @lru_cache(maxsize=256)
 def _features(names: tuple[str, ...]) -> frozenset[str]:
-    """Return the same set for the same names: most models of a site have one."""
+    """Return the set of features. Cached, as most models of a site share one set."""
     return frozenset(map(clean_name, names))
 
 
@@ -276,13 +279,13 @@ def amount(value: float, name: str) -> float:
 
 
 def messages_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
-    """Return the messages of a bunch, or the one message that is no bunch."""
+    """Return the messages of a bunch, or the message itself if it is not a bunch."""
     return message.bunch.messages if message.HasField("bunch") else (message,)
 
 
 def turns_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
-    """Return the message itself, or its parts in order where a step in it has more deltas than are handled in
-    one turn of the event loop.
+    """Split a message to be handled in several turns of the event loop. Return the message itself, or its
+    parts in order if one of its steps has more than MAX_TURN_DELTAS deltas.
     """
     messages = messages_of(message)
     if all(len(each.step.deltas) <= MAX_TURN_DELTAS for each in messages):
@@ -302,7 +305,7 @@ def turns_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
 def assign(
     query: Query, attempt_id: str, forecast: Forecast, resume: Resume | None, deadline_s: float
 ) -> pb.GatewayMessage:
-    """Build an Assign message. Parts are filled in place: protobuf would copy a part that is made apart."""
+    """Build an Assign message. Parts are filled in place, as protobuf would copy separately built ones."""
     message = pb.GatewayMessage()
     part = message.assign
     _prompt(query, attempt_id, part)
@@ -327,13 +330,13 @@ def count(query: Query, count_id: str) -> pb.GatewayMessage:
 
 
 def bunch(messages: Iterable[bytes]) -> bytes:
-    """Return serialized messages as one bunch, serialized, without reading or copying what is in them."""
+    """Return serialized messages as one serialized bunch, without parsing them."""
     part, whole = pb.GatewayBunch.MESSAGES_FIELD_NUMBER, pb.GatewayMessage.BUNCH_FIELD_NUMBER
     return _field(whole, b"".join([_field(part, each) for each in messages]))
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """Return a field that is a message, as protobuf writes it: number and type, length, content."""
+    """Return the encoding of a protobuf field of message type: number and wire type, length, content."""
     size, head = len(content), [number << 3 | 2]
     while size > 0x7F:
         head.append(size & 0x7F | 0x80)

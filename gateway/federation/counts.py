@@ -1,4 +1,4 @@
-"""The prompts whose tokens one site counts for this gateway. Synchronous but for the wait of each caller."""
+"""Requests to one site to count the tokens of prompts. Synchronous except for the wait of each caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wire import federation_pb2 as pb
 
 
 class Counts:
-    """`close` ends all of them, and every later one: the link is lost."""
+    """The counts in progress over one link. `close`, for a lost link, fails these and all later ones."""
 
     def __init__(self, site: str, outbox: Outbox) -> None:
         self._site = site
@@ -22,7 +22,7 @@ class Counts:
         self._lost: AttemptFailure | None = None
 
     async def count(self, query: Query, count_id: str, within_s: float) -> int:
-        """Return the tokens of the prompt. Raises AttemptFailed; a site that does not answer is lost."""
+        """Return the number of prompt tokens. Raises AttemptFailed, with cause LOST after `within_s`."""
         if self._lost is not None:
             raise AttemptFailed(self._lost)
         if self._outbox.full:

@@ -17,27 +17,27 @@ from gateway.routing.prefixes import PrefixIndex
 
 MAX_SITES = 10_000
 DOWN_KEPT_S = 86_400.0
-"""For so long a site that is down stays listed: machines of a pool come and go under ever new names."""
+"""How long a site that is down stays listed. Machines of a pool are replaced under new names."""
 MAX_REASON_CHARS = 200
 
 
 class Directory:
-    """Keeps sites that left listed as down, so that operators see them, for DOWN_KEPT_S, or until `MAX_SITES`
-    push them out.
+    """The sites of this gateway, with their states and loads. Sites that left stay listed as down, for
+    operators, until DOWN_KEPT_S has passed or more than MAX_SITES are listed.
 
-    Orders of operators are kept by name, so that they hold when a site leaves and joins again.
+    Orders of operators are kept by site name, so that they apply again when a site rejoins.
     """
 
     def __init__(self) -> None:
         self._sites: dict[str, Site] = {}  # without the orders of operators
-        self._down: dict[str, None] = {}  # the names of those that are down, in the order in which they left
+        self._down: dict[str, None] = {}  # names of sites that are down, in the order in which they left
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
-        self._served, self._listed = ModelIndex(), ModelIndex()  # by ready sites; by all
-        self.down_reasons: dict[str, str] = {}  # of sites that are down or ejected, one line each
-        self.unknown_messages: dict[str, int] = {}  # of kinds that only newer sites know, by site
-        self.fleet = Fleet()  # the same sites, as routing reads them
-        self.prefixes = PrefixIndex()  # what is in their caches
+        self._served, self._listed = ModelIndex(), ModelIndex()  # models of ready sites; of all sites
+        self.down_reasons: dict[str, str] = {}  # for sites that are down or ejected, one line each
+        self.unknown_messages: dict[str, int] = {}  # by site: messages of kinds unknown to this version
+        self.fleet = Fleet()  # the same sites, in the form that routing reads
+        self.prefixes = PrefixIndex()  # the prompt prefixes in the sites' caches
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -53,7 +53,7 @@ class Directory:
         return self.fleet.site(name)
 
     def crowded(self, name: str) -> Site | None:
-        """Return a site where one more query would have to wait; None if it would not, or is not listed."""
+        """Return the site if one more query would have to wait there, None if not or if it is not listed."""
         place = self.fleet.place(name)
         return (
             self.fleet.sites[place] if place is not None and is_crowded(self.fleet.figures, place) else None
@@ -65,7 +65,7 @@ class Directory:
         return site.identity.cloud if site else ""
 
     def prices_of(self, name: str) -> Prices | None:
-        """Return the prices of a site now, None if it is not listed."""
+        """Return the current prices of a site, None if it is not listed."""
         site = self._sites.get(name)
         return prices_of(site.identity, site.load) if site else None
 
@@ -80,12 +80,12 @@ class Directory:
         return self._listed.models
 
     def parent_of(self, model: str) -> str:
-        """Return the model of which another is a variant, empty if it is none or not known."""
+        """Return the parent of a variant, empty if the model is not a variant or is unknown."""
         known = self.models.get(model)
         return known.parent if known else ""
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
-        """Add a site; it takes work from its first report on."""
+        """Add a site, stale until its first report: from then on it takes work."""
         before = self._sites.pop(identity.name, None)
         if before is not None and before.identity.boot_id != identity.boot_id:
             self.prefixes.forget(identity.name)
@@ -100,14 +100,14 @@ class Directory:
         self._put(replace(self._sites[identity.name], identity=identity))
 
     def forget_model(self, name: str, model: str) -> None:
-        """Take a model that exists no more from a site that is down: until it joins again it can't do so."""
+        """Remove a deleted model from a site that is down, which can't report the removal itself."""
         site = self._sites.get(name)
         if site is not None and site.state is SiteState.DOWN:
             left = {id_: each for id_, each in site.identity.models.items() if id_ != model}
             self.set_identity(replace(site.identity, models=left))
 
     def report(self, name: str, load: LoadReport, credit: Credit) -> None:
-        """Record a report; one that arrives out of order is dropped."""
+        """Record a load report. A report that arrives out of order is dropped."""
         site = self._sites[name]
         if load.seq <= site.load.seq:
             return
@@ -119,19 +119,19 @@ class Directory:
         self._count(name, self._sites[name].load, credit)
 
     def request_ended(self, name: str, kv_tokens: int) -> None:
-        """Leave a request that has ended since out of the last report."""
+        """Remove a request that has ended since from the last report. `kv_tokens`: the KV memory it freed."""
         site = self._sites[name]
         self._count(name, without_ended(site.load, kv_tokens), site.credit)
 
     def _count(self, name: str, load: LoadReport, credit: Credit) -> None:
-        """Replace the load of a listed site: what it serves and its state stay as they are."""
+        """Replace the load and credit of a listed site; its models and state are unchanged."""
         site = self._sites[name]
         self._sites[name] = changed = _with_load(site, site.state, load, credit)
         self._snapshot = None
         self.fleet.put(self._with_standing(changed))
 
     def set_rtt(self, name: str, rtt_s: float, clock_ahead_s: float | None = None) -> None:
-        """Record a round trip, smoothed: one late pong does not make a site look far away."""
+        """Record a round trip time, smoothed, so that one late pong does not make a site seem distant."""
         site = self._sites[name]
         smooth = rtt_s if site.rtt_s == 0 else 0.8 * site.rtt_s + 0.2 * rtt_s
         self._put(replace(site, rtt_s=smooth, clock_ahead_s=clock_ahead_s))
@@ -143,7 +143,7 @@ class Directory:
         self._put(replace(self._sites[name], state=state))
 
     def eject(self, name: str, reason: str) -> None:
-        """Give a site no work until `restore`: its link is up, but nothing moves behind it."""
+        """Exclude a site from routing until `restore`: its link is up, but it makes no progress."""
         if self._sites[name].state in (SiteState.READY, SiteState.STALE, SiteState.EJECTED):
             self.down_reasons[name] = reason
             self.set_state(name, SiteState.EJECTED)
@@ -154,8 +154,11 @@ class Directory:
             self.set_state(name, SiteState.READY)
 
     def is_one_of_many(self, identity: SiteIdentity) -> bool:
-        """Return whether more than half of the sites with a model of this one would be ejected with it: then
-        all are overloaded, and fewer of them would be slower still. Variants count with their parent.
+        """Return True if, for one of the site's models, at least as many other sites are ejected as are
+        ready.
+
+        Then all are likely overloaded, and ejecting one more would slow down the rest. Variants are not
+        considered if the site serves their parent.
         """
         served = identity.models.values()
         bases = [each.id for each in served if each.parent not in identity.models]
@@ -179,7 +182,7 @@ class Directory:
             self._index(self._with_standing(site))
 
     def leave(self, name: str, reason: str = "its link ended") -> None:
-        """Mark a site as down: its attempts are lost, and of its last report only the age stays true."""
+        """Mark a site as down. Its attempts are lost, and its last report is cleared except for its time."""
         self.down_reasons[name] = " ".join(reason.split())[:MAX_REASON_CHARS]
         site = self._sites[name]
         nothing = LoadReport(seq=site.load.seq, received_s=site.load.received_s)
@@ -187,14 +190,14 @@ class Directory:
         self._down[name] = None
 
     def forget_gone(self, now_s: float) -> None:
-        """Forget the sites that are down and were last heard of more than DOWN_KEPT_S ago."""
+        """Remove the sites that are down and last reported more than DOWN_KEPT_S ago."""
         for name in [*self._down]:
             if self._sites[name].load.received_s >= now_s - DOWN_KEPT_S:
                 return
             self._forget(name)
 
     def _with_standing(self, site: Site) -> Site:
-        """Apply the orders: they hold back a site that is ready, but make none ready that is not."""
+        """Apply the operators' orders. They can restrict a ready site, but do not make another site ready."""
         standing = self._standings.get(site.name)
         if standing is None:
             return site
@@ -227,6 +230,8 @@ class Directory:
 
 
 def _with_load(site: Site, state: SiteState, load: LoadReport, credit: Credit) -> Site:
-    """Copy the site in half the time of `replace`: every report and every assignment calls it."""
+    """Return a copy of the site with another state, load and credit, in half the time of `replace`. Called
+    for every report and every assignment.
+    """
     identity, rtt_s, ahead_s = site.identity, site.rtt_s, site.clock_ahead_s
     return Site(identity, state, load, credit, rtt_s, ahead_s, site.weight, site.pinned_off)

@@ -1,6 +1,6 @@
 """One joined site: its live attempts, and the messages to and from it. Synchronous, without a socket.
 
-The number of running attempts is the size of the map of live attempts, never a separate counter.
+The number of running attempts is always the size of the map of live attempts, never a separate counter.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ log = logging.getLogger(__name__)
 
 ABANDONED = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
 READ_WITHIN_S, MIN_READ_BYTES_PER_S = 10.0, 2**17
-"""A message that takes longer to be read, and longer than by this rate, is not read at all."""
+"""The time in which a site must read a message: READ_WITHIN_S, plus its size at MIN_READ_BYTES_PER_S. After
+that, the link is closed.
+"""
 PREFIXES_INTERVAL_S = 0.5
-"""Sites tell of prompts once a second at most."""
+"""The shortest interval of Prefixes messages that are used; sites send at most one per second."""
 FIRST_EJECTION_S, MAX_EJECTION_S = 5.0, 60.0
-"""For so long a site that answers nothing gets no work, doubled each time until it gives a token."""
+"""How long an unresponsive site is ejected, doubled at each ejection until the site sends output."""
 
 
 class _Ejection(NamedTuple):
@@ -89,9 +91,9 @@ class Link:
         self._awake = awake or AwakeClock(clock)
         self._pace = pace or StreamPace()
         self._progress = Progress(self._awake.now_s)
-        self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
-        self._told_s = -inf  # when the site last told of prompts
-        self._ejections = 0  # in a row
+        self._writing: tuple[float, int] | None = None  # start and bytes of the message being written
+        self._told_s = -inf  # time of the last Prefixes message that was used
+        self._ejections = 0  # without output in between
         self._ejected: _Ejection | None = None
         self._handlers = self._handlers_by_kind()
 
@@ -106,7 +108,7 @@ class Link:
     # -- to the site --
 
     async def next_message(self) -> bytes:
-        """Wait for the next message, serialized. The one before it counts as read."""
+        """Wait for the next message and return it serialized. The previous message counts as read."""
         self._writing = None
         message = await self.outbox.next(in_bunches=self._reads_bunches)
         self._writing = self._awake.now_s, len(message)
@@ -125,7 +127,7 @@ class Link:
         prefix_hashes: bytes = b"",
     ) -> LiveAttempt:
         if resume is not None and not (resume.has_output or self._names_tokens(query.model)):
-            resume = None  # without a tokenizer it can't go on from tokens alone, and begins anew
+            resume = None  # without a tokenizer the site can't resume from tokens, and starts over
         attempt = LiveAttempt(
             decision=decision,
             demand=demand,
@@ -160,7 +162,7 @@ class Link:
         return attempt
 
     def pending(self) -> list[LiveAttempt]:
-        """Return the attempts that the site has accepted and, as far as is known here, not started."""
+        """Return the attempts that the site has accepted but, as far as is known here, not started."""
         return [each for each in self._live.values() if each.prompt_tokens is not None and not each.started]
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
@@ -176,15 +178,15 @@ class Link:
             )
 
     def move_away(self, reason: str) -> None:
-        """Fail the attempts that another site can continue now, so that they are decided anew.
+        """Fail the attempts that another site can continue now, so that their queries are decided again.
 
-        The other attempts may finish here.
+        The other attempts may finish at this site.
         """
         for attempt in [each for each in self._live.values() if self._can_move(each)]:
             self._give_up(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
 
     def _cancel(self, attempt: LiveAttempt) -> None:
-        """End an attempt that was not sent yet; ask the site to end any other."""
+        """End an attempt whose Assign is not sent yet. For any other, send a Cancel to the site."""
         if attempt.id not in self._live:
             return
         if self.outbox.withdraw(attempt.id):
@@ -193,24 +195,23 @@ class Link:
             self.outbox.put(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
 
     def _give_up(self, attempt: LiveAttempt, failure: AttemptFailure) -> None:
-        """End an attempt here without waiting for the site, which is told."""
+        """End an attempt without waiting for the site, to which a Cancel is sent."""
         if not self.outbox.withdraw(attempt.id):
             self.outbox.put(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
         self._end(attempt, failure)
 
     def _names_tokens(self, model: str) -> bool:
-        """Return whether the site names its tokens, so that another site can resume from them."""
+        """Return whether the site sends token ids for the model, from which another site can resume."""
         served = self.identity.models.get(model)
         return served is None or "resume" in served.features
 
     # -- from the site --
 
     def receive(self, message: pb.SiteMessage) -> None:
-        """Handle one message, or each of a bunch. Raises ProtocolError if no correct site would have sent
-        it.
+        """Handle one message, or each message of a bunch. Raises ProtocolError for an invalid message.
 
-        A kind of message that only newer sites know is counted and ignored. Does nothing after `close`: the
-        site may have joined again, and the message is out of date.
+        Messages of kinds unknown to this version are counted and ignored. After `close` all messages are
+        ignored, as the site may have joined again.
         """
         if self.closing is not None:
             return
@@ -247,7 +248,7 @@ class Link:
     # -- silence --
 
     def check_progress(self) -> None:
-        """Move attempts away from a site behind whose link nothing moves; close a link that is not read."""
+        """Eject the site if it makes no progress, or restore it. Close the link if the site does not read."""
         if self.closing is not None:
             return
         now_s = self._awake.now_s
@@ -271,7 +272,12 @@ class Link:
             self._directory.restore(self.name)
 
     def _eject(self, silence: Silence, now_s: float) -> None:
-        """Give the site no work. Decide anew what another site can take; the rest waits for a while."""
+        """Exclude the site from routing, and fail the attempts that another site can take. The others wait,
+        up to GIVE_UP_AFTER_S at a native site.
+
+        Do nothing, before GIVE_UP_AFTER_S, if at least half of the other sites of a model are ejected: then
+        they are likely overloaded.
+        """
         reason = f"{silence.what} for {silence.lasts_s:.1f} s"
         over = silence.lasts_s > GIVE_UP_AFTER_S and self.identity.engine == NATIVE
         if (
@@ -308,7 +314,7 @@ class Link:
         )
 
     def close(self, reason: str) -> None:
-        """Close the link: fail every live attempt, which wakes its reader."""
+        """Close the link and fail every live attempt, which wakes its reader."""
         self.closing = reason
         failure = AttemptFailure(self.name, FailureCause.LOST, f"{self.name} was lost: {reason}")
         self.counts.close(failure)
@@ -334,8 +340,8 @@ class Link:
             self._delta(delta)
 
     def _delta(self, message: pb.Delta) -> None:
-        """Drop the output of an attempt that is no longer live here: the attempt id is the fence. Raises
-        ProtocolError once an answer is larger than any that was asked for.
+        """Feed a delta to its attempt, or drop the delta if the attempt is no longer live here. Raises
+        ProtocolError for a choice that was not requested, or an answer larger than its request allows.
         """
         attempt = self._live.get(message.attempt_id)
         if attempt is None:
@@ -360,27 +366,29 @@ class Link:
             self._choice_ended(attempt, message.index)
 
     def _choice_ended(self, attempt: LiveAttempt, index: int) -> None:
-        """Leave a choice that has ended out of the last report, if that has it."""
+        """Remove a choice that has ended from the last report, if that covers the attempt."""
         if attempt.started and attempt.id in self._live and attempt.id not in self._unreported:
             self._directory.request_ended(self.name, attempt.freed_by(index))
         if attempt.ended.is_set():
             self._forget(attempt)
 
     def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
-        """Drop the text in the message: the less a client has, the more sites can resume."""
+        """End an attempt or a choice that the site abandoned. The delta's text is dropped: the less of the
+        answer a client has, the more sites can resume it.
+        """
         attempt.count(message.index, min(message.completion_tokens, attempt.limits.completion_tokens))
         if message.finish == pb.Delta.FAILED:
             failure = AttemptFailure(
                 self.name, FailureCause.FAILED, codec.reason(message.error) or f"{self.name} failed"
             )
-            self._give_up(attempt, failure)  # or its other choices would run on
+            self._give_up(attempt, failure)  # its other choices would continue otherwise
         else:
             attempt.close_choice(
                 message.index, AttemptFailure(self.name, FailureCause.CANCELLED, "cancelled")
             )
 
     def _report(self, message: pb.Load) -> None:
-        """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
+        """Record a load report. As messages are ordered, it covers every attempt accepted before it."""
         report = load_codec.load(message, self._clock(), self.reports.quiet_s)
         self._progress.reported(load_codec.engine_report(message), self._awake.now_s)
         self._unreported.keep(lambda attempt_id: self._live[attempt_id].prompt_tokens is None)
@@ -391,13 +399,13 @@ class Link:
             self._offloading.bid(self.name)
 
     def _change_models(self, message: pb.Models) -> None:
-        """Replace the models of the site. Live attempts go on: each keeps the identity that it began with."""
+        """Replace the models of the site. Live attempts continue with the identity that they began with."""
         self.identity = replace(self.identity, models=codec.models(message.models))
         self._directory.set_identity(self.identity)
 
     def _released(self, message: pb.Released) -> None:
-        """Fail the attempts that the site has released: each goes to the site that bid for it, or is decided
-        anew.
+        """Fail the attempts that the site has released. Their queries move to the site that bid for them, or
+        are decided again if the round is no longer open.
         """
         bidder = self._offloading.close_round(message.release_id)
         for attempt_id in message.attempt_ids:
@@ -408,8 +416,8 @@ class Link:
                 )
 
     def _prefixes(self, message: pb.Prefixes) -> None:
-        """Learn which prompts the site computed for other gateways. More often than sites tell, they could
-        crowd out what is known of others.
+        """Record the prefixes that the site computed for other gateways. Messages within PREFIXES_INTERVAL_S
+        are ignored, as they could displace the prefixes of other sites.
         """
         hashes, now_s = codec.prefix_hashes(message), self._clock()
         if now_s >= self._told_s + PREFIXES_INTERVAL_S:

@@ -1,4 +1,4 @@
-"""Convert the load reports of sites to the gateway's values; they are validated here."""
+"""Validate the load reports of sites and convert them to the gateway's values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.federation.progress import EngineReport
 from wire import federation_pb2 as pb
 
 MAX_DEVICES = 64
-"""Of one site; more are not shown."""
+"""The limit of devices of one site; further ones are dropped."""
 
 
 def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport:
@@ -50,7 +50,7 @@ def load(report: pb.Load, received_s: float, quiet_s: float = 0.0) -> LoadReport
 
 
 def _devices(found: Sequence[pb.DeviceLoad]) -> tuple[DeviceLoad, ...]:
-    """Return the loads of the first MAX_DEVICES, each name once."""
+    """Return the loads of the first MAX_DEVICES devices, without duplicate names."""
     return tuple(
         DeviceLoad(
             device=device,

@@ -1,6 +1,6 @@
-"""The models that sites serve, by id, with all that any of them can do.
+"""The models that sites serve, by id, each with the abilities of all its sites combined.
 
-Updated one site at a time: thousands of variants come and go, and every query looks into it.
+Updated one site at a time, as there are thousands of variants that change, and every query reads the index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.routing.fleet import NO_MODELS
 
 
 class Abilities(NamedTuple):
-    """The properties of a model that may differ from site to site."""
+    """The properties of a model that may differ between sites."""
 
     features: frozenset[str]
     context_tokens: int
@@ -32,16 +32,16 @@ class Abilities(NamedTuple):
 
 
 class ModelIndex:
-    """`models` is a view, which changes with the index; after a change it is another object."""
+    """The index. `models` is a live view of it; after each change it is a new object, to detect changes."""
 
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
-        self._abilities: dict[str, Counter[Abilities]] = {}  # of each model: how many sites have these
+        self._abilities: dict[str, Counter[Abilities]] = {}  # by model: the number of sites per abilities
         self._sites: dict[str, Mapping[str, Model]] = {}
         self.models: Mapping[str, Model] = NO_MODELS
 
     def put(self, site: str, models: Mapping[str, Model]) -> None:
-        """Replace the models of a site; none of them removes it."""
+        """Replace the models of a site. An empty mapping removes the site."""
         before = self._sites.get(site, NO_MODELS)
         if models is before:
             return
@@ -54,7 +54,7 @@ class ModelIndex:
         for model in gone:
             counts = self._abilities[model.id]
             counts[Abilities.of(model)] -= 1
-            counts += Counter()  # drops what no site has
+            counts += Counter()  # drops entries of no site
         for model in come:
             self._models[model.id] = model
             self._abilities.setdefault(model.id, Counter())[Abilities.of(model)] += 1
@@ -64,7 +64,7 @@ class ModelIndex:
             self.models = MappingProxyType(self._models)
 
     def _merge(self, id_: str) -> None:
-        """Work out all that any site can do with a model."""
+        """Combine the abilities of a model's sites: all features, the longest context, the best state."""
         several = self._abilities[id_]
         if not several:
             del self._abilities[id_], self._models[id_]

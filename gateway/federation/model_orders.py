@@ -1,4 +1,4 @@
-"""Orders of operators to one site: to load a variant, to serve it no more, to let it sleep or to wake it."""
+"""Orders of operators to one site, to add or remove a variant or to put a model to sleep or wake it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from wire import federation_pb2 as pb
 
 
 class ModelOrder(NamedTuple):
-    """`kind` is "add", "remove", "sleep" or "wake". To add, `adapter` or `folder` is a folder at the site, or
-    `content` an adapter of `parent` that the site fetches, for `tenant` alone.
+    """An order. `kind` is "add", "remove", "sleep" or "wake". For "add", `adapter` or `folder` is a folder at
+    the site, or `content` is an adapter of `parent` that the site fetches and serves to `tenant` only.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class ModelOrder(NamedTuple):
 
 
 class ModelOrders:
-    """`close` ends all of them, and every later one: the link is lost."""
+    """The orders in progress over one link. `close`, for a lost link, fails these and all later ones."""
 
     def __init__(self, site: str, outbox: Outbox) -> None:
         self._site = site
@@ -36,13 +36,14 @@ class ModelOrders:
         self._lost = ""
 
     async def carry_out(self, order: ModelOrder, within_s: float) -> None:
-        """Return once the site has carried an order out.
+        """Send an order and return once the site has carried it out.
 
-        Raises BadRequest with the site's reason if it has not, Overloaded if it does not say.
+        Raises BadRequest with the site's reason if it refuses, and Overloaded if the result is unknown, after
+        `within_s` or because the link is lost, or if nothing can be sent.
         """
         if self._lost or self._outbox.full:
             raise Overloaded(f"nothing was changed: {self._lost or f'{self._site} reads too slowly'}")
-        order_id = uuid4().hex  # sites answer orders of an earlier link, too
+        order_id = uuid4().hex  # unique over links, as sites also answer orders of an earlier link
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[order_id] = answer
         self._outbox.put(pb.GatewayMessage(order=pb.ModelOrder(order_id=order_id, **order._asdict())))

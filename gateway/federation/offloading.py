@@ -1,7 +1,7 @@
-"""Negotiate offloading: a site bids, donors are asked to release attempts, released ones go to the bidder.
+"""Negotiate offloading: a site bids, donors are requested to release attempts, which move to the bidder.
 
-Exactly once by construction: an attempt is assigned anew only after its site has confirmed the release, and
-under a new attempt id. Synchronous; one round per bidder at a time.
+No query runs twice: its next attempt is assigned only after the donor has confirmed the release, and under a
+new attempt id. Synchronous, with one round per bidder at a time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gateway.routing.failover import MAX_MOVES
 from gateway.routing.offload import Bid, Offer, Pending, Sites, offer, promising, wins
 
 FEW, AGAIN_S = 64, 2e-4
-"""An offer of more attempts than FEW is worked out again for a bidder with a model of the donor alone, and
-after so many seconds for each attempt, of which it takes a twentieth: a site that is heard of all the time
-would keep the event loop busy with its backlog.
+"""Limits on recomputing offers of more than FEW attempts: only for a bidder that shares a model with the
+donor, and at most once per AGAIN_S seconds times the number of attempts. Computing an offer takes about a
+twentieth of that, so a site that reports continuously cannot keep the event loop busy with its backlog.
 """
 ROUND_TIMEOUT_S = 2.0
-"""Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
+"""Time after which a round is closed and its bidder may start another. A later release still takes effect."""
 
 
 class Donor(Protocol):
@@ -48,7 +48,7 @@ class _Round(NamedTuple):
 
 
 class Offloading:
-    """Runs the rounds of one gateway. `links` is the live map of the federation, by site."""
+    """Runs the rounds of one gateway. `links` is the federation's map of links by site, which changes."""
 
     def __init__(
         self, links: Mapping[str, Donor], directory: CrowdedSites, clock: Callable[[], float]
@@ -58,19 +58,20 @@ class Offloading:
         self._clock = clock
         self._rounds: dict[str, _Round] = {}  # by release id, oldest first
         self._oldest_ends_s = inf  # no open round times out before
-        self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait that are in no round
-        self._changed: set[str] = set()  # since their offers were worked out
-        self._again_s: dict[str, float] = {}  # of donors with many attempts: no new offer before
+        self._offers: dict[str, Offer] = {}  # by crowded site, of pending attempts that are in no open round
+        self._changed: set[str] = set()  # donors whose offers must be recomputed
+        self._again_s: dict[str, float] = {}  # by donor with many attempts: earliest time of a new offer
 
     def mark_changed(self, donor: str) -> None:
-        """Note that the load of a site or the attempts that wait there may have changed.
-
-        Bids are many, and a bid looks at these sites alone.
+        """Mark a site whose load or pending attempts may have changed. As bids are frequent, each bid
+        recomputes only the offers of marked sites.
         """
         self._changed.add(donor)
 
     def bid(self, bidder: str) -> None:
-        """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
+        """Request donors to release attempts that gain by moving to the bidder. Do nothing while a round of
+        the bidder is open.
+        """
         now_s, site = self._clock(), self._directory.site(bidder)
         offers = [each for each in self.offers(site) if _share_a_model(each.donor, site)]
         if not offers or any(asked.bidder == bidder for asked in self._rounds.values()):
@@ -82,7 +83,7 @@ class Offloading:
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
     def close_round(self, release_id: str) -> str | None:
-        """Return the site that the released attempts go to; None if no round is open under this id."""
+        """Close a round and return its bidder, None if no round with this id is open."""
         asked = self._rounds.pop(release_id, None)
         if asked is None:
             return None
@@ -90,8 +91,8 @@ class Offloading:
         return asked.bidder
 
     def offers(self, bidder: Site | None = None) -> Collection[Offer]:
-        """Return the offers of all crowded sites that could still give something, each worked out once as
-        long as nothing changes there. Those of many attempts may be older.
+        """Return the offers of all crowded sites with movable attempts. Recompute those of changed sites,
+        except that offers of many attempts may be out of date (see AGAIN_S).
         """
         if self._clock() >= self._oldest_ends_s:
             self._end_late_rounds()
@@ -115,7 +116,7 @@ class Offloading:
         return self._offers.values()
 
     def _is_due(self, donor: str, bidder: Site | None) -> bool:
-        """Return whether the offer of a donor with many attempts is to be worked out now."""
+        """Return whether the offer of a donor with many attempts is to be recomputed now."""
         site = self._directory.site(donor)
         if site is not None and bidder is not None and not _share_a_model(site, bidder):
             return False
@@ -132,11 +133,11 @@ class Offloading:
         self._oldest_ends_s = inf
 
     def _asked(self) -> set[str]:
-        """Return the attempts that are in open rounds."""
+        """Return the ids of the attempts in open rounds."""
         return {each for asked in self._rounds.values() for each in asked.attempt_ids}
 
     def _pending(self, donors: list[str]) -> list[Pending]:
-        """Return the attempts that wait at the donors and are in no open round."""
+        """Return the attempts that are pending at the donors and in no open round."""
         asked = self._asked()
         return [
             Pending(attempt.id, donor, attempt.demand, attempt.moves, attempt.excluded)

@@ -1,7 +1,8 @@
-"""The messages that wait to be sent to one site. An Assign is withdrawn if its attempt ends before that.
+"""The messages that wait to be sent to one site. An Assign is withdrawn if its attempt ends before it is
+sent.
 
-A large one goes alone, and what is small and came meanwhile goes before the next large one: no prompt of
-megabytes makes others wait for more than itself.
+A large message is sent alone, and small messages that wait are sent between two large ones, so that a prompt
+of megabytes delays others only by its own size.
 """
 
 from __future__ import annotations
@@ -13,24 +14,22 @@ from gateway.federation import codec
 from wire import federation_pb2 as pb
 
 MAX_BYTES = 64 * 2**20
-"""Above this a site is full: it reads too slowly for what it is given."""
+"""The size of waiting messages above which a site is full, as it reads too slowly."""
 LARGE_BYTES = 256 * 1024
 BUNCH_BYTES = 1 << 20
-"""Size at which a bunch is closed."""
+"""The size at which a bunch is closed."""
 
 
 class Outbox:
-    """Small messages in the order in which they were put, large ones between them in theirs. One writer
-    awaits `next`.
-    """
+    """Two queues, of small and of large messages, each in the order of `put`. One writer awaits `next`."""
 
     def __init__(self) -> None:
-        self._small: dict[str | int, bytes] = {}  # serialized: each message is written once
+        self._small: dict[str | int, bytes] = {}  # serialized messages, by key or number
         self._large: dict[str | int, bytes] = {}
         self._large_is_next = False
         self._numbers = count()
         self._filled = asyncio.Event()
-        self.bytes = 0  # of the messages that wait
+        self.bytes = 0  # total size of the waiting messages
 
     @property
     def full(self) -> bool:
@@ -40,7 +39,7 @@ class Outbox:
         return key in self._small
 
     def put(self, message: pb.GatewayMessage, key: str | None = None) -> None:
-        """Add a message; `key` names one that may be withdrawn or looked for."""
+        """Add a message. `key` identifies a message that may be withdrawn or looked up."""
         key_or_number = next(self._numbers) if key is None else key
         serialized = message.SerializeToString()
         messages = self._small if len(serialized) < LARGE_BYTES else self._large
@@ -49,14 +48,14 @@ class Outbox:
         self._filled.set()
 
     def withdraw(self, key: str) -> bool:
-        """Remove a message; return False if it was sent before."""
+        """Remove a waiting message. Return False if it is already sent."""
         message = self._small.pop(key, b"") or self._large.pop(key, b"")
         self.bytes -= len(message)
         return bool(message)
 
     async def next(self, *, in_bunches: bool) -> bytes:
-        """Wait for a message and take it, serialized; bunched with what waits behind it, up to about
-        BUNCH_BYTES, for a site that reads bunches.
+        """Wait for a message, remove it and return it serialized. With `in_bunches`, return it in one bunch
+        with the small messages behind it, up to about BUNCH_BYTES.
         """
         while not (self._small or self._large):
             self._filled.clear()

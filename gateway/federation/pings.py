@@ -1,4 +1,4 @@
-"""Ping one site: to know how far away it is, how its clock goes, and whether it reads what is sent to it."""
+"""Ping one site, to measure its round trip time and clock offset, and to check that it reads messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from wire import federation_pb2 as pb
 PING = "ping"
 MAX_CLOCK_AHEAD_S = 1e10
 MAX_UNANSWERED_PINGS = 8
-"""A site that reports load but answers no ping does not read what is sent to it."""
+"""The number of unanswered pings that ends a link: a site that reports load but answers none does not read.
+"""
 
 
 class RoundTrip(NamedTuple):
-    """`clock_ahead_s`: of the site's wall clock against ours; None: it says nothing that can be true."""
+    """A measured round trip. `clock_ahead_s`: the offset of the site's wall clock from this one, None if the
+    site reports no plausible time.
+    """
 
     rtt_s: float
     clock_ahead_s: float | None
@@ -26,11 +29,13 @@ class Pings:
     def __init__(self, outbox: Outbox, clock: Callable[[], float]) -> None:
         self._outbox = outbox
         self._clock = clock
-        self.nonce = 0  # of the last ping
-        self.unanswered: dict[int, float] = {}  # when each was made
+        self.nonce = 0  # nonce of the last ping
+        self.unanswered: dict[int, float] = {}  # time of each ping, by nonce
 
     def send(self) -> str | None:
-        """Send a ping, unless one waits to be sent; return why the link must end if none is answered."""
+        """Send a ping unless one is still in the outbox. Return the reason to end the link if
+        MAX_UNANSWERED_PINGS are unanswered, else None.
+        """
         if len(self.unanswered) >= MAX_UNANSWERED_PINGS:
             return f"it has answered none of {MAX_UNANSWERED_PINGS} pings"
         if PING not in self._outbox:
@@ -40,7 +45,9 @@ class Pings:
         return None
 
     def answered(self, message: pb.Pong, heard_s: float) -> RoundTrip | None:
-        """Take an answer, and with it the pings before as answered; None: it answers none of those sent."""
+        """Return the round trip of a pong received at `heard_s`, None for an unknown nonce. Earlier pings
+        count as answered, too.
+        """
         sent_s = self.unanswered.get(message.nonce)
         if sent_s is None:
             return None

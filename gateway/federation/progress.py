@@ -1,14 +1,15 @@
-"""Judge from what a site sends whether anything moves behind its link.
+"""Judge from a site's messages whether the site makes progress.
 
-A link can be up while the engine is blocked in an iteration, a thread of the site is stuck, or the site takes
-work and says no more. Four silences tell: the site itself reports that its engine stalled, it reports no
-load, it answers no assignment, or neither its reports nor its answers show progress. A site that answers or
-computes for others is not silent, however long its queue is: one attempt alone never condemns a site.
+A link can be up while the engine is blocked in an iteration, a thread of the site hangs, or the site accepts
+work and sends nothing more. There are four signs of this, or silences: the site reports that its engine has
+stalled, it sends no load report, it answers no assignment, or neither its reports nor its output show
+progress. A site that answers or computes for others is not silent, however long its queue is, so a single
+attempt never leads to an ejection.
 
-Each silence is allowed for as long as the site's work explains by its own fit of its iterations, so that a
-slow site is not taken for a dead one. A wrong verdict costs little: only attempts that another site can take
-are moved at once, and the site is used again as soon as it shows progress. Does not know messages, and reads
-no clock: times are those of `AwakeClock`.
+Each silence is tolerated for as long as the site's work explains it, by the site's own fit of its iteration
+times, so that a slow site is not taken for a dead one. A wrong verdict costs little: only attempts that
+another site can take are moved at once, and the site is used again once it shows progress. This module knows
+no messages and reads no clock: times are those of `AwakeClock`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ CHECK_EVERY_S = 0.25
 REPORT_WITHIN_S = 3.0
 """Sites report at least once a second in a small fleet."""
 ANSWER_WITHIN_S = 1.0
-"""Beside one iteration, at whose end an engine takes what was submitted, and the reading of the prompt."""
+"""Time for an answer, in addition to one iteration, after which an engine takes new requests, and the
+tokenization of the prompt.
+"""
 PROGRESS_WITHIN_S = 6.0
 GIVE_UP_AFTER_S = 30.0
-"""Attempts that no other site can take wait so long for a silent site."""
+"""How long attempts that no other site can take wait for a silent native site."""
 MAX_EXPLAINED_S = 60.0
-"""Whatever a site claims, its work explains no longer silence."""
+"""The longest silence that work can explain, whatever the site reports."""
 PROMPT_TOKENS_PER_S = 50_000
-"""Slower than any tokenizer reads prompts."""
+"""A lower bound of the speed of tokenizers."""
 ITERATION_TOKENS = 2_048
-"""Assumed for one iteration of a site that does not say how long a full batch takes."""
+"""The most new tokens assumed for one iteration of a site that does not report its longest iteration."""
 
 
 class AwakeClock:
-    """Seconds in which this process ran. A gap between two ticks, from a stalled event loop or a suspended
-    machine, counts as two: what sites sent meanwhile waits to be read, and they are not at fault.
+    """Counts the seconds in which this process ran. A longer gap between two ticks, from a stalled event loop
+    or a suspended machine, counts as two check intervals, as the sites' messages could not be read.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -51,7 +54,7 @@ class AwakeClock:
 
 
 class EngineReport(NamedTuple):
-    """The part of a load report that shows whether the engine moves. `counters` change with any work."""
+    """The part of a load report that shows the engine's progress. `counters` change with any work."""
 
     stalled_s: float
     longest_iteration_s: float
@@ -59,12 +62,12 @@ class EngineReport(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """A sign that nothing moves at a site: what it owes, and for how long beyond what its work explains."""
+    """A sign that a site makes no progress: what it is, and how long it lasts beyond what work explains."""
 
     what: str
     lasts_s: float
-    only_unanswered: bool = False  # it concerns the attempts that the site has not answered
-    needs_trial: bool = False  # only new work will show whether it is over
+    only_unanswered: bool = False  # concerns only attempts that the site has not answered
+    needs_trial: bool = False  # only new work can show that it is over
 
 
 class Progress:
@@ -75,7 +78,7 @@ class Progress:
         self._report = EngineReport(0.0, 0.0, ())
         self._answered_s = now_s
         self._moved_s = now_s
-        self._unanswered: dict[str, float] = {}  # when each was assigned, the oldest first
+        self._unanswered: dict[str, float] = {}  # time of assignment by attempt id, oldest first
         self._accepted: set[str] = set()
 
     def assigned(self, attempt_id: str, now_s: float) -> None:
@@ -86,11 +89,11 @@ class Progress:
         self._unanswered.pop(attempt_id, None)
         if accepted:
             if not self._accepted:
-                self._moved_s = now_s  # there was nothing to do until now
+                self._moved_s = now_s  # the site was idle until now
             self._accepted.add(attempt_id)
 
     def held(self, attempt_id: str, now_s: float) -> None:
-        """Note that an attempt waits for its model to wake: the site is silent about it, and not at fault."""
+        """Record that an attempt waits for its model to wake, so that no answer is expected."""
         self._answered_s = now_s
         self._unanswered.pop(attempt_id, None)
 
@@ -112,10 +115,11 @@ class Progress:
     def silence(
         self, load: LoadReport, prompt_tokens: float, now_s: float, *, native: bool
     ) -> Silence | None:
-        """Return the silence of a site, None if it moves or has nothing to do.
+        """Return the silence of a site, None if it makes progress or is idle.
 
-        `prompt_tokens`: of the attempts that no report covers yet. `native`: each of its iterations shows in
-        its reports; a server behind another site may think for minutes, which that site judges itself.
+        `prompt_tokens`: those of the attempts that no report covers yet. `native`: whether the site's reports
+        show each iteration. The server behind a remote site may compute for minutes without a sign, which the
+        remote site judges itself.
         """
         if self._report.stalled_s:
             waited_s = now_s - self.reported_s
@@ -135,7 +139,7 @@ class Progress:
         return None
 
     def _longest_iteration_s(self, load: LoadReport, prompt_tokens: float) -> float:
-        """Return the longest that one iteration may take, by the site's fit."""
+        """Return the longest duration of one iteration in seconds, as reported or by the site's fit."""
         if self._report.longest_iteration_s:
             return self._report.longest_iteration_s
         unread = min(load.unread_tokens + load.pending_prompt_tokens + prompt_tokens, ITERATION_TOKENS)

@@ -1,8 +1,7 @@
-"""How exact and how frequent the reports of one site are, and how frequent its pings: the more sites a
-gateway has, the less so.
+"""Controls how exact and how frequent the reports and pings of one site are: less so in a larger fleet.
 
-Else a gateway of a large fleet would do little but read them. How much worse decisions are: measured in
-docs/decisions/report-pace.md.
+Otherwise a gateway of a large fleet would spend most of its time on reports. The effect on decisions is
+measured in docs/decisions/report-pace.md.
 """
 
 from __future__ import annotations
@@ -14,35 +13,39 @@ from gateway.federation.outbox import Outbox
 from wire import federation_pb2 as pb
 
 LINKS_PER_SECOND, MAX_EVERY_S = 250, 4
-"""With so many more links, a site without news may be quiet for a second more."""
+"""The interval of reports of a site without changes: one more second per LINKS_PER_SECOND links, MAX_EVERY_S
+seconds at most.
+"""
 LINKS_TWICE_OFF = 500
-"""From so many links on, reports may be off by twice as much; those of sites that are not in this gateway's
-share, by `RARELY_OFF` times as much.
+"""The number of links from which the error bound of reports is doubled, and multiplied by RARELY_OFF for
+sites that are not in this gateway's share.
 """
 RARELY_OFF = 16
-"""By the whole site, which then reports almost as seldom as without news, and bids for no work."""
+"""At this factor the error bound is the whole site, which reports almost as rarely as without changes and
+does not bid for work.
+"""
 FEW_SITES = 27
-"""Gateways hear often of all sites of a model that fewer have."""
+"""The sites of a model that fewer sites serve report often to all gateways."""
 LINKS_PER_PING, MAX_PING_HEARTBEATS = 250, 5
-"""With so many more links, one more heartbeat passes between two pings."""
+"""The heartbeats per ping: one more per LINKS_PER_PING links, MAX_PING_HEARTBEATS at most."""
 
 
 def ping_heartbeats(links: int) -> int:
-    """Return the heartbeats from one ping of a site to the next in a fleet with so many links."""
+    """Return the number of heartbeats between two pings of a site, for a fleet of `links`."""
     return min(MAX_PING_HEARTBEATS, 1 + links // LINKS_PER_PING)
 
 
 def quiet_report_every_s(links: int) -> int:
-    """Return the seconds from one report of a site without news to the next in a fleet with so many links."""
+    """Return the seconds between two reports of a site without changes, for a fleet of `links`."""
     return min(MAX_EVERY_S, 1 + links // LINKS_PER_SECOND)
 
 
 @lru_cache(maxsize=1 << 14)
 def in_share(site: str, gateway: str, gateways: tuple[str, ...]) -> bool:
-    """Return whether a gateway is of the half of all that a site reports to often: those with the least
-    hashes of both names.
+    """Return whether a gateway is in the half of all gateways to which a site reports often: those with the
+    least hashes of both names.
 
-    A gateway that comes or goes changes few shares: rendezvous hashing (Thaler and Ravishankar, 1998).
+    A gateway that joins or leaves changes few shares: rendezvous hashing (Thaler and Ravishankar, 1998).
     """
 
     def place(name: str) -> bytes:
@@ -53,7 +56,7 @@ def in_share(site: str, gateway: str, gateways: tuple[str, ...]) -> bool:
 
 
 class ReportPace:
-    """`is_kept`: whether the site can be told; an older one goes on as it began."""
+    """The report pace of one site. `is_kept`: whether the site supports ReportPace; older ones do not."""
 
     def __init__(self, outbox: Outbox, *, is_kept: bool) -> None:
         self.times_off = self.every_s = self.ping_heartbeats = 1
@@ -63,11 +66,11 @@ class ReportPace:
 
     @property
     def quiet_s(self) -> float:
-        """Return by how much later than in a small fleet the next report may come."""
+        """Return the seconds by which the next report may be later than in a small fleet."""
         return self.every_s - 1.0
 
     def adapt(self, links: int, heartbeat_s: float, *, in_share: bool) -> None:
-        """Tell the site the pace of a fleet with so many links, unless it has been told."""
+        """Send the site the pace for a fleet of `links`, if it differs from the last one sent."""
         off = 1 if links < LINKS_TWICE_OFF else 2 if in_share else RARELY_OFF
         every_s, heartbeats = quiet_report_every_s(links), ping_heartbeats(links)
         if self._is_kept and (off, every_s, heartbeats) != self._told:

@@ -38,15 +38,17 @@ IDLE_MS = 60_000
 MAX_STREAMS_PER_CONNECTION = 16
 MAX_METADATA_BYTES = 16 * 1024
 ENDED = "the connection ended"
-"""By the site, or by a cut: gRPC sometimes reports a cut only as the end of the messages."""
+"""The site ended the stream, or the network was cut, which gRPC sometimes reports only as the end of
+messages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FederationSettings:
-    """`site_tokens`: any of them lets a site in. `grace_s`: time for which a site keeps the work of a lost
-    link. `stream_interval_s`: the longest that text waits for the next while the event loop is busy.
-    `worker_ports`, `mutual_worker_ports`: where sites with a token, or a certificate, find this replica's
-    fellow workers.
+    """`site_tokens`: the tokens that are accepted from sites. `grace_s`: how long a site keeps the work of a
+    lost link. `stream_interval_s`: the longest that text is held back while the event loop is busy.
+    `worker_ports`, `mutual_worker_ports`: the ports of all workers of this gateway, for sites with a token
+    and for sites with a certificate.
     """
 
     replica: str
@@ -61,7 +63,7 @@ class FederationSettings:
 
 class Federation(rpc.FederationServicer):
     """Holds the links of this replica. A process that joins again replaces its older link, which is then
-    lost; another process with the name of a linked site is refused until that link is gone.
+    lost. Another process with the name of a linked site is refused until that link has ended.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class Federation(rpc.FederationServicer):
         *,
         replicas: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`replicas`: the names of those that live, this one among them."""
+        """`replicas` returns the names of the live replicas, including this one."""
         self.directory = directory
-        self.bulk: Bulk | None = None  # of fine-tuning, while that runs
+        self.bulk: Bulk | None = None  # set while fine-tuning runs
         self._settings = settings
         self._clock = clock
         self.replicas = replicas
@@ -96,13 +98,13 @@ class Federation(rpc.FederationServicer):
         return self._pace.is_busy
 
     async def watch_progress(self) -> None:
-        """Check all links, again and again, until cancelled."""
+        """Check all links every CHECK_EVERY_S, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             self.check_progress()
 
     def check_progress(self) -> None:
-        """Move attempts away from sites behind whose links nothing moves; forget sites that are long gone."""
+        """Check every link for progress, and forget sites that have been down for long."""
         self._awake.tick()
         self.directory.forget_gone(self._clock())
         for link in self._links.values():
@@ -151,8 +153,8 @@ class Federation(rpc.FederationServicer):
             await context.abort(exc.code, str(exc))
 
     async def _welcome(self, context: Any, certificate: SiteCertificate | None) -> tuple[Link, int]:
-        """Exchange Hello and Welcome; return the link, and the number of attempts that the site is to cancel:
-        those of an older link, which were decided anew.
+        """Exchange Hello and Welcome. Return the link, and the number of attempts that the site must cancel:
+        those of an earlier link, which have been decided again.
         """
         first = await _first(context, "Hello")
         if first.WhichOneof("body") != "hello":
@@ -193,8 +195,8 @@ class Federation(rpc.FederationServicer):
         return link, len(first.hello.attempts)
 
     def _check_name(self, identity: SiteIdentity, certificate: SiteCertificate | None) -> None:
-        """Raises Refusal for the name of another site. A linked process keeps its name: its work is not cut
-        off.
+        """Raise Refusal if the name belongs to another site or is in use by another process. The linked
+        process keeps the name, so that its work is not interrupted.
         """
         name = identity.name
         self._site_auth.check_name(name, certificate)
@@ -207,8 +209,8 @@ class Federation(rpc.FederationServicer):
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, reason)
 
     async def _serve(self, link: Link, context: Any, certificate: SiteCertificate | None) -> str:
-        """Read, write and watch until one of them ends; return its reason. Live attempts of the link are then
-        lost.
+        """Run the link's read, write and watch tasks until one ends, and return its reason. The link's live
+        attempts are then lost.
         """
         if older := self._links.get(link.name):
             older.close("the site joined again")
@@ -260,12 +262,12 @@ class Federation(rpc.FederationServicer):
             return f"connection lost ({exc})"
 
     async def _watch(self, link: Link, certificate: SiteCertificate | None) -> str:
-        """Send pings; return when the site is silent, because a site that hangs keeps its socket open, or
-        when its certificate ends. A site with work says something at every heartbeat, also where pings are
-        rarer; one without, as seldom as its reports may be.
+        """Send pings, and return the reason to end the link: the site is silent, does not answer pings, or
+        its certificate is no longer valid. (A site that hangs keeps its socket open.)
 
-        Silence is counted in heartbeats for which this process slept as long as planned: if it was stalled
-        itself, the site's messages wait unread, and the site is not at fault.
+        A site with work sends a message at every heartbeat, even if pings are less frequent. A site without
+        work may be as silent as its reports may be rare. Silence is counted in heartbeats, without those in
+        which this process stalled itself, as the site's messages then wait unread.
         """
         heartbeat_s, missed, heartbeats = self._settings.heartbeat_s, 0, 0
         while link.closing is None:
@@ -285,7 +287,7 @@ class Federation(rpc.FederationServicer):
         return link.closing
 
     def _is_in_share(self, link: Link) -> bool:
-        """Return whether to hear of a site often: always if one of its models has few sites."""
+        """Return whether the site is to report often here; always if few sites serve one of its models."""
         if in_share(link.name, self._settings.replica, self.replicas()):
             return True
         serving = self.directory.fleet.serving
@@ -295,7 +297,7 @@ class Federation(rpc.FederationServicer):
 
 
 class Listening(NamedTuple):
-    """The gRPC server and its ports. `mutual_port` is for sites with certificates, None if there is none."""
+    """The gRPC server and its ports. `mutual_port`: the port for sites with certificates, or None."""
 
     server: Any
     port: int
@@ -303,8 +305,9 @@ class Listening(NamedTuple):
 
 
 class ReadOnDemand(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Reads the message of a unary call only when its method does: gRPC would accept up to MAX_MESSAGE_BYTES
-    from any caller. The call is served as a stream of one message, which the client cannot tell apart.
+    """Reads the message of a unary call only when its method does, after authentication. gRPC alone would
+    accept up to MAX_MESSAGE_BYTES from any caller. The call is served as a stream of one message, which is
+    the same for the client.
     """
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
@@ -317,19 +320,19 @@ class ReadOnDemand(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class SendsSerialized(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Sends the messages of a stream as the outbox has serialized them."""
+    """Sends the messages of a stream as they are, already serialized by the outbox."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         found = await continuation(call)
         if found is None or not found.response_streaming:
             return found
-        # A call of one message, too, so that its method reads it itself: once it knows who calls.
+        # Calls of one message, too, so that the method reads it after it has authenticated the caller.
         method = found.stream_stream or found.unary_stream
         return grpc.stream_stream_rpc_method_handler(method, found.request_deserializer)
 
 
 async def _first(context: Any, what: str) -> Any:
-    """Return the first message of a stream. Raises ProtocolError."""
+    """Return the first message of a stream. Raises ProtocolError if none arrives within HELLO_WITHIN_S."""
     try:
         message = await asyncio.wait_for(context.read(), HELLO_WITHIN_S)
     except TimeoutError as exc:
@@ -345,9 +348,9 @@ async def listen(
     credentials: Any | None = None,
     mutual: tuple[str, Any] | None = None,
 ) -> Listening:
-    """Start the gRPC server. Raises RuntimeError when an address is taken.
+    """Start the gRPC server. Raises RuntimeError if an address is in use.
 
-    `mutual`: the address for sites with certificates, and the credentials that request one.
+    `mutual`: the address for sites with certificates, and server credentials that require a certificate.
     """
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

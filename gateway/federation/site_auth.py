@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Refusal(Exception):
-    """Ends the call with this gRPC status; the reason is for the log of the site."""
+    """Ends a call with a gRPC status. The reason appears in the site's log."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 class Register(Protocol):
-    """The register of issued and revoked certificates; the first three methods work in memory."""
+    """The register of issued and revoked certificates. The first three methods read memory only."""
 
     def has(self, site: str) -> bool: ...
     def revoked_until(self, site: str) -> float: ...
@@ -52,8 +52,8 @@ class Certificates:
     unix_time: Callable[[], float] = time.time
 
     def invalid_reason(self, shown: SiteCertificate) -> str | None:
-        """Return why a certificate is no longer valid, None if it is. A link outlives the certificate that it
-        began with, as long as a renewed one exists.
+        """Return the reason why a certificate is no longer valid, None if it is valid. An expired certificate
+        is valid while a renewed one exists, so that a link outlives the certificate that it began with.
         """
         if shown.issued_at <= self.register.revoked_until(shown.site):
             return "its certificate was revoked"
@@ -62,14 +62,14 @@ class Certificates:
         return None
 
     def invited(self, secret: str) -> Invitation:
-        """Verify a join secret. Raises PkiError when it is wrong, too old or revoked."""
+        """Verify a join secret, and return its invitation. Raises PkiError if wrong, expired or revoked."""
         found = invitation.verify(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
         self._check(found, found.site)
         return found
 
     def named(self, asker: SiteCertificate | Invitation, csr: bytes) -> str:
-        """Return the name of the site that asks. Raises PkiError, also if only this machine of a pool was
-        revoked.
+        """Return the name of the site that requests a certificate. For the invitation of a pool, the
+        machine's name is that in the CSR. Raises PkiError if the name is invalid or revoked.
         """
         if isinstance(asker, SiteCertificate):
             return asker.site
@@ -82,8 +82,8 @@ class Certificates:
             raise PkiError("the join secret was revoked: `mico pki invite` makes a new one")
 
     async def issue(self, site: str, csr: bytes, *, renewal: bool) -> bytes:
-        """Issue a certificate later than any revocation. Raises PkiError, StoreUnavailable."""
-        now = max(self.unix_time(), self.register.revoked_until(site) + 1.0)  # of a clock that was ahead
+        """Issue a certificate, dated after any revocation. Raises PkiError and StoreUnavailable."""
+        now = max(self.unix_time(), self.register.revoked_until(site) + 1.0)  # revoked by a clock ahead
         issued = self.authority.issue_site(site, csr, datetime.fromtimestamp(now, UTC))
         _, serial, issued_at, expires_at = issued.certificate
         await self.register.record_issued(
@@ -94,14 +94,14 @@ class Certificates:
 
 @dataclass(slots=True)
 class SiteAuth:
-    """Authenticates each call once, before any of its messages is read."""
+    """Authenticates each call before any of its messages is read."""
 
     tokens: tuple[str, ...]
     certificates: Certificates | None = None
     login_limiter: LoginLimiter = field(default_factory=LoginLimiter)
 
     def identify(self, context: Any) -> SiteCertificate | None:
-        """Return the certificate of a site, None if it has a token instead. Raises Refusal."""
+        """Return the certificate of the calling site, None if it has a token instead. Raises Refusal."""
         shown = self._certificate(context)
         if shown is None and not self._has_token(context):
             raise self._failed(context, "the site token is missing or wrong")
@@ -113,8 +113,8 @@ class SiteAuth:
         return self.certificates.invalid_reason(shown)
 
     def check_name(self, site: str, shown: SiteCertificate | None) -> None:
-        """Raises Refusal for the name of another site: a certificate is for one name, and a token for none
-        that a certificate was ever issued for, also while that site is away.
+        """Raise Refusal if the site may not use the name. A certificate is valid for its own name only, and a
+        token for any name for which no certificate was ever issued.
         """
         if shown is not None and shown.site != site:
             reason = f"the certificate is that of site {shown.site}, not of {site}"
@@ -125,13 +125,13 @@ class SiteAuth:
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     async def enrol(self, context: Any, csr: Callable[[], Any]) -> bytes:
-        """Issue a certificate to a caller with a valid one, or with a join secret. Raises Refusal."""
+        """Issue a certificate to a caller with a valid certificate or join secret. Raises Refusal."""
         if self.certificates is None:
             raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "this gateway issues no certificates: set pki")
         self._asker(context, self.certificates)
         try:
             request = await csr()
-            await self.certificates.register.refresh()  # or a revoked site would get a newer one
+            await self.certificates.register.refresh()  # to refuse a site that was revoked elsewhere
             asker = self._asker(context, self.certificates)
             renewal = isinstance(asker, SiteCertificate)
             site = self.certificates.named(asker, request)
@@ -145,14 +145,14 @@ class SiteAuth:
         return pem
 
     def _asker(self, context: Any, certificates: Certificates) -> SiteCertificate | Invitation:
-        """Raises Refusal."""
+        """Return the caller's certificate, or else its invitation. Raises Refusal if it has neither."""
         try:
             return self._certificate(context) or certificates.invited(_bearer(context))
         except PkiError as exc:
             raise self._failed(context, str(exc)) from exc
 
     def _certificate(self, context: Any) -> SiteCertificate | None:
-        """Return the certificate that TLS has checked, None on the port for tokens. Raises Refusal."""
+        """Return the certificate verified by TLS, None on the port for tokens. Raises Refusal if invalid."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
         if pem is None:
             return None
@@ -167,7 +167,7 @@ class SiteAuth:
     def _has_token(self, context: Any) -> bool:
         given = _bearer(context).encode()
         matches = [hmac.compare_digest(given, token.encode()) for token in self.tokens]
-        return any(matches)  # every token is compared, so that timing reveals nothing
+        return any(matches)  # all tokens are compared, so that timing reveals nothing
 
     def _failed(self, context: Any, reason: str) -> Refusal:
         address = host(context.peer())

@@ -1,4 +1,4 @@
-"""Wakes those that send text to clients: at once while the event loop has time for each, else together."""
+"""Wakes the readers that send text to clients: at once, or together if the event loop is busy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from operator import length_hint
 from wire.send_pace import SendPace
 
 READERS_PER_TURN = 16
-"""Readers that write to clients in a turn of the event loop: about a millisecond."""
+"""The readers that write to clients in one turn of the event loop, in about a millisecond."""
 TURNS_TO_READ = 3
-"""Turns that gRPC takes to hand over a message that has arrived. In a loop whose every turn takes 1 ms, 320
-messages are read a second and others wait behind them; with three turns for each such one, all of 800.
+"""The turns of the event loop that gRPC needs to hand over a received message. If every turn takes 1 ms, only
+320 messages per second are read and others queue. With three turns per group of readers, all of 800 are.
 """
 
 
 class StreamPace:
-    """Wakes the readers of attempts that have new text: at once, or together after a wait of `longest_s` at
-    most. `cpu_clock` returns the CPU seconds of the event loop's thread.
+    """Wakes the readers of attempts with new text: at once, or together after at most `longest_s` seconds.
+    `cpu_clock` returns the CPU seconds of the event loop's thread.
     """
 
     def __init__(
@@ -32,16 +32,16 @@ class StreamPace:
         self._pace = SendPace(longest_s)
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._wait_s = 0.0  # of the readers of the text that is being read
+        self._wait_s = 0.0  # how long the readers of the current message wait
         self._waiting: dict[Callable[[], None], None] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the event loop has no time to send text as soon as it comes."""
+        """Return whether the event loop is too busy to send text as soon as it arrives."""
         return self._clock() < self._pace.due_s
 
     def begin(self) -> None:
-        """Note that a message with the text of many attempts is being read."""
+        """Start to read a message with text of many attempts, and decide whether its readers wait."""
         if not self._waiting:
             now = self._clock()
             self._wait_s = max(0.0, self._pace.due_s - now)
@@ -49,7 +49,7 @@ class StreamPace:
                 self._pace.sent(now, self._cpu_clock())
 
     def wake(self, reader: Callable[[], None]) -> None:
-        """Call `reader` now, or with the others when the wait is over."""
+        """Call `reader` now, or together with the other waiting readers when the wait is over."""
         if not self._wait_s:
             reader()
             return
@@ -64,9 +64,8 @@ class StreamPace:
         self._wake_next(readers)
 
     def _wake_next(self, readers: Iterator[Callable[[], None]], turns: int = 0) -> None:
-        """Wake some readers once so many turns have passed, then the next when a message can have been read.
-
-        First tokens do not wait for all of them.
+        """Wake the next READERS_PER_TURN readers after `turns` turns of the event loop, and so on until none
+        is left. The turns between let messages be read, so that first tokens do not wait for all readers.
         """
         if not turns:
             for reader in islice(readers, READERS_PER_TURN):

@@ -1,4 +1,4 @@
-"""Runs of training at one site: the orders to it, and its newest report of each run."""
+"""Training runs at one site: the orders to the site, and its newest report of each run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.trains import Trains
 from wire import federation_pb2 as pb
 
 MAX_RUNS: Final = 64
-"""Runs of which a site may report at once; the one that was heard of least recently goes."""
+"""The number of runs whose reports are kept per site; the run reported least recently is dropped."""
 MAX_STEPS: Final = 64
 MAX_USD_PER_MTOK: Final = 1e6
 MAX_TOTAL_STEPS: Final = 10**7
@@ -27,7 +27,9 @@ class TrainedStep(NamedTuple):
 
 
 class RunReport(NamedTuple):
-    """The newest report of a run. `end` is RUNNING until the run has ended; `heard_s` is on this clock."""
+    """The newest report of a run. `end` is RUNNING until the run has ended. `heard_s`: the time of the report
+    on the gateway's monotonic clock.
+    """
 
     job_id: str
     run: str
@@ -44,7 +46,7 @@ class RunReport(NamedTuple):
 
 
 class TrainingRuns:
-    """`reports` has the newest report of every run that the site has told of, by the name of the run."""
+    """The training runs of one site. `reports`: the newest report of each run, by run name."""
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float]) -> None:
         self.reports: dict[str, RunReport] = {}
@@ -52,12 +54,12 @@ class TrainingRuns:
         self._clock = clock
 
     def train(self, order: pb.Train) -> None:
-        """Order a run, or order it again: a site that has the run goes on with it."""
+        """Order a run. Ordering it again is harmless: a site that has the run continues it."""
         self._outbox.withdraw(_key(order.run))
         self._outbox.put(pb.GatewayMessage(train=order), _key(order.run))
 
     def stop(self, run: str, *, snapshot: bool) -> None:
-        """Ask for a snapshot and the end of a run; without `snapshot` have it dropped, and forget it."""
+        """Order the end of a run, with a snapshot, or without one: then its report is dropped, too."""
         self._outbox.withdraw(_key(run))
         self._outbox.put(pb.GatewayMessage(stop_training=pb.StopTraining(run=run, snapshot=snapshot)))
         if not snapshot:
@@ -71,7 +73,7 @@ class TrainingRuns:
 
 
 def trains_of(hello: pb.Hello) -> Trains | None:
-    """Return what a site says of its training, None if it does not train. Raises ProtocolError."""
+    """Return the training abilities in a site's Hello, None if it does not train. Raises ProtocolError."""
     if not hello.HasField("trains"):
         return None
     price = hello.trains.usd_per_mtok
@@ -85,7 +87,7 @@ def _key(run: str) -> str:
 
 
 def _report(message: pb.Training, now_s: float) -> RunReport:
-    """Convert a report. Raises ProtocolError for figures that no run has."""
+    """Convert a report. Raises ProtocolError for figures above the limits."""
     if message.total_steps > MAX_TOTAL_STEPS or message.trained_tokens > MAX_TRAINED_TOKENS:
         raise codec.ProtocolError(f"{message.total_steps} steps of {message.trained_tokens} tokens")
     figures = (_step(each) for each in message.steps[-MAX_STEPS:])

@@ -1,4 +1,4 @@
-"""Track what a gateway assigned to a site since its last report, and what has ended. Pure."""
+"""Track the demands assigned to a site since its last report, and the requests that ended since. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gateway.routing.demand import Demand, credit_with
 
 
 class UnreportedDemands:
-    """`credit` is their sum: kept up to date with each of them, since a burst assigns thousands between two
-    reports, and summed anew at each report, so that it does not drift.
+    """The demands that no report covers yet, by attempt. `credit` is their sum: updated with each demand, as
+    a burst assigns thousands between two reports, and recomputed at each report, against rounding errors.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class UnreportedDemands:
         self.credit = credit_with(self.credit, demand)
 
     def remove(self, attempt_id: str) -> bool:
-        """Remove the demand of an attempt; return False if there is none."""
+        """Remove the demand of an attempt. Return False if there is none."""
         demand = self._demands.pop(attempt_id, None)
         if demand is None:
             return False
@@ -39,7 +39,7 @@ class UnreportedDemands:
         return attempt_id in self._demands
 
     def keep(self, is_kept: Callable[[str], bool]) -> None:
-        """Remove the demands of all attempts but those for which `is_kept` returns true."""
+        """Keep only the demands of the attempts for which `is_kept` returns True."""
         kept = {attempt_id: each for attempt_id, each in self._demands.items() if is_kept(attempt_id)}
         self._demands, self.credit = kept, Credit()
         for each in kept.values():
@@ -47,9 +47,9 @@ class UnreportedDemands:
 
 
 def without_ended(load: LoadReport, kv_tokens: int) -> LoadReport:
-    """Return a report without one of its running requests, which has ended and held so many tokens of KV.
+    """Return a report without one running request that has ended and freed `kv_tokens` of KV memory.
 
-    Which of the expected remaining lengths was its own is not known: the least is left out.
+    The expected remaining length of that request is unknown, so the least one is removed.
     """
     if not load.running:
         return load

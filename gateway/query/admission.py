@@ -13,7 +13,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Live(NamedTuple):
-    """Number of queries in progress, and the bytes that their prompts hold in memory."""
+    """The number of queries in progress, and the bytes of memory that their prompts take."""
 
     queries: int = 0
     prompt_bytes: int = 0
@@ -32,12 +32,12 @@ def admit(
     has_room: bool,
     fleet_complete: bool = True,
 ) -> None:
-    """Raise what `check_model` raises, or Overloaded; a query that passes will end exactly once.
+    """Raise the errors of `check_model`, or Overloaded if the gateway is at one of its limits.
 
-    `live`: all queries in progress, and the prompt of this one; `tenant_live`: those of its tenant, without
-    it. `max_live` bounds `live`, and a tenant may have `TENANT_PARTS` times what is free, so that none fills
-    the memory alone. `has_room`: whether the usage of the query could be recorded; nothing is served that
-    cannot be. `fleet_complete` as in `check_model`.
+    `live`: all queries in progress, with the prompt bytes of this one added. `tenant_live`: the tenant's
+    queries, without this one. `max_live` bounds `live`. A tenant may have at most `TENANT_PARTS` times the
+    free part of `max_live`, so that no tenant fills the memory alone. `has_room`: whether the query's outcome
+    could be recorded; a query that could not be recorded is refused. `fleet_complete` as in `check_model`.
     """
     check_model(query, models=models, fleet_complete=fleet_complete)
     if not has_room:
@@ -60,19 +60,20 @@ def admit(
 
 
 def exists_for(caller: Caller, model: Model) -> bool:
-    """Return whether a model is everyone's or the caller's own. Only its owner's queries are copied to it."""
+    """Return whether a model is public, or belongs to the caller's tenant.
+
+    Shadow copies see every model: `Shadows` copies a query only to a model that its caller sees.
+    """
     return model.tenant in ("", caller.tenant) or caller.tenant == SHADOW_TENANT
 
 
 def check_model(query: Query, *, models: Mapping[str, Model], fleet_complete: bool) -> None:
-    """Raise NoSite, ModelNotFound or Forbidden unless the caller may ask for the model, and a site has it.
+    """Raise NoSite, ModelNotFound or Forbidden unless a listed site has the model and the caller may use it.
 
-    For a tenant there are no models of other tenants.
-
-    `fleet_complete`: whether every site that an earlier process of this gateway knew has had the time to join
-    again.
+    Models of other tenants are reported as not existing. `fleet_complete`: whether every site that an earlier
+    process of this gateway knew has had time to join again; until then a missing model is NoSite.
     """
-    if not models:  # a gateway that has just started can't know which models there are
+    if not models:  # a gateway that has just started can't know which models exist
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
     model, caller = models.get(query.model), query.caller
     if model is not None and not exists_for(caller, model):

@@ -29,26 +29,28 @@ from gateway.routing.failover import FailedTry, Try, final_error, resume_options
 from gateway.routing.policies import JOINT_POLICIES
 
 REJOIN_WITHIN_S = 10.0
-"""The longest pause of a site between two dials."""
+"""How long a query waits for a site: the longest pause of a site between two dials."""
 REJOIN_POLL_S, REJOIN_POLL_SHARE = 0.1, 0.1
-"""The pause between two looks at the sites: the longer of a time, and of a share of the time waited."""
+"""The interval between checks of the sites while waiting: the larger of REJOIN_POLL_S seconds and
+REJOIN_POLL_SHARE of the time waited so far.
+"""
 ROOM_AFTER_S, ASK_AGAIN_AFTER_S = 0.5, 3.0
-"""A site too full to go on with an answer is asked again after so long: where no request would have to wait
-now, and in any case.
+"""Seconds until a site that was too full to resume an answer is tried again: ROOM_AFTER_S if the site is no
+longer crowded, ASK_AGAIN_AFTER_S in any case.
 """
 
 
 def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
-    """Yield Opening, Delta …, Usage; raise a MicoError where the answer cannot go on.
+    """Yield Opening, Delta …, Usage. Raises a MicoError if the answer cannot be completed.
 
-    Close the generator to give the query up: its slots are freed, and what it used is still recorded. Exactly
-    one outcome is recorded for every query, whether it was admitted or refused.
+    Closing the generator cancels the query: its slots are freed, and its usage is still recorded. Every query
+    has exactly one outcome recorded, whether it was admitted or refused.
     """
     return QueryRun(context, query).run()
 
 
 class Assignment(NamedTuple):
-    """A try that has been decided: where it goes, and what it needs there."""
+    """A try with its decision: the chosen site, and the demand that the site was chosen for."""
 
     planned: Try
     demand: Demand
@@ -56,7 +58,7 @@ class Assignment(NamedTuple):
 
 
 class QueryRun:
-    """The way of one query through the gateway. `run` calls its verbs in order."""
+    """Runs one query from admission to settlement. `run` calls the other methods in order."""
 
     __slots__ = ("_plan", "_targets", "context", "deadline", "quotas", "state")
 
@@ -73,12 +75,13 @@ class QueryRun:
         return self.state.query
 
     async def run(self) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the events of the answer. An attempt that fails leads to the next try, until none is left."""
+        """Yield the events of the answer. After a failed attempt, continue with the next try until none is
+        left. Raises a MicoError if the answer cannot be completed.
+        """
         state = self.state
-        # No `asyncio.timeout()` around all this: it must not span a `yield` of an async generator. It cancels
-        # the task that entered it, and at a `yield` that task runs the consumer's code, not this one: the
-        # consumer would be cancelled in the middle of its own work, and another task may close the generator.
-        # So a timer expires the wait that is in progress, and every later one.
+        # The deadline is a timer that expires the current wait and every later one, not `asyncio.timeout()`:
+        # a timeout must not span a `yield` of an async generator. It cancels the task that entered it, which
+        # may be running the consumer's code at that moment, and another task may close the generator.
         timer = asyncio.get_running_loop().call_later(self.deadline.left_s(), state.expire)
         try:
             self._switch_to(self._targets.begin(self.query, self.context))
@@ -110,7 +113,7 @@ class QueryRun:
             self.settle()
 
     def admit(self) -> None:
-        """Enter the query among the live ones. Raises what `admission.admit` raises."""
+        """Register the query as live. Raises the errors of `admission.admit`."""
         context, query = self.context, self.query
         admit(
             query,
@@ -124,7 +127,9 @@ class QueryRun:
         context.register(self.state)
 
     async def forecast(self) -> None:
-        """Wait for the forecast of the answer, if one is generated. Raises DeadlinePassed, ShuttingDown."""
+        """Wait for the forecast of the answer's length. A pooling query, which generates no tokens, gets
+        NO_ANSWER at once. Raises DeadlinePassed and ShuttingDown.
+        """
         state = self.state
         if isinstance(self.query.prompt, Pooling):
             state.set_forecast(NO_ANSWER)
@@ -138,7 +143,7 @@ class QueryRun:
             raise self.deadline.error() from exc
 
     async def stand_in(self) -> None:
-        """Switch to another target of the route if only the current one is overloaded or slow."""
+        """Switch to another target of the route if the current one is overloaded or slow."""
         if not self._targets.are_left:
             return
         demand = demand_of(self.context, self.state, Try(1))
@@ -148,7 +153,10 @@ class QueryRun:
             await self.forecast()
 
     async def batch_assign(self, first: Try) -> Try:
-        """Wait a few milliseconds for joint assignment, where a burst finds all sites full."""
+        """Wait for joint assignment (WINDOW_S) if the query is part of a burst and every site is full.
+
+        Return the try with the site that joint assignment chose as its preferred site.
+        """
         context = self.context
         if context.policy_name not in JOINT_POLICIES or first.preferred_site is not None:
             return first
@@ -158,7 +166,9 @@ class QueryRun:
         return first._replace(preferred_site=await self.deadline.wait(context.assign_in_window(demand)))
 
     async def assign(self, planned: Try) -> Assignment:
-        """Decide on a try, or on the first of the next target of the route if no site is left for it."""
+        """Decide on the site for a try. If no site can take it and nothing of the answer has been delivered,
+        decide on the first try of the route's next target instead. Raises the error for the client.
+        """
         while True:
             planned = await self.await_rejoin(planned)
             try:
@@ -169,7 +179,7 @@ class QueryRun:
                 planned = await self._next_target(error)
 
     async def next_try(self, failed: FailedTry) -> Try:
-        """Return the try after one that failed. Raises the error for the client if there is none."""
+        """Return the try that follows a failed one. Raises the error for the client if none is left."""
         try:
             return self._plan.send(failed)
         except MicoError as error:
@@ -178,11 +188,11 @@ class QueryRun:
             return await self._next_target(error)
 
     async def await_rejoin(self, planned: Try) -> Try:
-        """Wait a while for a site if that of the last try was lost, or too full to go on with an answer, and
-        no other can take over. Return the try, which may ask a full site again.
+        """Wait up to REJOIN_WITHIN_S for a site if the last attempt's site was lost, or was too full to
+        resume the answer, and no other can take over. Return the try, which may allow full sites again.
 
-        A stall of this process, or a cut of its network, ends every link at once; sites dial again. And the
-        answers of a site that is lost may fill the queue of the one that is left.
+        A stall of this process or a network outage ends all links at once, and the sites dial again. When a
+        site is lost, its answers may fill the queue of the only site that is left.
         """
         context, current = self.context, self.state.current
         failure = current.failure if current is not None else None
@@ -201,7 +211,7 @@ class QueryRun:
         return planned
 
     def _asking_again(self, planned: Try, waited_s: float) -> Try:
-        """Return the try with the sites that were full and may have room by now."""
+        """Return the try with those full sites allowed again that may have room after `waited_s`."""
         again = {
             site
             for site in planned.full
@@ -211,7 +221,7 @@ class QueryRun:
         return planned._replace(tried=planned.tried - again, full=planned.full - again)
 
     def decide(self, planned: Try) -> Assignment:
-        """Choose the site of a try. Raises the error for the client if no site can take it."""
+        """Choose the site for a try. Raises the error for the client if no site can take it."""
         context, query = self.context, self.query
         began_s = context.clock() - query.received_s
         demand, placed = self._place(planned)
@@ -231,7 +241,7 @@ class QueryRun:
         return Assignment(planned, demand, decision)
 
     def dispatch(self, assignment: Assignment) -> LiveAttempt:
-        """Send the query to the site that was decided on, and count it against the room there."""
+        """Send the query to the chosen site, and count its demand as credit of the site."""
         planned, demand, decision = assignment
         forecast = self.state.forecast
         assert forecast is not None, "a query is forecast before it is dispatched"
@@ -253,7 +263,7 @@ class QueryRun:
         return attempt
 
     async def relay(self, attempt: LiveAttempt) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the site's output as it came. Raises AttemptFailed, DeadlinePassed and ShuttingDown."""
+        """Yield the site's output as it arrives. Raises AttemptFailed, DeadlinePassed and ShuttingDown."""
         state = self.state
         try:
             while deltas := await attempt.next():
@@ -270,7 +280,7 @@ class QueryRun:
             raise self.deadline.error() from exc
 
     def settle(self) -> None:
-        """End the query: cancel what still runs, record one outcome, and return unused quota."""
+        """End the query: cancel an attempt that still runs, record one outcome, and return unused quota."""
         self.quotas.close()
         self.context.settle(self.state)
 
@@ -280,21 +290,21 @@ class QueryRun:
         return tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
 
     def _switch_to(self, query: Query) -> None:
-        """Go on with the query at another model; nothing of it has been delivered."""
+        """Replace the query, for another model, and plan its tries again. Called only before delivery."""
         if query is not self.query:
             self.state.switch_to(query)
             self._plan = self._tries()
 
     async def _next_target(self, error: MicoError) -> Try:
         """Switch to the next target of the route and return its first try. Raises the error for the client if
-        there is none. Not for an answer that has begun: only the same model can go on with it.
+        no target is left. Not called once the answer has begun, as only the same model can continue it.
         """
         self._switch_to(self._targets.after(error, self.query, self.context.directory.models))
         await self.forecast()
         return next(self._plan)
 
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
-        """Decide by the first way of resuming that some site supports."""
+        """Choose a site, using the first way of resuming the answer that some site supports."""
         excluded = self._excluded(planned)
         for needs in resume_options(self.query, planned.resume):
             demand = demand_of(self.context, self.state, planned, needs)
@@ -304,7 +314,7 @@ class QueryRun:
         return demand, placed
 
     def _no_site_error(self, planned: Try, demand: Demand, reason: str) -> MicoError:
-        """Return the error for a query that no site can take now."""
+        """Return the error for a try that no site can take now. `reason`: why the sites were excluded."""
         context, query, failure = self.context, self.query, self.state.failure
         if self.state.opened:
             return final_error(failure, planned.resume, reason)
@@ -320,11 +330,11 @@ class QueryRun:
         return refusal or final_error(failure, planned.resume, reason)
 
     def _is_move(self, failure: AttemptFailure, planned: Try) -> bool:
-        """Return whether a site released the query for another that bid for it, which is no failure."""
+        """Return whether the site released the query to a site that bid for it, which is not a failure."""
         return failure.cause is FailureCause.RELEASED and failure.site not in planned.tried
 
     def _may_be_able_later(self, failure: AttemptFailure) -> bool:
-        """Return whether a site that takes no work now may do what the one that failed was not able to."""
+        """Return whether the site lacked an ability that a site which takes no work now may have."""
         context, limit_tokens = self.context, self.state.too_short_context_tokens
         return failure.cause in INABILITIES and (
             not context.fleet_complete
@@ -332,16 +342,16 @@ class QueryRun:
         )
 
     def _excluded(self, planned: Try) -> dict[str, str]:
-        """Return the sites that can't take the query although they serve its model, and why."""
+        """Return the sites that serve the query's model but can't take the query, each with the reason."""
         state, limit_tokens = self.state, self.state.too_short_context_tokens
         begun_by = state.opened_by if planned.resume is not None else None
         if not limit_tokens and begun_by is None:
-            return {}  # as at nearly every decision: the list of sites is made anew after each change
+            return {}  # the common case: skip `directory.sites`, which is rebuilt after each change
         return unable_sites(self.query.model, limit_tokens, begun_by, self.context.directory.sites)
 
     def _learn_cached(self, assignment: Assignment) -> None:
-        """Compare the share of the prompt that the site had with what was expected of it, where it used its
-        cache at all.
+        """Correct the prefix index by the share of the prompt that the site found in its cache. Skipped if
+        the share is unknown, and for resumed answers and echoed prompts, which do not use the cache.
         """
         state = self.state
         expected, site = assignment.demand.cached, assignment.decision.site

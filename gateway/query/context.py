@@ -1,4 +1,4 @@
-"""The parts that every query shares, and the set of live queries."""
+"""The services that all queries share, and the set of live queries."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from gateway.telemetry.logs import add_request_fields
 log = logging.getLogger(__name__)
 
 MAX_PROMPT_BYTES = 2**30
-"""Memory of the prompts of all live queries: 100 kB each for 10,000 of them."""
+"""Memory for the prompts of all live queries: 100 kB each for 10,000 queries."""
 LAST_COUNT_WITHIN_S = 5.0
-"""Time for the site of a cancelled attempt to report its last count; then what is known is recorded."""
+"""Time for the site of a cancelled attempt to report its last token count. After it, the count received so
+far is recorded.
+"""
 
 
 async def _no_lease() -> bool:
@@ -46,14 +48,13 @@ async def _no_lease() -> bool:
 
 @dataclass(slots=True)
 class QueryContext:
-    """What all queries share.
+    """The services and the state that all queries of a gateway share.
 
-    `record` must not block; `has_room` returns whether it could take another outcome.
-    `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
-    until more of the quotas that are short here was asked for once, and returns False where that is of no
-    use. `routes` returns the names that stand for models. `ended` receives each query with its outcome once
-    that is recorded. `trace_query` returns the query as the site of an attempt gets it: with the span of that
-    attempt, where there are traces.
+    `record` must not block; `has_room` returns whether it can take another outcome. `live_queries` holds the
+    queries in progress, by id. `lease_more` waits for one round of leasing quotas, and returns False if the
+    database can't be reached or there is nothing to lease. `routes` returns the routes by name. `ended` is
+    called with each query and its outcome once the outcome is recorded. `trace_query` takes a query and an
+    attempt id, and returns the query to send to the site: with the attempt's span if tracing is enabled.
     """
 
     directory: Directory
@@ -76,7 +77,7 @@ class QueryContext:
     lease_more: Callable[[], Awaitable[bool]] = _no_lease
     routes: Callable[[], Mapping[str, ModelRoute]] = dict
     ended: Callable[[Query, Outcome], None] = lambda query, outcome: None
-    fleet_complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
+    fleet_complete_s: float = float("-inf")  # on `clock`: when every known site has had time to join
     shutting_down: bool = False
     new_id: Callable[[], str] = field(default_factory=hex_ids)
     trace_query: Callable[[Query, str], Query] = lambda query, _: query
@@ -106,7 +107,7 @@ class QueryContext:
         *,
         keep_estimates: bool = True,
     ) -> Placement:
-        """Choose the site for a try by what is known of the sites now, as `decide` does."""
+        """Choose the site for a try by the sites' current figures, with `routing.decide.decide`."""
         return decide(
             demand,
             self.directory.fleet,
@@ -123,12 +124,14 @@ class QueryContext:
         )
 
     async def assign_in_window(self, demand: Demand) -> str | None:
-        """Wait until the window closes; return the site that joint assignment chose, None to decide alone."""
+        """Wait until the window closes. Return the site that joint assignment chose, or None if the query is
+        to be decided alone.
+        """
         loop = asyncio.get_running_loop()
         site: asyncio.Future[str | None] = loop.create_future()
 
         def place(name: str | None) -> None:
-            if not site.done():  # the query may have given up
+            if not site.done():  # cancelled if the query stopped waiting
                 site.set_result(name)
 
         if self.window.add(WindowEntry(demand, place)):
@@ -140,11 +143,11 @@ class QueryContext:
 
     @property
     def fleet_complete(self) -> bool:
-        """Return whether every site that an earlier process knew has had the time to join again."""
+        """Return whether every site that an earlier process knew has had time to join again."""
         return self.clock() >= self.fleet_complete_s
 
     def shut_down(self) -> None:
-        """Wait for no answer any longer: each query ends now with an error that its client can read."""
+        """Expire the waits of all live queries, so that each ends now with ShuttingDown for its client."""
         self.shutting_down = True
         for state in self.live_queries.values():
             state.expire()
@@ -155,7 +158,9 @@ class QueryContext:
         self._count(state.query.caller.tenant, Live(1, state.prompt_bytes))
 
     def settle(self, state: QueryState) -> None:
-        """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""
+        """End the query: cancel its running attempt, and record its outcome once the last token count is
+        known, after LAST_COUNT_WITHIN_S at the latest.
+        """
         state.end()
         self._unregister(state)
         attempt = state.current
@@ -181,7 +186,7 @@ class QueryContext:
             del self._of_tenants[tenant]
 
     async def wait_settled(self) -> None:
-        """Wait until every query that ended is recorded."""
+        """Wait until the outcome of every ended query is recorded."""
         while self._settling:
             await asyncio.gather(*self._settling)
 
@@ -206,7 +211,7 @@ class QueryContext:
 
 
 def log_outcome(outcome: Outcome) -> None:
-    """Log in the line of the request, or in a line of its own if that is missing or already written."""
+    """Add the outcome to the request's log line, or log a separate line if there is none to add to."""
     fields: dict[str, object] = {
         "outcome": outcome.status.value,
         "model": outcome.model,

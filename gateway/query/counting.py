@@ -1,7 +1,7 @@
-"""Counts the tokens of prompts at sites: admit → decide → ask, the next site where one fails.
+"""Counts the tokens of prompts at sites: admit → decide → request; if a site fails, the next one.
 
-A count is side work: it takes no slot, spends no quota and leaves no outcome. The counts at a time are
-bounded, here and at each site.
+A count is side work: it takes no slot, spends no quota and records no outcome. The number of concurrent
+counts is bounded, here and at each site.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MAX_COUNTS = 64
 COUNT = frozenset({"count"})
 WITHIN_S = 30.0
 SITE_WITHIN_S = 10.0
-"""For so long a site is waited for, then another is asked."""
+"""Timeout of one site, after which another is tried."""
 
 
 class TokenCounter:
-    """Counts for all callers. A tenant has at most `TENANT_PARTS` times the places that are free."""
+    """Counts for all callers. A tenant has at most `TENANT_PARTS` times as many counts as are free."""
 
     def __init__(self, context: QueryContext) -> None:
         self._context = context
         self._counting: list[str] = []  # the tenants of the counts in progress
 
     async def count(self, query: Query) -> int:
-        """Return the tokens of the prompt, those of the model's template included. Raises MicoError.
+        """Return the number of tokens of the prompt, with those of the chat template. Raises MicoError.
 
-        For a route, those of its first target that can count now: which one will answer is not known.
+        For a route, the first target that can count now counts, as the target of the query is drawn later.
         """
         if route := self._context.routes().get(query.model):
             query = replace(query, model=self._target(query, route))
@@ -56,7 +56,9 @@ class TokenCounter:
             self._counting.remove(tenant)
 
     def _target(self, query: Query, route: ModelRoute) -> str:
-        """Return the model of a route's first target that can count now, of the first that could before."""
+        """Return the model of a route's first target that can count now, or else of the first whose sites,
+        ready or not, list the feature.
+        """
         context = self._context
         complete, served = context.fleet_complete, context.directory.served
         able = targets_of(query, route, context.directory.models, 0.0, needs=COUNT, fleet_complete=complete)

@@ -1,4 +1,4 @@
-"""Bound the waits of one query: none lasts beyond its deadline, or beyond the end of this process."""
+"""Bound the waits of one query by its deadline and by the shutdown of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Bounds the waits of one query. `state.expire()` ends the one that is in progress."""
+    """Bounds the waits of one query. `state.expire()` ends the wait in progress."""
 
     __slots__ = ("_context", "_state")
 
@@ -23,7 +23,7 @@ class Deadline:
         self._state = state
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """Await `work` until the deadline. Raises DeadlinePassed, or ShuttingDown when this process ends."""
+        """Await `work` until the deadline. Raises DeadlinePassed, or ShuttingDown at shutdown."""
         try:
             async with asyncio.timeout(self.left_s()) as self._state.wait_timeout:
                 return await work
@@ -31,12 +31,12 @@ class Deadline:
             raise self.error() from exc
 
     def left_s(self) -> float:
-        """Return the time left, 0 or less once it has passed."""
+        """Return the seconds until the deadline; 0 or less once it has passed or the process shuts down."""
         context = self._context
         return 0.0 if context.shutting_down else self._state.query.deadline_s - context.clock()
 
     def error(self) -> MicoError:
-        """Return the error for the client of a query whose time is up."""
+        """Return the error for the client of an expired query: ShuttingDown or DeadlinePassed."""
         if self._context.shutting_down:
             return ShuttingDown("this gateway is shutting down; send the request again")
         waited_s = self._context.clock() - self._state.query.received_s

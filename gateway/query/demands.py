@@ -1,4 +1,4 @@
-"""Work out what a try of a query needs from a site, and what of its prompt the sites hold already."""
+"""Compute the demand of a try: its needs, and the part of its prompt that sites are expected to cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from gateway.routing.prefixes import MAX_HOLDERS, NOTHING_CACHED, Cached, prefix
 def demand_of(
     context: QueryContext, state: QueryState, planned: Try, needs: frozenset[str] | None = None
 ) -> Demand:
-    """Return the demand of a try; that of the first is worked out once. `needs` None: the query's own."""
+    """Return the demand of a try. The first try's demand is computed once and kept in `state`.
+
+    `needs`: the features required of the model; None means the query's own.
+    """
     query = state.query
     if planned.number == 1 and state.first_demand is not None:
         return state.first_demand
@@ -39,7 +42,7 @@ def demand_of(
 
 
 def _cached(context: QueryContext, state: QueryState) -> Cached:
-    """Return the shares of the prompt that sites are expected to have in their caches."""
+    """Return the share of the prompt that each site is expected to have in its cache."""
     query, fleet = state.query, context.directory.fleet
     if len(fleet.sites) < 2:
         return NOTHING_CACHED

@@ -1,8 +1,8 @@
-"""Forecasts queries in batches: on the event loop those that arrive in one turn of it, if that is quick, and
-others on a thread, where those that arrive while one batch runs make up the next.
+"""Forecasts queries in batches. Queries that arrive in one turn of the event loop are forecast on it if that
+is fast enough. Others are forecast on a thread, where requests that arrive during one batch form the next.
 
-Outcomes come back here, to learn from and to measure drift. No text outlives its query, unless an outcome log
-is given.
+Outcomes are reported here, to learn from and to measure drift. The text of a query is dropped when its
+outcome has been learned from, unless an outcome log is given.
 """
 
 from __future__ import annotations
@@ -38,41 +38,42 @@ from predictor.outcome_log import OutcomeLog
 log = logging.getLogger(__name__)
 
 NO_ANSWER = Forecast((0, 1), (1.0,), "none")
-"""Of queries that generate nothing: the least that a forecast can say."""
+"""The forecast of queries that generate nothing: the shortest possible."""
 MAX_BATCH = 64
 MAX_BATCH_LINES = 2
-"""Lines of batches that are forecast with the interactive queries of a bunch: a long line takes more than a
-millisecond, and an interactive query waits for those of two bunches at most, however many lines wait.
+"""Batch lines that are forecast together with interactive queries. A long line takes more than a millisecond,
+and an interactive query waits for the lines of at most two forecast batches, however many lines wait.
 """
 MAX_INLINE_S = 0.002
-"""CPU time for which a batch may block the event loop, judged by batches of as many characters. On the thread
-a small batch costs several times as much: both threads wake each other and hand over the interpreter.
+"""CPU time for which a batch may block the event loop, predicted from earlier batches of as many characters.
+On the thread a small batch costs several times as much: the threads wake each other and exchange the GIL.
 """
 MAX_BUSY_INLINE_S = 0.0004
-"""The same while the event loop is busy with other queries: on the thread a model's graph runs beside it."""
+"""The same while the event loop is busy with other queries; on the thread the model runs beside it."""
 QUERY_CHARS = 50
-"""A query takes as long as so many more characters of text."""
+"""The fixed cost of a query, in characters of text."""
 MAX_AWAITED = 20_000
-"""Queries whose outcome is awaited; the oldest are dropped first."""
+"""The number of queries whose outcome is awaited; the oldest are dropped first."""
 RELOAD_EVERY_S = 10.0
 LEARNING_PAUSE = 50.0
-"""Pause after each lesson, as a multiple of its duration: 2% of a core. A lesson about an unseen model reads
-every known model; the pause grows as each outcome adds less (see FIRST_OUTCOMES).
+"""Pause after each outcome that was learned from, as a multiple of the time that learning took: 2% of a core.
+Learning about an unseen model reads every known model. The pause grows with the model's number of outcomes,
+as each adds less (see FIRST_OUTCOMES).
 """
 FIRST_OUTCOMES = 30.0
-"""Number of outcomes of a model after which the pause has doubled."""
+"""The number of outcomes of a model after which the pause has doubled."""
 MAX_TO_LEARN = 1_000
-"""Outcomes that wait to be learned; those that come beyond are not learned."""
+"""The number of outcomes that may wait to be learned from; further ones are not learned from."""
 MAX_LEARNED_CHARS = 64 * 1024
-"""Longer prompts are not learned from: those that wait to be learned would hold gigabytes."""
+"""Longer prompts are not learned from: the outcomes that wait would hold gigabytes."""
 MAX_LEARNED_MODELS = 1_000
-"""Models whose outcomes are counted; beyond, all counts are dropped, and lessons are more frequent for a
-while.
+"""The number of models whose outcomes are counted. At the limit all counts are dropped, which shortens the
+pauses for a while.
 """
 
 
 class ForecastRequest(NamedTuple):
-    """A query whose forecast is awaited, on the event loop of the future."""
+    """The features of a query, and the future of its forecast, which belongs to one event loop."""
 
     features: Features
     future: asyncio.Future[Forecast]
@@ -83,17 +84,15 @@ class ForecastRequest(NamedTuple):
 
     @property
     def chars(self) -> int:
-        """The characters that are read, and what the query costs beside."""
+        """The cost of the forecast: the characters that the forecaster reads, plus QUERY_CHARS."""
         return min(len(self.features.text), HEAD_CHARS + TAIL_CHARS) + QUERY_CHARS
 
 
 class WaitingRequests:
-    """The requests that wait for the forecast thread, in two lanes: no number of lines of batches delays an
-    interactive query, nor the reverse.
-    """
+    """The requests that wait for the forecast thread, in two lanes, neither of which starves the other."""
 
     def __init__(self) -> None:
-        self._arrivals: SimpleQueue[None] = SimpleQueue()  # one for each request, and one for the end
+        self._arrivals: SimpleQueue[None] = SimpleQueue()  # one item for each request, and one for `close`
         self._lanes = {Lane.INTERACTIVE: deque[ForecastRequest](), Lane.BATCH: deque[ForecastRequest]()}
 
     def put(self, request: ForecastRequest, lane: Lane) -> None:
@@ -101,11 +100,11 @@ class WaitingRequests:
         self._arrivals.put(None)
 
     def close(self) -> None:
-        """End the last `take`, once it has taken all that waits. Nothing is put afterwards."""
+        """Let `take` return an empty list once no request waits. `put` must not be called afterwards."""
         self._arrivals.put(None)
 
     def take(self) -> list[ForecastRequest]:
-        """Return the requests that are forecast together, once there are some; none after the end."""
+        """Block until requests wait; return those to forecast together. Return [] once closed and empty."""
         self._arrivals.get()
         bunch: list[ForecastRequest] = []
         for lane, most in ((Lane.INTERACTIVE, MAX_BATCH), (Lane.BATCH, MAX_BATCH_LINES)):
@@ -117,7 +116,10 @@ class WaitingRequests:
 
 
 class InlineLimit:
-    """The most characters of a batch that take `max_s` of CPU time at most, by the batches until now."""
+    """The longest batch, in characters, that takes at most `max_s` of CPU time, learned from earlier batches.
+
+    `chars` is -1 until a batch has been fast enough.
+    """
 
     def __init__(self, max_s: float) -> None:
         self.chars = -1
@@ -131,9 +133,9 @@ class InlineLimit:
 
 
 class ForecastService(Collector):
-    """Forecasts on one thread and learns on another, so that no forecast waits for a lesson.
+    """Forecasts on the event loop or on a thread, and learns on another, so that learning delays no forecast.
 
-    If the forecaster fails, `fallback` forecasts, and the forecast carries its name.
+    If the forecaster fails, `fallback` forecasts, and the forecast's source names the fallback.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class ForecastService(Collector):
         loop_is_busy: Callable[[], bool] = lambda: False,
         reload_every_s: float = RELOAD_EVERY_S,
     ) -> None:
-        """`parent_of` returns the model of which another is a variant, empty if it is none."""
+        """`parent_of` returns the parent of a variant's id, empty for a model that is not a variant."""
         self._forecaster = forecaster
         self._fallback = fallback
         self._outcome_log = outcome_log
@@ -157,17 +159,17 @@ class ForecastService(Collector):
         self._loop_is_busy = loop_is_busy
         self._inline = InlineLimit(MAX_INLINE_S)
         self._busy_inline = InlineLimit(MAX_BUSY_INLINE_S)
-        self._arrivals: list[ForecastRequest] = []  # in this turn of the event loop
+        self._arrivals: list[ForecastRequest] = []  # interactive requests of this turn of the event loop
         self._requests = WaitingRequests()
         self._thread: Thread | None = None
         self._reload_task: asyncio.Task[None] | None = None
         self._learner = ThreadPoolExecutor(1, "learn")
         self._learn_slots = BoundedSemaphore(MAX_TO_LEARN)
-        self._awaited: OrderedDict[str, Features] = OrderedDict()  # by query
+        self._awaited: OrderedDict[str, Features] = OrderedDict()  # by query id, until the outcome
         self._drift: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
-        """Check for a new artifact from time to time, and load it without a restart."""
+        """Start to check for a new artifact every `reload_every_s`, and to load it without a restart."""
         if isinstance(self._forecaster, HotReloadForecaster):
             self._reload_task = asyncio.create_task(self._reload_for_ever(self._forecaster), name="artifact")
 
@@ -186,7 +188,7 @@ class ForecastService(Collector):
         return request.future
 
     def request_ahead(self, query: Query) -> asyncio.Future[Forecast]:
-        """Request a forecast of a query that is answered later, under another id: no outcome is awaited."""
+        """Request a forecast of a query that is answered later, under another id. No outcome is awaited."""
         request = self._request_of(query)
         self._enqueue(request, query.lane)
         return request.future
@@ -196,7 +198,9 @@ class ForecastService(Collector):
         return ForecastRequest(known, asyncio.get_running_loop().create_future())
 
     def _forecast_arrivals(self) -> None:
-        """Forecast what came in a turn of the event loop."""
+        """Forecast the requests of one turn of the event loop: on the loop if they are short enough, else
+        on the thread.
+        """
         arrivals, self._arrivals = self._arrivals, []
         has_others = len(self._awaited) > len(arrivals)
         limit = self._busy_inline if has_others and self._loop_is_busy() else self._inline
@@ -213,9 +217,10 @@ class ForecastService(Collector):
         self._requests.put(request, lane)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from one answer: from one that a limit cut short, that it would have been longer.
+        """Learn from the outcome of a query. An answer cut short by a limit counts as longer than that.
 
-        Several choices are counted together, and a filter says nothing of the length: neither is learned.
+        Answers with several choices, whose tokens are only counted together, and answers ended by a content
+        filter are not learned from.
         """
         features = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED or outcome.forecast is None:
@@ -238,7 +243,7 @@ class ForecastService(Collector):
             self._learner.submit(self._learn, features, outcome.completion_tokens, ended=ended)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the distance of recent outcomes from their forecasts, by forecaster."""
+        """Yield the metrics of drift between forecasts and recent outcomes, by forecaster."""
         reports = [(forecaster, monitor.report()) for forecaster, monitor in self._drift.items()]
         for name, text, figure in (
             ("stability_index", "Population stability of outcomes against forecasts", "stability_index"),
@@ -263,16 +268,16 @@ class ForecastService(Collector):
             try:
                 if await asyncio.get_running_loop().run_in_executor(self._learner, current.refresh):
                     log.info("forecasts come from a new artifact, %s", current.name)
-                    self._drift.clear()  # it was that of the one before, which may have had the same name
+                    self._drift.clear()  # measured for the earlier artifact, which may have the same name
             except ArtifactError as error:
                 log.warning("the artifact in force stays: %s", error)
             except Exception:
                 log.exception("a look for a new artifact went wrong in an unforeseen way")
 
     def _forecast_for_ever(self) -> None:
-        """Run on the forecast thread: a batch is the requests that are there, and waits for no others."""
+        """Run the forecast thread. A batch consists of the waiting requests, and does not wait for more."""
         while taken := self._requests.take():
-            batch = [each for each in taken if not each.future.done()]  # the others were given up
+            batch = [each for each in taken if not each.future.done()]  # the others were cancelled
             if not batch:
                 continue
             forecasts = self._forecast_batch(batch)
@@ -301,7 +306,7 @@ class ForecastService(Collector):
             return self._fallback.forecast(queries)
 
     def _learn(self, features: Features, tokens: int, *, ended: bool) -> None:
-        """Run on the learner's thread."""
+        """Learn from one outcome. Runs on the learner's thread."""
         try:
             began_s = time.monotonic()
             if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._learn_after_s:
@@ -323,7 +328,7 @@ class ForecastService(Collector):
 
 
 def _resolve(batch: list[ForecastRequest], forecasts: list[Forecast] | Exception) -> None:
-    """Run on the event loop. Skip the requests that have been given up."""
+    """Set the results of a batch, except for cancelled requests. Runs on the event loop."""
     for index, request in enumerate(batch):
         if request.future.done():
             continue

@@ -1,8 +1,8 @@
 """Copy a share of the answered queries of a route to another model, whose answers nobody sees.
 
-A copy begins once the user's answer has ended, so that it can't delay it. It runs in the batch lane, only
-at a site that is at most half busy, a few at a time, and nothing waits to be copied. Copies are recorded for
-a tenant of their own: they spend no quota of a user's.
+A copy starts after the user's answer has ended, so that it can't delay the answer. It runs in the batch lane,
+and only at a site that is at most half busy. The number of concurrent copies is bounded, and no query waits
+to be copied. Copies are recorded for the tenant SHADOW_TENANT, so that they spend no user's quota.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from gateway.telemetry.route_figures import Copied
 log = logging.getLogger(__name__)
 
 MAX_COPIES: Final = 8
-"""Copies in flight at this gateway; a query beyond them is not copied."""
+"""The limit of copies in flight at this gateway; further queries are not copied."""
 WITHIN_S: Final = 300.0
 
 
 class Shadows:
-    """`observe` receives each copy once it has ended, or was skipped."""
+    """Starts and observes the copies. `observe` is called with each copy that has ended or was skipped."""
 
     def __init__(self, context: QueryContext, observe: Callable[[Copied], None]) -> None:
         self._context = context
         self._observe = observe
-        self._running: dict[str, tuple[asyncio.Task[None], Outcome]] = {}  # by the id of the copy
+        self._running: dict[str, tuple[asyncio.Task[None], Outcome]] = {}  # by copy id: task, user's outcome
 
     def ended(self, query: Query, outcome: Outcome) -> None:
-        """Copy a query that was answered, if it is drawn; or take note of the end of a copy."""
+        """Copy an answered query if it is drawn. If `query` is a copy itself, observe its end."""
         if query.id in self._running:
             self._take_note(outcome)
         elif query.asked_model and outcome.status is Status.ANSWERED:
             route = self._context.routes().get(query.asked_model)
             shadow = route.shadow if route is not None else None
             if shadow is not None and self._is_copied(shadow, query, outcome):
-                # Later, when the end of the user's answer is on its way; not as a part of the user's request.
+                # Later, so that the end of the user's answer is sent first; in an empty Context, so that the
+                # copy is not a part of the user's request.
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._copy, query, shadow, outcome, context=Context())
 
@@ -94,7 +95,7 @@ class Shadows:
         self._running[copy.id] = asyncio.create_task(self._run(copy)), outcome
 
     def _site(self, query: Query, model: str, outcome: Outcome) -> str | None:
-        """Return the site for a copy: at most half busy, and expected to begin at once."""
+        """Return a site that is at most half busy and expected to start the copy at once, or None."""
         context = self._context
         demand = Demand.of(
             model,
@@ -140,6 +141,6 @@ class Shadows:
 
 
 def is_busy(site: Site) -> bool:
-    """Return whether a copy would take a site's slots to more than half."""
+    """Return whether more than half of the site's slots would be in use with one more request."""
     in_use = site.load.running + site.load.pending + site.credit.requests
     return 2 * (in_use + 1) > site.identity.slots

@@ -1,4 +1,4 @@
-"""The state of one query, and the outcome it leaves. Does no I/O."""
+"""The state of one query, from which its outcome is built. Does no I/O."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from predictor.forecast import Forecast
 
 
 class QueryState:
-    """`clock` is monotonic; `received_at` is unix time, for the record only."""
+    """The state of one query. `clock` is monotonic; `received_at` is unix time, used in the record only."""
 
     def __init__(self, query: Query, clock: Callable[[], float], received_at: float) -> None:
         self.query = query
         self.prompt_bytes = memory_bytes(query.prompt)
         self.forecast: Forecast | None = None
-        self.capped_forecast: Forecast | None = None  # by the max_tokens of the client
-        self.first_demand: Demand | None = None  # of the first try
-        self.prefix: Prefix | None = None  # once it was of interest to know which sites have it
+        self.capped_forecast: Forecast | None = None  # truncated at the client's max_tokens
+        self.first_demand: Demand | None = None  # demand of the first try
+        self.prefix: Prefix | None = None  # computed once several sites are known
         self.opened_by: SiteIdentity | None = None  # the site that sent the first token
-        self.error: type[MicoError] | None = None  # not the exception, whose frames hold this object
+        self.error: type[MicoError] | None = None  # not the exception: its traceback refers to this object
         self.error_message = ""
         self.answered = False
         self.ended_s: float | None = None
         self.reservation = Reservation()
-        self.expired = False  # its deadline has passed, or the process shuts down
+        self.expired = False  # the deadline has passed, or the process shuts down
         self.forecast_future: asyncio.Future[Forecast] | None = None
-        self.wait_timeout: asyncio.Timeout | None = None  # of the last other wait, which may be over
+        self.wait_timeout: asyncio.Timeout | None = None  # timeout of the last `Deadline.wait`; may be over
         self._resumable = query.sampling.resumable
         self._clock = clock
         self._received_at = received_at
         self._attempts: list[LiveAttempt] = []
-        self.first_token_s: dict[str, float] = {}  # by attempt, since the query was received
+        self.first_token_s: dict[str, float] = {}  # by attempt id, seconds since the query was received
         self._forecast_s: float | None = None
         self._queue_s: float | None = None
         self._token_ids: list[int] = []
         self._text: list[str] = []
-        self._tokens = 0  # delivered, as the sites counted them
+        self._tokens = 0  # delivered completion tokens, as counted by sites
         self._calls = 0
-        self._argument_chars = 0  # of the last call
+        self._argument_chars = 0  # characters of the last call's arguments
         self._reasoning_chars = 0
         self._refused = False
-        self._cached_tokens: dict[int, int] = {}  # of the prompt, by choice
-        self.cached_unknown = False  # a site did not tell them
+        self._cached_tokens: dict[int, int] = {}  # cached prompt tokens, by choice
+        self.cached_unknown = False  # True if a site did not report the cached tokens
         self._reasoning_tokens: dict[int, int] = {}
         self._finishes: dict[int, Finish] = {}
 
@@ -73,7 +73,7 @@ class QueryState:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the count of the last site; 0 before any site has counted."""
+        """Return the prompt tokens counted by the last site that accepted; 0 before any has."""
         for attempt in reversed(self._attempts):
             if attempt.prompt_tokens is not None:
                 return attempt.prompt_tokens
@@ -81,10 +81,11 @@ class QueryState:
 
     @property
     def completion_tokens(self) -> int:
-        """Return the count of the sites. A resumed attempt counts what it was given, so the largest is the
-        total.
+        """Return the completion tokens counted by sites. A resumed attempt's count includes the tokens it
+        resumed from, so the largest count is the total.
 
-        A complete answer has the last attempt's count: it lacks what another attempt lost before delivery.
+        For a complete answer it is the last attempt's count, which excludes tokens that an earlier attempt
+        generated but did not deliver.
         """
         if self._attempts and (self.answered or len(self._attempts) == 1):
             return self._attempts[-1].completion_tokens
@@ -98,15 +99,16 @@ class QueryState:
     def charged(self) -> Usage:
         """Return the tokens to record and to count against quotas, without their cost.
 
-        An error instead of an answer costs nothing, whatever sites have counted: also of a line that failed
-        in mid-answer, as nobody gets a part of it. What was cancelled costs what was counted until then.
+        A query that ends with an error before its first token is charged nothing. Neither is a batch line
+        that fails in mid-answer, as its partial answer is dropped. A cancelled query is charged the tokens
+        counted so far.
         """
         has_part = self.opened and self.query.lane is not Lane.BATCH
         return self._counted if self.error is None or has_part else Usage(0, 0)
 
     @property
     def delivered(self) -> Resume | None:
-        """Return the part of the answer that the client has; None before the first token."""
+        """Return the part of the answer delivered to the client; None before the first token."""
         if not self.opened:
             return None
         ids = tuple(self._token_ids) if len(self._token_ids) == self._tokens else ()
@@ -123,14 +125,14 @@ class QueryState:
 
     @property
     def too_short_context_tokens(self) -> int:
-        """Return the longest context that a site found too short for the prompt; 0 if none did."""
+        """Return the longest context, in tokens, that was too short for the prompt; 0 if none was."""
         refused = [a for a, failure in self._failed() if failure.cause is FailureCause.CONTEXT_LENGTH]
         return max((a.site.models[self.query.model].context_tokens for a in refused), default=0)
 
     @property
     def failure(self) -> AttemptFailure | None:
-        """Return the failure to report: the last one; but if that is an inability of its site, the last other
-        failure of a site that may have been able.
+        """Return the failure to report, None if the last attempt did not fail. This is the last failure,
+        unless it is an inability of its site: then an earlier failure of an able site takes precedence.
         """
         last = self.current.failure if self.current is not None else None
         if last is None or last.cause not in INABILITIES:
@@ -145,7 +147,7 @@ class QueryState:
         return able[-1] if able else last
 
     def _failed(self) -> list[tuple[LiveAttempt, AttemptFailure]]:
-        """Return the attempts at the model that failed, each with how it did."""
+        """Return the failed attempts at the query's current model, each with its failure."""
         model = self.query.model
         return [(a, a.failure) for a in self._attempts if a.failure and a.demand.model == model]
 
@@ -162,25 +164,25 @@ class QueryState:
 
     @property
     def cached_tokens(self) -> int:
-        """Return the tokens of the prompt that the sites had in their caches, as they say."""
+        """Return the cached prompt tokens that the sites report, the least of all choices; 0 if unknown."""
         return min(*self._cached_tokens.values(), self.prompt_tokens) if self._cached_tokens else 0
 
     @property
     def nano_usd(self) -> int:
-        """Return the cost of all attempts so far."""
+        """Return the cost of all attempts so far, in nano-dollars."""
         return sum(attempt.nano_usd for attempt in self._attempts)
 
     @property
     def nano_usd_ahead(self) -> int:
-        """Return the cost once the answer is TOP_UP_TOKENS longer."""
+        """Return the cost, in nano-dollars, once the answer is TOP_UP_TOKENS longer."""
         current = self.current
         more = current.cost(TOP_UP_TOKENS) - current.nano_usd if current is not None else 0
         return self.nano_usd + more
 
     @property
     def covered_tokens(self) -> int:
-        """Return the length of the answer up to which the reservation lasts; a budget covers
-        `nano_usd_ahead`.
+        """Return the completion tokens up to which the reservation lasts. If a budget binds the query, this
+        is at most TOP_UP_TOKENS from now, whose cost is `nano_usd_ahead`.
         """
         covered = self.reservation.tokens - self.prompt_tokens
         if self.reservation.counts(Unit.NANO_USD):
@@ -189,7 +191,7 @@ class QueryState:
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
-        if not attempt.resumed_tokens:  # it begins the answer anew
+        if not attempt.resumed_tokens:  # the attempt generates the answer from the start
             self._token_ids, self._tokens = [], 0
         if self.expired:
             attempt.expire()
@@ -197,7 +199,7 @@ class QueryState:
             self._queue_s = self._clock() - self.query.received_s
 
     def open(self, attempt: LiveAttempt) -> Opening:
-        """Record the first token of the first attempt that brings one."""
+        """Return the Opening, at the first token of the answer, and keep the site that began it."""
         self.opened_by = attempt.site
         return Opening(
             site=attempt.site.name,
@@ -211,7 +213,7 @@ class QueryState:
         )
 
     def switch_to(self, query: Query) -> None:
-        """Forget what was worked out for another model."""
+        """Replace the query by one for another model, and drop the demand and prefix of the old model."""
         self.query, self.first_demand, self.prefix = query, None, None
 
     def set_forecast(self, forecast: Forecast) -> None:
@@ -221,21 +223,21 @@ class QueryState:
         self._forecast_s = self._clock() - self.query.received_s
 
     def expire(self) -> None:
-        """End the wait in progress with TimeoutError, and every later one at once."""
+        """End the wait in progress with TimeoutError, and every later one as it begins."""
         self.expired = True
         if self.current is not None:
             self.current.expire()
         if self.forecast_future is not None and not self.forecast_future.done():
             self.forecast_future.set_exception(TimeoutError())
         if self.wait_timeout is not None:
-            with suppress(RuntimeError):  # that wait is over
+            with suppress(RuntimeError):  # the wait is over
                 self.wait_timeout.reschedule(0.0)
 
     def fail(self, error: MicoError) -> None:
         self.error, self.error_message = type(error), error.message
 
     def end(self) -> None:
-        """Mark the end for the client; counts of the site may still arrive."""
+        """Record the time of the end for the client; token counts of the site may still arrive."""
         self.ended_s = self._clock()
 
     def record_first(self, attempt: LiveAttempt) -> None:
@@ -266,7 +268,7 @@ class QueryState:
             self._argument_chars += len(call.arguments)
 
     def outcome(self, prices_of: Callable[[str], Prices | None] = lambda _: None) -> Outcome:
-        """Return what is recorded. `prices_of` returns a site's prices now, None for an unknown site."""
+        """Return the outcome to record. `prices_of` returns a site's current prices, None if unknown."""
         query, charged = self.query, self.charged
         attempts = tuple(map(self._attempt_record, self._attempts))
         paid_nano_usd = sum(attempt.nano_usd for attempt in attempts)
@@ -306,8 +308,9 @@ class QueryState:
     def _cost_bounds(
         self, paid_nano_usd: int, charged: Usage, prices_of: Callable[[str], Prices | None]
     ) -> tuple[int, int]:
-        """Return the least and the most of what was paid and what the same tokens would have cost at the
-        cheapest and at the dearest of the other sites that were compared, by the first estimates of them.
+        """Return the least and the greatest cost of the answer, in nano-dollars: the minimum and maximum of
+        the cost paid and of the cost of the same tokens at the cheapest and the most expensive other site,
+        according to the estimates of the first decision for the model.
         """
         costs = [paid_nano_usd]
         others: list[Estimate] = []
@@ -350,7 +353,7 @@ class QueryState:
 
 
 def _operation(prompt: Prompt) -> str:
-    """Return the operation as OpenTelemetry names it; ranking has no name there."""
+    """Return OpenTelemetry's name of the operation, or the task itself where it has none, as for ranking."""
     if isinstance(prompt, Pooling):
         return {"embed": "embeddings"}.get(prompt.task, prompt.task)
     return "chat" if isinstance(prompt, Chat) else "text_completion"

@@ -1,6 +1,6 @@
-"""Choose the targets of the route that a query came by: the first, and those that stand in for it in order.
+"""Choose the targets of a query's route: the first one, and those that stand in for it, in order.
 
-A query without a route has its own model as the only one.
+A query without a route has only its own model.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from gateway.routing.prefixes import NOTHING_CACHED
 
 
 class Targets:
-    """The targets that one query has not tried. A change of target drops the query's preferred site."""
+    """The targets of one query that are not tried yet. A change of target drops its preferred site."""
 
     __slots__ = ("_error", "_left")
 
     def __init__(self) -> None:
         self._left: list[Target] = []
-        self._error: MicoError | None = None  # of the first target: of the model that the client meant
+        self._error: MicoError | None = None  # error of the first target, the one reported to the client
 
     @property
     def are_left(self) -> bool:
         return bool(self._left)
 
     def begin(self, query: Query, context: QueryContext) -> Query:
-        """Return the query as it goes to its first target. Raises what `targets_of` raises."""
+        """Return the query with its first target as model. Raises the errors of `targets_of`."""
         route = None if query.asked_model else context.routes().get(query.model)
         if route is None:
             return query
@@ -45,8 +45,9 @@ class Targets:
         return _sent_to(query, first)
 
     def stand_in(self, query: Query, prospect: Callable[[str], Prospect]) -> Query | None:
-        """Return the query as it goes to a target that stands in for one that is overloaded or slow, None
-        where it stays. The first target then stands in for that one.
+        """Return the query with a target that stands in for its overloaded or slow model; None if none does.
+
+        The replaced target becomes the first of those left.
         """
         target = stand_in(query.model, self._left, prospect)
         if target is None:
@@ -55,8 +56,10 @@ class Targets:
         return _sent_to(query, target)
 
     def after(self, error: MicoError, query: Query, models: Mapping[str, Model]) -> Query:
-        """Return the query as it goes to the next target. Raises the first target's error if none is left."""
-        self._error = self._error or copy(error)  # the traceback of `error` would hold this object
+        """Return the query with its next target, after `error`. Raises the first target's error if none is
+        left. After ContextTooLong, targets whose context is not longer are skipped.
+        """
+        self._error = self._error or copy(error)  # a copy, as the traceback of `error` refers to this object
         while self._left:
             target = self._left.pop(0)
             is_too_short = isinstance(error, ContextTooLong) and (
@@ -68,9 +71,9 @@ class Targets:
 
 
 class NamedModels:
-    """The models that sites serve now and the routes to them, as models: made anew once either changes.
+    """The models that sites serve now, and the routes to them as models. Rebuilt when either changes.
 
-    `also_away`: with what sites served before they went down, to check what requests need.
+    `also_away`: include models of sites that are down, to check the features that requests need.
     """
 
     def __init__(self, context: QueryContext, *, also_away: bool = False) -> None:
@@ -98,11 +101,11 @@ def targets_of(
     needs: frozenset[str] = frozenset(),
     fleet_complete: bool,
 ) -> list[Target]:
-    """Return the targets that could answer the query, in order, at least one.
+    """Return the targets that could answer the query, in order; at least one.
 
-    A target is left out that the key may not use, that no listed site serves, or that lacks a feature; one
-    that is too short for the prompt or the answer only while another is not. Raises Forbidden, NoSite or
-    BadRequest if none is left. `fleet_complete` as in `admission.check_model`.
+    Excludes targets that the key may not use, that no listed site serves, or that lack a feature. Also
+    excludes targets whose context is too short for the prompt or the answer, unless all are. Raises
+    Forbidden, NoSite or BadRequest if none is left. `fleet_complete` as in `admission.check_model`.
     """
     allowed = [target for target in route.targets if query.caller.may_use(target.model)]
     if not any(target.weight > 0 for target in allowed):
@@ -129,7 +132,7 @@ def targets_of(
 
 
 def model_of_batch(name: str, batch_id: str, caller: Caller | None, context: QueryContext) -> str:
-    """Return the model that answers the lines of a batch now: a route's first target that sites serve."""
+    """Return the model for the lines of a batch now: for a route, its first target that ready sites serve."""
     route = context.routes().get(name)
     if route is None or caller is None:
         return name
@@ -140,7 +143,7 @@ def model_of_batch(name: str, batch_id: str, caller: Caller | None, context: Que
 
 
 def prospect_of(demand: Demand, model: str, context: QueryContext) -> Prospect:
-    """Return when the sites of a model would begin a demand, by the estimates that a decision compares."""
+    """Return how soon the sites of a model would begin a demand, by the estimates kept with a decision."""
     if model != demand.model:
         demand = dataclasses.replace(demand, model=model, cached=NOTHING_CACHED)
     placed = decide(demand, context.directory.fleet, context.policy, now_s=context.clock(), turn=0)
@@ -157,7 +160,7 @@ def _sent_to(query: Query, target: Target) -> Query:
 
 
 def _draw_key(query_id: str) -> str:
-    """Return what decides on the target: the prompts of one request go to one, and so do a batch's lines."""
+    """Return the key that the target is drawn by, which the queries of one request or batch share."""
     return query_id.partition("-")[0]
 
 

@@ -15,8 +15,8 @@ from gateway.routing.fleet import Figures, Numbers, least
 
 
 class Candidates(NamedTuple):
-    """The sites that can serve a demand: vectors over the whole fleet. `allowed[i]` is whether site `i` can,
-    and `places` are the indices of those that can, never empty for a policy.
+    """The sites that can serve a demand, as vectors over the whole fleet. `allowed` `[sites]`: whether each
+    site can serve it. `places`: the indices of the sites that can; never empty when a policy is called.
     """
 
     sites: list[Site]
@@ -27,23 +27,23 @@ class Candidates(NamedTuple):
     now_s: float
 
     def narrowed(self, allowed: NDArray[np.bool_]) -> Candidates:
-        """Return fewer of the candidates."""
+        """Return the candidates restricted to a mask `[sites]`."""
         return self._replace(allowed=allowed, places=allowed.nonzero()[0])
 
     def least_of(self, values: Numbers) -> float:
-        """Return the least value of a site that can serve the demand."""
+        """Return the least of `values` `[sites]` over the sites that can serve the demand."""
         return least(values[self.allowed])
 
     def least(self, cost: Numbers, turn: int) -> int:
-        """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""
+        """Return the index of the site with the least cost. Ties rotate by `turn`, to share load equally."""
         costs = cost[self.allowed]
         equals = (costs == np.asarray(least(costs))).nonzero()[0]
         return int(self.places[equals[turn % len(equals)]])
 
 
 class Choice(NamedTuple):
-    """The index of the chosen site, and the reason in words for operators. `cost` `[sites]`: the values
-    compared.
+    """The index of the chosen site, and the reason as shown to operators. `cost` `[sites]`: the values that
+    the policy compared, None if it compared none.
     """
 
     place: int
@@ -52,5 +52,5 @@ class Choice(NamedTuple):
 
 
 Policy = Callable[[Demand, Candidates, int], Choice]
-"""(demand, candidates, turn) → choice. There is always a candidate; `turn` counts decisions and seeds draws.
+"""(demand, candidates, turn) → choice. There is always a candidate. `turn` counts decisions and seeds draws.
 """

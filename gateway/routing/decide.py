@@ -1,4 +1,4 @@
-"""Decide on a site: filter, estimate, pick; keep everything needed to explain the decision."""
+"""Decide on a site: filter, estimate, pick. Keeps everything needed to explain the decision."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gateway.routing.fleet import Figures, Fleet
 from gateway.routing.policies import REPORTS_EVERY_S
 
 MAX_ESTIMATES = 16
-"""Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
+"""The number of sites whose estimates are kept with a decision: those of least cost, or first to finish."""
 MAX_EXCLUSIONS = 64
-"""Number of sites of which a decision says why they could not serve it."""
+"""The number of excluded sites whose reasons are kept with a decision."""
 MIN_DRAWN = 4
 DRAWN_TIMES = 2.0
-"""Of several gateways, each compares at least so many sites, and so many times its share of them. Measured:
-docs/decisions/many-gateways.md.
+"""With several gateways, each compares DRAWN_TIMES its share of the candidates, and at least MIN_DRAWN.
+Measured: docs/decisions/many-gateways.md.
 """
 XXH_PRIMES = np.uint32(2654435761), np.uint32(2246822519)
 """The multipliers of xxHash32, which spread consecutive numbers evenly."""
@@ -37,7 +37,7 @@ NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
-    """The chosen site and the reason. `site` is None if every site was excluded; then `reason` says why."""
+    """The chosen site and the reason. If every site is excluded, `site` is None and `reason` explains it."""
 
     site: Site | None
     reason: str
@@ -62,12 +62,12 @@ def decide(
 ) -> Placement:
     """Choose the site for one demand.
 
-    `tried`: the sites that failed this query before and are not to have it again. `is_retry`: after a
-    failure, so that sites are left out that may be lost, too. `excluded`: further sites to leave out, each
-    with the reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains
-    the choice. A line of a batch may go instead where more of its beginning is cached and a slot is free, if
-    the policy chooses that of the two. `keep_estimates`: keep the estimates that speak for the choice.
-    `gateways`: how many decide by the same reports.
+    `tried`: sites that failed this query before and are not used again. `is_retry`: the query has failed
+    before, so sites that may be lost, too, are avoided. `excluded`: the reasons to exclude further sites.
+    `preferred_site` is chosen if it can serve the demand, with `preference_reason` as the reason. For a batch
+    line, the policy chooses between it and sites with a free slot that have more of the prompt cached.
+    `turn` counts decisions and seeds draws. `keep_estimates`: keep the estimates of the best sites.
+    `gateways`: the number of gateways that decide by the same reports.
     """
     at = fleet.figures
     allowed = allowed_sites(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried)
@@ -94,10 +94,10 @@ def decide(
 
 
 def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, turn: int) -> Candidates:
-    """Return the candidates that one of many gateways compares: a draw by `turn`, and where the prompt's
-    beginning is cached.
+    """Return the candidates that one of many gateways compares: a random subset, seeded by `turn`, and the
+    sites that have a part of the prompt cached.
 
-    Gateways that decide by the same reports would all choose the same few sites until the next ones.
+    Without the draw, all gateways would choose the same few sites until the next reports.
     """
     allowed = candidates.allowed
     count = len(candidates.places)
@@ -118,8 +118,8 @@ def _drawn(demand: Demand, candidates: Candidates, fleet: Fleet, gateways: int, 
 def _with_more_cached(
     demand: Demand, candidates: Candidates, fleet: Fleet, preferred: int
 ) -> Candidates | None:
-    """Return the preferred site of a line of a batch, and those with a free slot that have more of its
-    beginning; None if there are none, or for another demand.
+    """Return the preferred site of a batch line and the sites with a free slot that have more of the prompt
+    cached. Return None if there is no such site, or if the demand is not a batch line.
     """
     if demand.lane is not Lane.BATCH or not demand.cached.by_site:
         return None
@@ -136,18 +136,18 @@ def _with_more_cached(
 
 
 def _reported_lately(allowed: NDArray[np.bool_], at: Figures, now_s: float) -> NDArray[np.bool_]:
-    """Leave out the sites that have not reported lately, as long as others are left.
+    """Return the allowed sites that reported within REPORTS_EVERY_S, or all of them if none did.
 
-    For a query whose site failed: many may be lost with it that are not known to be lost yet, and a query
-    that met them one after another would use up its tries. A site that may be quiet for longer is left out,
-    too: nothing tells it from a lost one.
+    For a query whose site failed. Many sites may have been lost at the same time without being known as lost
+    yet, and trying them one after another would use up the query's tries. A site that may report less often
+    (`quiet_s`) is excluded as well, as it can't be told from a lost one.
     """
     lately: NDArray[np.bool_] = allowed & (at.received_s >= now_s - REPORTS_EVERY_S)
     return lately if np.count_nonzero(lately) else allowed
 
 
 def _with_waking(found: Estimates, model: str, fleet: Fleet) -> Estimates:
-    """Add the seconds that the model needs to wake, where it sleeps or wakes."""
+    """Add the model's wake time, in seconds, to the estimates of sites where it sleeps or wakes."""
     if not (asleep := fleet.asleep(model)):
         return found
     wake_s = np.zeros(len(fleet.sites))
@@ -161,7 +161,9 @@ def _with_waking(found: Estimates, model: str, fleet: Fleet) -> Estimates:
 
 
 def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: int) -> int:
-    """Return the cost of so long an answer at the dearest site that can serve the demand now."""
+    """Return the cost, in nano-dollars, of an answer of `response_tokens` at the most expensive site that can
+    serve the demand now. No prompt tokens count as cached.
+    """
     at = fleet.figures
     size = sizes(demand, fleet)._replace(response_tokens=response_tokens, cached_tokens=0.0)
     usd = price_usd(size, at).max(where=allowed_sites(demand, fleet, at, now_s), initial=0.0)
@@ -185,7 +187,7 @@ def _exclusion_reasons(
     demand: Demand, candidates: Candidates, now_s: float, tried: Collection[str], excluded: Mapping[str, str]
 ) -> dict[str, str]:
     places = np.flatnonzero(~candidates.allowed)
-    if len(places) > MAX_EXCLUSIONS:  # of those heard of last: ever more of the others are gone for good
+    if len(places) > MAX_EXCLUSIONS:  # keep those that reported last; many others are gone permanently
         places = places[np.argsort(-candidates.at.received_s[places], kind="stable")[:MAX_EXCLUSIONS]]
     out = [candidates.sites[place] for place in places]
     return {

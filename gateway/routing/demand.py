@@ -12,10 +12,10 @@ from predictor.forecast import Forecast
 
 
 class Arriving(NamedTuple):
-    """What arrives for a model at a gateway, by its last queries.
+    """The recent traffic of a model at one gateway.
 
-    `tokens_per_s`: the response tokens that they bring, as forecast; 0 until known. `returning`: the share of
-    them of whose prompt some site had a part cached.
+    `tokens_per_s`: the forecast response tokens of the arriving queries, per second; 0 until known.
+    `returning`: the share of the queries whose prompt was expected to be partly cached at a site.
     """
 
     tokens_per_s: float = 0.0
@@ -27,11 +27,12 @@ NOTHING_ARRIVES: Final = Arriving()
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One attempt to be placed. `response_tokens` are those still to come, already capped by max_tokens.
+    """The requirements of one attempt to be placed. Computed once per attempt, not once per site.
 
-    `kv_tokens` is the KV room to reserve: the prompt (with the delivered part of a resumed answer) and the
-    90% quantile of each choice. Each of the `choices` takes a slot. `cached`: tokens of the prompt. `regions`
-    None means every one. `arriving`: for the same model. Computed once per query, not once per site.
+    `response_tokens`: the expected tokens still to generate, truncated at max_tokens. `kv_tokens`: the KV
+    memory to reserve, for the prompt (with the delivered part of a resumed answer) and the p90 of each
+    choice. Each of the `choices` takes a slot. `cached`: prompt tokens expected in the sites' caches.
+    `regions` None means all. `arriving`: the recent traffic of the same model.
     """
 
     model: str
@@ -60,8 +61,8 @@ class Demand:
         cached: Cached = NOTHING_CACHED,
         limits: PlacementLimits | None = None,
     ) -> Demand:
-        """Build a demand. `delivered` tokens of the answer exist: they count as prompt, the forecast as the
-        rest. `cached`: shares of the prompt.
+        """Build a demand. The first `delivered` tokens of the answer count as prompt, and the forecast is
+        conditioned on them. `cached`: shares of the prompt, not tokens.
         """
         capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
         rest = capped.quantile(0.9, delivered) - delivered

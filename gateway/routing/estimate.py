@@ -1,9 +1,9 @@
 """Estimate when a demand would start and finish on each site, and its price there.
 
-A demand waits for slots and for KV, not for sums of tokens, so the wait follows the predicted remaining
-lengths of the running requests. The figures are the sites' last reports plus this gateway's assignments since
-then, less the requests of which it has the end. The age of a report never shortens a wait: others that may
-have finished meanwhile are not counted as finished.
+A demand waits for slots and for KV memory, not for sums of tokens, so the wait is computed from the predicted
+remaining lengths of the running requests. The figures are the sites' last reports, plus this gateway's
+assignments since then, minus the requests whose end it has received. The age of a report never shortens a
+wait: requests that may have finished since the report still count as running.
 
 Every function takes one demand and many sites, or many demands and one site, or as many demands as sites.
 """
@@ -32,8 +32,8 @@ from gateway.routing.prefixes import Cached
 
 
 class Sizes(NamedTuple):
-    """The tokens of one demand, or of one demand for each site. `cached_tokens` of the prompt need no
-    prefill: one number, 0.0, for a prompt that is new everywhere.
+    """The tokens of one demand, or of one demand for each site. `cached_tokens`: the prompt tokens that need
+    no prefill; the float 0.0 if no site has any cached.
     """
 
     prompt_tokens: Numbers | float
@@ -43,18 +43,18 @@ class Sizes(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Expected seconds from now as the client sees them. `[sites]` each."""
+    """Expected seconds from now, as seen by the client; the price in dollars. `[sites]` each."""
 
     wait_s: Numbers
     first_token_s: Numbers
     iteration_s: Numbers
     finish_s: Numbers
     price_usd: Numbers
-    new_tokens: Numbers  # of the prompt, which are not cached; one number if that is new everywhere
+    new_tokens: Numbers  # prompt tokens that are not cached; a scalar if no site has any cached
 
 
 def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
-    """Return one estimate for each site. `remaining` is `[sites, REMAINING_VALUES]`."""
+    """Return the estimates for each site. `remaining` `[sites, REMAINING_VALUES]`: see `remaining_row`."""
     prompt, response = np.asarray(size.prompt_tokens), np.asarray(size.response_tokens)  # faster than floats
     cached = size.cached_tokens
     new_tokens = prompt if isinstance(cached, float) else prompt - cached
@@ -71,13 +71,13 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
 
 
 def _fits_everywhere(size: Sizes, at: Figures) -> bool:
-    """Return whether one demand waits at no site."""
+    """Return whether a single demand would start at once on every site."""
     kv_tokens = size.kv_tokens
     return isinstance(kv_tokens, float) and kv_tokens <= least(at.kv_room_tokens) and most(at.too_many) <= 0.0
 
 
 def price_usd(size: Sizes, at: Figures) -> Numbers:
-    """Compute `Prices.nano_usd` for vectors, in dollars and not rounded."""
+    """Return the price `[sites]` in dollars: `Prices.nano_usd` for vectors, without rounding."""
     prompt, response, cached = size.prompt_tokens, size.response_tokens, size.cached_tokens
     read_tokens = response * (prompt + 0.5 * response)
     usd: Numbers = np.asarray(prompt) * at.input_usd_per_token
@@ -89,13 +89,13 @@ def price_usd(size: Sizes, at: Figures) -> Numbers:
 
 
 def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numbers:
-    """Return the iterations until a slot and the KV reservation are free. A running request frees both at its
-    end.
+    """Return the iterations until a slot and the KV reservation are free. A running request frees both when
+    it ends.
 
-    `_must_end` requests must end first; those beyond the running ones pass through the slots evenly. Only a
-    part of the pending requests starts before a demand that is smaller than most, and takes KV and time: if
-    all were counted, small demands would avoid long queues, in which they overtake the others, and crowd each
-    other.
+    `_must_end` requests must end first. If these are more than the running ones, the work of all is assumed
+    to be spread evenly over the slots. A site orders its queue by size, so only a part of the pending
+    requests starts before a small demand and takes KV and time. If all were counted, small demands would
+    avoid long queues, in which they overtake others, and would crowd each other elsewhere.
     """
     ahead = np.minimum(1.0, _order(size) * at.per_pending_size)
     must_end = _must_end(size, at, at.kv_room_tokens + (1.0 - ahead) * at.pending_kv_tokens)
@@ -107,14 +107,14 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
 
 
 def _must_end(size: Sizes, at: Figures, kv_room_tokens: Numbers) -> Numbers:
-    """Return the number of requests that must end before a slot and the demand's KV are free."""
+    """Return the number of requests that must end before a slot and the demand's KV memory are free."""
     for_kv = np.minimum((size.kv_tokens - kv_room_tokens) / at.kv_each_tokens, at.requests)
     must_end: Numbers = np.maximum(at.too_many, for_kv)
     return must_end
 
 
 def _order(size: Sizes) -> Numbers:
-    """Compute `fleet.size` for vectors."""
+    """Return `fleet.size` for vectors."""
     length = np.maximum(1.0, size.response_tokens)
     ordered: Numbers = np.sqrt(length * (length + PROMPT_TOKEN_WORK * size.prompt_tokens))
     return ordered
@@ -123,7 +123,7 @@ def _order(size: Sizes) -> Numbers:
 def sizes(demand: Demand, fleet: Fleet) -> Sizes:
     """Return the sizes of a demand at every site of a fleet."""
     tokens = float(demand.prompt_tokens), demand.response_tokens, float(demand.kv_tokens)
-    return Sizes(*tokens, _cached_tokens(demand.cached, fleet))  # vectors times floats: faster than integers
+    return Sizes(*tokens, _cached_tokens(demand.cached, fleet))  # floats: faster with vectors than integers
 
 
 def _cached_tokens(cached: Cached, fleet: Fleet) -> Numbers | float:
@@ -148,7 +148,7 @@ def estimates_at(
     *,
     cost: Numbers | None = None,
 ) -> tuple[Estimate, ...]:
-    """Return the estimates of some of the sites, as they are kept with a decision."""
+    """Return the estimates of the sites at `places`, in the form that is kept with a decision."""
     compared = [found.wait_s, found.first_token_s, found.finish_s, found.price_usd]
     if cost is not None:
         compared.append(cost)
@@ -167,7 +167,7 @@ def estimates_at(
 
 
 def of_demands(demands: Iterable[tuple[Demand, str]]) -> Sizes:
-    """Return the sizes of many demands, each with the name of its site of a vector."""
+    """Return the sizes of many demands, each paired with the name of the site it is estimated for."""
     rows: NDArray[np.float64] = np.array(
         [
             (each.prompt_tokens, each.response_tokens, each.kv_tokens, each.cached.at(site))

@@ -1,4 +1,4 @@
-"""Retry and failover, as a generator that yields the next try and receives how the last one failed."""
+"""Retry and failover, as a generator that yields the next try and receives the failure of the last one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.prompt import Chat
 
 MAX_MOVES = 3
-"""Limit on how often a query changes its site: no ping-pong, whatever the estimates say."""
+"""The number of moves by offloading that a query may make, so that it can't alternate between sites."""
 RETRY_AFTER_S = 1.0
 NATIVE: Final = "native"
-"""The engine of this project, which names its weights by their revision."""
+"""The `engine` of this project's own sites, which identify their weights by the model's revision."""
 
 
 class Try(NamedTuple):
-    """The next try, after `failures`. `tried`: sites not to be used again. `resume`: the answer that the
-    client has so far, None before the first token.
+    """The next try, after `failures` failed ones. `tried`: sites not to be used again. `resume`: the part of
+    the answer delivered to the client, None before the first token.
 
-    `full`: those of `tried` that were too full to go on with an answer, and may be asked again later.
-    `preferred_site`: the site that bid for the query, which then moves there as move number `moves`; for the
-    first try, the site that joint assignment chose.
+    `full`: the sites of `tried` that were too full to resume the answer and may be tried again later.
+    `preferred_site`: the site that bid for the query, to which the query makes its move number `moves`; for
+    the first try, the site that joint assignment chose.
     """
 
     number: int
@@ -44,16 +44,16 @@ class Try(NamedTuple):
 
     @property
     def preference_reason(self) -> str:
-        """Return the reason for `preferred_site`, in words for operators."""
+        """Return the reason for `preferred_site`, as shown to operators."""
         if self.moves:
             return f"offloaded: {self.preferred_site} was idle and bid for it"
         return "assigned jointly: with what else of its batch or burst starts now"
 
 
 class FailedTry(NamedTuple):
-    """A try that failed, and the part of the answer that the client has by now.
+    """A try that failed, and the part of the answer delivered to the client so far.
 
-    `to_report`: the failure that the client is told if no try is left, None for `failure`.
+    `to_report`: the failure to report to the client if no try is left; None means `failure`.
     """
 
     failure: AttemptFailure
@@ -64,12 +64,12 @@ class FailedTry(NamedTuple):
 def tries(
     sampling: Sampling, max_tries: int, preferred_site: str | None = None
 ) -> Generator[Try, FailedTry, None]:
-    """Yield tries until `max_tries` have failed; then raise the error for the client. No site is tried twice,
-    but for one that was lost once, which may have come back, and for those of `full` that the caller takes
-    out of `tried`.
+    """Yield tries until `max_tries` have failed, then raise the error for the client. No site is tried twice,
+    except for a site that was lost once, as it may have reconnected, and for sites of `full` that the caller
+    removes from `tried`.
 
-    A release by a site is no failure: the query moves to the site that bid for it. Gateways ask for at most
-    `MAX_MOVES` releases, so a site that releases more often has failed.
+    A release by a site is not a failure: the query moves to the site that bid for it. Gateways request at
+    most `MAX_MOVES` releases, so a further release counts as a failure.
     """
     current, lost_once = Try(1, preferred_site=preferred_site), set[str]()
     while True:
@@ -100,8 +100,8 @@ def tries(
 
 
 def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -> None:
-    """Raise the errors that no other site could avoid."""
-    if failure.cause is FailureCause.INVALID and resume is None:  # else another site took it as it was
+    """Raise BadRequest or UpstreamLost for a failure that no other site could avoid."""
+    if failure.cause is FailureCause.INVALID and resume is None:  # else another site accepted the query
         raise BadRequest(failure.message, param=failure.param)
     if resume is not None and not sampling.resumable:
         raise UpstreamLost(f"{failure.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
@@ -110,7 +110,7 @@ def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -
 
 
 def _check_text(failure: AttemptFailure, resume: Resume, sampling: Sampling) -> None:
-    """Raise where text alone is not enough to resume from."""
+    """Raise UpstreamLost if the answer can't be resumed from its text alone."""
     if resume.tool_calls:
         lost = "a call of a function had begun"
     elif resume.beside_text:
@@ -123,7 +123,7 @@ def _check_text(failure: AttemptFailure, resume: Resume, sampling: Sampling) -> 
 
 
 def resume_options(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
-    """Return the features needed to resume, the exact way first: after the tokens, then after the text."""
+    """Return the features needed for each way of resuming: from the tokens, which is exact, then the text."""
     if resume is None or not resume.has_output:
         return (query.needs,)
     ways = []
@@ -135,8 +135,8 @@ def resume_options(query: Query, resume: Resume | None) -> tuple[frozenset[str],
 
 
 def same_weights(one: SiteIdentity, other: SiteIdentity, model: str) -> bool:
-    """Return whether one site may finish an answer that the other has begun. The weights of a server that is
-    not native are unknown: its operator answers for them.
+    """Return whether one site may finish an answer that the other began. The weights behind a remote site are
+    unknown, so its operator is trusted that they are the same.
     """
     here, there = one.models.get(model), other.models.get(model)
     if here is None or there is None or not one.engine == other.engine == NATIVE:
@@ -145,14 +145,14 @@ def same_weights(one: SiteIdentity, other: SiteIdentity, model: str) -> bool:
 
 
 def _is_drawn_from_seed(sampling: Sampling) -> bool:
-    """Return whether the answer must be the same each time, so that only its exact tokens can be resumed."""
+    """Return whether the answer is sampled with a seed, and so can only be resumed from its exact tokens."""
     greedy = sampling.temperature <= 0 or sampling.top_p <= 0 or sampling.top_k == 1
     return sampling.seed is not None and not greedy
 
 
 def _after_text(query: Query) -> set[str]:
-    """Return the features needed to resume after text: only a site with the tokenizer can append text to
-    token ids, or parse it against the tools or the schema.
+    """Return the features needed to resume from text. Only a site with the tokenizer ("resume") can append
+    text to a prompt of token ids, or parse the text against the tools or the schema.
     """
     kind = "resume_chat" if isinstance(query.prompt, Chat) else "resume_text"
     exact = isinstance(query.prompt, tuple) or query.needs & {"tools", "guided"}
@@ -160,8 +160,8 @@ def _after_text(query: Query) -> set[str]:
 
 
 def final_error(failure: AttemptFailure | None, resume: Resume | None, reason: str = "") -> MicoError:
-    """Return the error for a query that no site takes. `failure` is how the last try failed, if there was
-    one.
+    """Return the error for a query that no site takes. `failure`: that of the last try, None if no try was
+    made. `reason`: why the sites were excluded.
     """
     if resume is not None and failure is not None:
         because = f" ({reason})" if reason else ""

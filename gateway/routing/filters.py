@@ -1,4 +1,4 @@
-"""Select the sites that can serve a demand, and explain why another cannot."""
+"""Select the sites that can serve a demand, and explain why the others can't."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.fleet import Figures, Fleet, least
 
 STALE_AFTER_S = 3.0
-"""Three missed reports: sites report at least once a second in a small fleet."""
+"""Three missed reports, as sites report at least once a second in a small fleet."""
 
 
 def allowed_sites(
@@ -21,7 +21,7 @@ def allowed_sites(
 ) -> NDArray[np.bool_]:
     """Return a mask `[sites]` of the sites for which `why_not` returns None.
 
-    Of these, sites where the model sleeps are left out while it is awake or waking at another.
+    Of these, only the sites with the best state of the model remain: awake, else waking, else asleep.
     """
     serving = fleet.serving(demand.model, demand.needs, demand.regions)
     fresh_s = now_s - STALE_AFTER_S
@@ -39,8 +39,8 @@ def allowed_sites(
 
 
 def _leave_asleep(found: NDArray[np.bool_], asleep: Mapping[int | None, ModelState]) -> None:
-    """Clear the places where the model sleeps if it is awake or waking at one that is left, and those where
-    it wakes if it is awake at one.
+    """Keep only the places with the best state of the model, in the order of ModelState. `asleep`: the state
+    at the places where the model is not ready.
     """
     states = {place: asleep.get(place, ModelState.READY) for place in np.flatnonzero(found).tolist()}
     best = next((state for state in ModelState if state in states.values()), None)
@@ -49,8 +49,8 @@ def _leave_asleep(found: NDArray[np.bool_], asleep: Mapping[int | None, ModelSta
 
 
 def why_not(demand: Demand, site: Site, now_s: float, tried: Collection[str] = ()) -> str | None:
-    """Return why the site cannot take the demand, None if it can. `tried`: sites that failed this query
-    before.
+    """Return the reason why a site can't take the demand, None if it can. `tried`: sites that failed the
+    query before.
     """
     if site.name in tried:
         return "failed this query before"
@@ -81,7 +81,7 @@ def _model_why_not(demand: Demand, site: Site) -> str | None:
 
 
 def beyond_limits(demand: Demand, site: Site) -> str | None:
-    """Return which of the request's own limits rules the site out, None if none does."""
+    """Return the reason why the request's own limits rule the site out, None if they do not."""
     limits, identity = demand.limits, site.identity
     if limits is None:
         return None

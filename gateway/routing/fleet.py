@@ -1,5 +1,5 @@
-"""The sites as columns of numbers, updated one site at a time: a decision over a thousand sites is then a few
-dozen vector operations.
+"""The sites as columns of numbers, updated one site at a time, so that a decision over a thousand sites takes
+a few dozen vector operations.
 """
 
 from __future__ import annotations
@@ -19,74 +19,74 @@ Numbers = NDArray[np.float64]
 T = TypeVar("T")
 
 UNKNOWN_SECONDS_PER_TOKEN = 0.05
-"""Assumed for a site without measurements: until their first answers, such sites differ by price alone."""
+"""Assumed for sites without measurements, which differ only in price until their first answers."""
 REMAINING_VALUES = 64
 """The largest number of remaining lengths in a report."""
 PROMPT_TOKEN_WORK = 0.02
-"""The work of a prompt token in relation to a response token, by which a site orders its queue."""
+"""The work of a prompt token relative to a response token, by which a site orders its queue."""
 ALL_AHEAD = 1e9
-"""As `per_pending_size`: any demand is larger than the pending ones, so that all of them start before it."""
+"""The value of `per_pending_size` at which all pending requests start before the demand, of whatever size."""
 NO_MODELS: Mapping[str, Model] = MappingProxyType({})
 MAX_CACHED = 1_000
-"""Kinds of demands whose mask of serving sites is cached: each costs a pass over every site."""
+"""The number of cached masks of serving sites, one per kind of demand. Each costs a pass over all sites."""
 
 
 class FiguresOf(NamedTuple, Generic[T]):
     """The inputs of a decision. Assignments since the report count as pending."""
 
-    quiet_until_s: T  # last report, and a longer pause that the site may make; -inf: takes no work
-    received_s: T  # when the last report came
+    quiet_until_s: T  # time of the last report plus its `quiet_s`; -inf: the site takes no work
+    received_s: T  # time of the last report
     slots: T
-    running: T  # requests
-    requests: T  # running and pending
-    crowding: T  # what `_crowding` makes of the requests per slot
+    running: T  # running requests
+    requests: T  # running and pending requests
+    crowding: T  # `_crowding` of the requests per slot
     iteration_s: T  # with one more row
     prefill_s: T  # of pending and unfinished prompts, with the round trip and one iteration
-    running_tokens: T  # still expected of the answers of running requests
-    pending_tokens: T  # expected of the answers of pending requests
-    pending_kv_tokens: T  # `pending_tokens` and the prompts of those requests
-    per_pending_size: T  # 1 / mean size of the pending requests; ALL_AHEAD: all start before a demand
-    too_many: T  # requests that must end before one more has a slot; not positive: a slot is free
-    per_remaining: T  # requests that one value of `remaining` stands for
-    kv_room_tokens: T  # not used, reserved or expected by pending requests; may be negative
-    kv_each_tokens: T  # freed by a request that ends
+    running_tokens: T  # tokens that running requests are still expected to generate
+    pending_tokens: T  # tokens that pending requests are expected to generate
+    pending_kv_tokens: T  # `pending_tokens` plus the prompt tokens of the pending requests
+    per_pending_size: T  # 1 / mean size of the pending requests; ALL_AHEAD: all start before the demand
+    too_many: T  # requests that must end before one more has a slot; 0 or less: a slot is free
+    per_remaining: T  # requests per value of `remaining`
+    kv_room_tokens: T  # KV tokens not used, reserved or needed by pending requests; may be negative
+    kv_each_tokens: T  # KV tokens that a request frees when it ends
     per_token_s: T
-    all_slots_per_token_s: T  # for which a token of a prompt delays the requests in all slots
+    all_slots_per_token_s: T  # delay of the requests in all slots together, per prompt token
     per_kv_token_s: T
     token_load: T
     weight: T
     input_usd_per_token: T
     cached_discount_usd_per_token: T
     output_usd_per_token: T
-    context_usd_per_token: T  # read by each output token
+    context_usd_per_token: T  # per context token that an output token reads
 
 
 Figures = FiguresOf[Numbers]
-"""Those of all sites, each `[sites]`."""
+"""The figures of all sites, each `[sites]`."""
 
 
 def least(values: Numbers) -> float:
-    """Return the least of a vector, inf of an empty one. (A reduction takes four times as long.)"""
+    """Return the least value of a vector, inf if it is empty. (`values.min()` takes four times as long.)"""
     return float(values.item(int(values.argmin()))) if len(values) else inf
 
 
 def most(values: Numbers) -> float:
-    """Return the greatest of a vector, -inf of an empty one."""
+    """Return the greatest value of a vector, -inf if it is empty."""
     return float(values.item(int(values.argmax()))) if len(values) else -inf
 
 
 def size(prompt_tokens: float, response_tokens: float) -> float:
-    """Return the size by which a site orders its queue: the geometric mean of the answer's length and its
-    work.
+    """Return the size by which a site orders its queue: the geometric mean of the response tokens and of the
+    work, that is, the response tokens plus the weighted prompt tokens.
     """
     length = max(1.0, response_tokens)
     return sqrt(length * (length + PROMPT_TOKEN_WORK * prompt_tokens))
 
 
 def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> FiguresOf[float]:
-    """Return the figures of one site. `credit` counts as pending beyond the report.
+    """Return the figures of one site. `credit` counts as pending, in addition to the report.
 
-    `known_ahead`: the part of the pending requests that starts before the demand, where it is known.
+    `known_ahead`: the share of the pending requests that starts before the demand, None if unknown.
     """
     share_ahead = 1.0 if known_ahead is None else known_ahead
     load, identity, cost = site.load, site.identity, site.load.iteration
@@ -101,7 +101,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> Fig
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
     iteration_s += load.training_s_per_iteration
     occupied = used + load.kv_reserved_tokens
-    begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
+    begun_tokens = max(0, load.unread_tokens - load.running)  # prompt tokens beyond one per request
     room = memory - occupied - prompt_tokens - response_tokens
     return FiguresOf(
         quiet_until_s=load.received_s + load.quiet_s
@@ -135,19 +135,21 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> Fig
 
 
 def kv_tokens(site: Site) -> int:
-    """Return the tokens for which a site has memory now, 0 if unknown."""
+    """Return the tokens for which a site has KV memory now, 0 if unknown."""
     return site.identity.kv_capacity_tokens + site.load.kv_extra_tokens
 
 
 def _crowding(per_slot: float) -> float:
-    """Return the square of requests per slot while slots are free, so that no site fills up before the
-    others, and a linear function beyond: each further request delays those that wait.
+    """Return the square of the requests per slot while slots are free, so that sites fill up evenly, and a
+    linear function beyond, where each further request delays those that wait.
     """
     return per_slot * per_slot if per_slot < 1.0 else 2.0 * per_slot - 1.0
 
 
 def remaining_row(site: Site) -> Numbers:
-    """Return the predicted remaining lengths of running requests, ascending, padded with the last one."""
+    """Return the predicted remaining lengths of running requests `[REMAINING_VALUES]`, ascending, padded with
+    the last value.
+    """
     row = np.empty(REMAINING_VALUES)
     _write_remaining(row, site)
     return row
@@ -160,8 +162,9 @@ def _write_remaining(row: Numbers, site: Site) -> None:
 
 
 class Fleet:
-    """`sites[i]` is column `i` of `figures` and row `i` of `remaining`. A column is computed when it is read
-    next: a site changes several times between two decisions.
+    """The sites with their figures. `sites[i]` is column `i` of `figures` and row `i` of `remaining`.
+
+    Columns are computed lazily, on read, as a site changes several times between two decisions.
     """
 
     def __init__(self) -> None:
@@ -170,7 +173,7 @@ class Fleet:
         self._values = np.zeros((len(Figures._fields), 8))
         self._remaining = np.zeros((8, REMAINING_VALUES))
         self._outdated: set[int] = set()  # columns of sites that changed since they were computed
-        self._figures: Figures | None = None  # views of `_values`; made anew when a site joins or leaves
+        self._figures: Figures | None = None  # views of `_values`; rebuilt after a site joins or leaves
         self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
         self._asleep: dict[str, dict[str, Model]] = {}  # by model: where it sleeps or wakes
 
@@ -224,13 +227,13 @@ class Fleet:
         self._outdated.add(place)
 
     def _update_serving(self, place: int) -> None:
-        """Update the column of one site, whose models come and go, in every cached mask."""
+        """Update one site in every cached mask, after its models have changed."""
         site = self.sites[place]
         for (model, needs, regions), mask in self._serving.items():
             mask[place] = _serves(site, model, needs, regions)
 
     def asleep(self, model: str) -> Mapping[str, Model]:
-        """Return a model as it is at the sites where it sleeps or wakes, by their names."""
+        """Return the `Model` at each site where the model sleeps or wakes, by site name."""
         return self._asleep.get(model, NO_MODELS)
 
     def _note_asleep(self, name: str, before: Mapping[str, Model], now: Mapping[str, Model]) -> None:
@@ -246,7 +249,7 @@ class Fleet:
                 self._asleep.setdefault(model.id, {})[name] = model
 
     def remove(self, name: str) -> None:
-        """Remove a site; the last one takes its column."""
+        """Remove a site. The last site takes over its column."""
         self._note_asleep(name, self.sites[self._places[name]].identity.models, {})
         place, last = self._places.pop(name), self.sites.pop()
         if last.name != name:
@@ -264,7 +267,7 @@ class Fleet:
     def serving(
         self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None
     ) -> NDArray[np.bool_]:
-        """Return a mask `[sites]` of those that serve the model with these features, in these regions."""
+        """Return a mask `[sites]` of the sites that serve the model with these features, in these regions."""
         known = self._serving.get((model, needs, regions))
         if known is None:
             if len(self._serving) >= MAX_CACHED:
@@ -276,7 +279,7 @@ class Fleet:
     def few_serving(
         self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None, *, most: int
     ) -> list[str]:
-        """Return the names of those of `serving` that are ready; none if it has more than `most`."""
+        """Return the names of the ready sites of `serving`, or [] if more than `most` sites serve."""
         places = self.serving(model, needs, regions).nonzero()[0]
         found = [self.sites[place] for place in places] if len(places) <= most else []
         return [site.name for site in found if site.state is SiteState.READY]

@@ -1,6 +1,6 @@
-"""Choose the model that answers for a name that stands for several: an alias, a fallback, a canary.
+"""Choose the model that answers for a route, a name for several models: an alias, a fallback, a canary.
 
-A route is one level: its targets are models and are not looked up again, so that no loop can exist.
+Routes have one level: the targets of a route are models, never routes, so that no loop can exist.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ DRAW_BYTES: Final = 6  # a fraction of 48 bits is exact in a float
 
 
 class When(StrEnum):
-    """When a target takes a query. ALWAYS: as its weight says. The others stand in for the target that was
-    drawn: while no site serves it, all of its sites have queues, or its first token is expected late.
+    """When a target takes a query. An ALWAYS target is drawn by weight. The others stand in for the drawn
+    target: UNAVAILABLE while no site serves it, OVERLOADED while all its sites have queues, and SLOWER_THAN
+    while its first token is expected after more than `slower_than_s` seconds.
     """
 
     ALWAYS = "always"
@@ -38,7 +39,7 @@ class When(StrEnum):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model behind a route. A weight of 0 takes it out, whatever `when` says."""
+    """A model behind a route. A weight of 0 disables the target, whatever `when` says."""
 
     model: str
     weight: float = 1.0
@@ -47,21 +48,21 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that gets a copy of this share of the answered queries, and whose answers nobody sees."""
+    """A model that gets copies of a share (0 to 1) of the answered queries, and whose answers nobody sees."""
 
     model: str
     share: float
 
 
 class ModelRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`targets` are in the order in which they stand in for one another."""
+    """A name for several models. `targets`: in the order in which they stand in for one another."""
 
     name: str
     targets: tuple[Target, ...]
     shadow: Shadow | None = None
 
     def without(self, model: str) -> ModelRoute:
-        """Return the route with a model taken out, as target and as shadow."""
+        """Return the route without a model: its weight as a target is 0, and it is not the shadow."""
         targets = tuple(
             msgspec.structs.replace(each, weight=0.0) if each.model == model else each
             for each in self.targets
@@ -71,8 +72,8 @@ class ModelRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prospect(NamedTuple):
-    """The soonest that the sites of a model are expected to begin an answer, in seconds from now. Both are
-    infinite where no site can take it.
+    """The shortest wait and the earliest first token expected over a model's sites, in seconds from now. Both
+    are infinite if no site can take the query.
     """
 
     wait_s: float = inf
@@ -80,14 +81,14 @@ class Prospect(NamedTuple):
 
 
 def draw(key: str) -> float:
-    """Return a number of [0, 1) that depends on the key alone, evenly spread over keys."""
+    """Return a number in [0, 1) that depends only on the key, uniformly distributed over keys."""
     digest = blake2b(key.encode(), digest_size=DRAW_BYTES).digest()
     return float(int.from_bytes(digest) / 256**DRAW_BYTES)
 
 
 def in_order(targets: Sequence[Target], drawn: float) -> list[Target]:
-    """Return the target that `drawn`, of [0, 1), falls on by weight, then the others in their order. Without
-    a target that takes queries always, the others stand in from the first on.
+    """Return the ALWAYS target selected by weight with `drawn`, in [0, 1), then the others in their order.
+    Without an ALWAYS target, return the others in their order. Targets of weight 0 are left out.
     """
     taking = [target for target in targets if target.weight > 0]
     always = [target for target in taking if target.when is When.ALWAYS]
@@ -99,10 +100,10 @@ def in_order(targets: Sequence[Target], drawn: float) -> list[Target]:
 
 
 def stand_in(first: str, others: Sequence[Target], prospect: Callable[[str], Prospect]) -> Target | None:
-    """Return the first of `others` that is to take a query of `first`, by when either would begin: None
-    where none is, or while `first` has no site, which shows when the query is placed.
+    """Return the first of `others` to stand in for the overloaded or slow model `first`, None if none does.
 
-    An overloaded model is never left for another one that is, nor a slow one for a slower one.
+    Also return None while no site can take a query for `first`, which is handled when the query is placed.
+    An overloaded model is never replaced by another overloaded one, nor a slow model by a slower one.
     """
     conditional = [each for each in others if each.when in (When.OVERLOADED, When.SLOWER_THAN)]
     if not conditional:
@@ -122,8 +123,8 @@ def is_shadowed(shadow: Shadow, query_id: str) -> bool:
 
 
 def route_models(routes: Mapping[str, ModelRoute], served: Mapping[str, Model]) -> dict[str, Model]:
-    """Return the routes as models, with all that any served target can do. The name of a model that is also
-    a route's stands for the route. A route without a served target is left out.
+    """Return the routes as models, by name, each with the features of all its served targets and the longest
+    context. Routes without a served target are left out. `served`: the models that sites serve, by id.
     """
     found: dict[str, Model] = {}
     for name, route in routes.items():
@@ -143,14 +144,14 @@ def route_models(routes: Mapping[str, ModelRoute], served: Mapping[str, Model]) 
 
 
 def may_name(may_use: Callable[[str], bool], route: ModelRoute) -> bool:
-    """Return whether a key may name the route: it may use a target. The route's own name counts for nothing,
-    so that a route which takes over the name of a model opens no other model to the keys of that one.
+    """Return whether a key may name the route, that is, may use one of its targets. The route's own name is
+    not checked: a route with the name of a model must not open other models to the keys of that model.
     """
     return any(may_use(target.model) for target in route.targets if target.weight > 0)
 
 
 def check_route(route: ModelRoute, others: Collection[ModelRoute]) -> None:
-    """Raise BadRequest for a route that can't be, alone or beside `others`, of other names."""
+    """Raise BadRequest if the route is invalid by itself or together with the `others`."""
     _check_name(route.name, "name")
     if not 0 < len(route.targets) <= MAX_TARGETS:
         raise BadRequest(f"a route has 1 to {MAX_TARGETS} targets", param="targets")
@@ -173,7 +174,7 @@ def check_route(route: ModelRoute, others: Collection[ModelRoute]) -> None:
 
 
 def check_target_left(route: ModelRoute) -> None:
-    """Raise BadRequest for a route that has no target left: every query of it would fail."""
+    """Raise BadRequest if the route has no target left, as every query for it would fail."""
     if not any(target.weight > 0 for target in route.targets):
         raise BadRequest(
             f"the route {route.name!r} would have no target left; remove the route to end it", param="model"

@@ -1,4 +1,4 @@
-"""Choose the pending queries that an idle site takes from others. `federation/offloading.py` negotiates."""
+"""Choose the pending queries to move to an idle site. `federation/offloading.py` negotiates the moves."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gateway.routing.prefixes import Cached
 
 MIN_GAIN_S = 0.05
 MIN_GAIN_SHARE = 0.2
-"""A move must save this much time, and this share of the wait: estimates err, and moving is not free."""
+"""A move must save MIN_GAIN_S and MIN_GAIN_SHARE of the wait: estimates have errors, and moves a cost."""
 ROUND_TRIPS = 1.5
-"""Round trips to the donor: one to ask and to be answered, and the half that its estimate has too much,
-because the pending query is already there. The way to the bidder is part of the bidder's estimate.
+"""Round trips to the donor that a move costs: one to request the release, and half of one that the donor's
+estimate includes although the pending query is already there. The bidder's estimate includes its own.
 """
 ROUNDING_S = 1e-6
-"""Two ways to add up the same seconds differ by less than this."""
+"""The most by which two ways of summing the same seconds differ."""
 
 
 class Sites(Protocol):
-    """The sites by name, as one gateway knows them."""
+    """Access to the sites of one gateway by name."""
 
     def site(self, name: str) -> Site | None: ...
 
 
 class Pending(NamedTuple):
-    """An attempt assigned to `site` that has not started there, as far as this gateway knows. `excluded`:
-    sites that can't take it.
+    """An attempt assigned to `site` that has not started there, as far as this gateway knows. `moves`: how
+    often its query has moved. `excluded`: the sites that can't take it.
     """
 
     attempt_id: str
@@ -47,10 +47,10 @@ class Pending(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The pending queries of one site, and how soon another must finish each for a move to be worth it.
+    """The pending queries of one site, and how soon another site must finish each for a move to be worth it.
 
-    `beaten_by`, one entry a query: prompt tokens, response tokens, the latest finish elsewhere in seconds
-    from now, whichever of the other queries move, and the prompt tokens that each site has cached.
+    `beaten_by`, one entry per query: the prompt tokens, the response tokens, the latest finish elsewhere, in
+    seconds from now, at which a move may be worth it, and the prompt tokens that each site has cached.
     """
 
     donor: Site
@@ -60,7 +60,8 @@ class Offer(NamedTuple):
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
     """Build the offer of a site where `demands` are pending.
 
-    Whichever of them move, the k-th shortest of those has at most (k - 1)/k of the queue before it.
+    The latest finishes hold whichever of the demands move: the k-th shortest has at most (k - 1)/k of the
+    queue before it.
     """
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     size = of_demands((each, donor.name) for each in by_length)
@@ -78,7 +79,7 @@ def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
 
 
 def _min_gain_s(wait_s: Numbers) -> Numbers:
-    """Return the seconds that a move must save at least."""
+    """Return the least gain, in seconds, for which a move is worth it."""
     return np.maximum(MIN_GAIN_S, MIN_GAIN_SHARE * wait_s)
 
 
@@ -89,7 +90,7 @@ _bid_figures = itemgetter(
 
 
 class Bid(NamedTuple):
-    """A site with a free slot, and what a query costs that starts there at once."""
+    """A site with a free slot, and the time in seconds of a query that starts there at once."""
 
     bidder: str
     start_s: float  # until the first token of an empty prompt
@@ -99,7 +100,7 @@ class Bid(NamedTuple):
 
     @classmethod
     def of(cls, site: Site) -> Bid | None:
-        """Return the bid of a site; None if it has no slot free."""
+        """Return the bid of a site, None if no slot is free."""
         if _free_slots(site) <= 0:
             return None
         prefill_s, *costs_s = _bid_figures(figures(site, site.credit))
@@ -111,9 +112,9 @@ def _free_slots(site: Site) -> int:
 
 
 def promising(bid: Bid, offers: Iterable[Offer]) -> list[str]:
-    """Return the donors with a query that could gain by moving to the bidder, if it started there at once.
+    """Return the donors with a query that would gain by moving to the bidder if it started there at once.
 
-    Bids are many and most end here, so this compares plain numbers.
+    Compares plain numbers for speed, as bids are frequent and most fail here.
     """
     bidder, start_s, per_token_s, per_kv_s, iteration_s = bid
     found = []
@@ -128,7 +129,7 @@ def promising(bid: Bid, offers: Iterable[Offer]) -> list[str]:
 
 
 def is_crowded(at: Figures, place: int) -> bool:
-    """Return whether one more query would have to wait there: only such a site has queries to give."""
+    """Return whether one more query would have to wait at a site. Only such a site can offer queries."""
     return has_to_wait(*(float(each[place]) for each in (at.too_many, at.kv_room_tokens, at.kv_each_tokens)))
 
 
@@ -137,11 +138,11 @@ def has_to_wait(too_many: float, kv_room_tokens: float, kv_each_tokens: float) -
 
 
 def wins(bidder: str, pending: Sequence[Pending], sites: Sites, now_s: float) -> list[Pending]:
-    """Return the attempts that would finish sooner at the bidder, as far as it has room.
+    """Return the attempts to move to the bidder: those that would finish sooner there, as its room allows.
 
-    Interactive queries come first, by gain per token of the answer: by seconds alone, the long ones, which
-    wait longest, would take the few slots of a small site from many short ones. Then lines of batches, by
-    gain: a batch is done when its longest line is.
+    Interactive queries come first, ordered by gain per response token: by the gain alone, a few long queries,
+    which wait longest, would take the slots of a small site from many short ones. Batch lines follow, ordered
+    by gain, as a batch ends when its longest line does.
     """
     site = sites.site(bidder)
     if site is None or (room := _free_slots(site)) <= 0:
@@ -168,8 +169,8 @@ def _may_move(each: Pending, bidder: Site, sites: Sites, now_s: float) -> bool:
 
 
 def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> tuple[Numbers, NDArray[np.bool_]]:
-    """Return the seconds saved by each move alone, round trips included, 0 where it is not worth it, and
-    whether the attempt would start at once.
+    """Return the seconds that each move would save by itself, after round trips, or 0 if it is not worth it,
+    and whether the attempt would start at once.
     """
     donors = {each.site: donor for each in movable if (donor := sites.site(each.site)) is not None}
     size_here = of_demands((each.demand, each.site) for each in movable)
@@ -183,7 +184,7 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], sites: Sites) -> tuple[Nu
 
 
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
-    """Return the site of each attempt, and the part of its queue that starts before it: short ones first."""
+    """Return the site of each attempt and the share of its queue that starts before it, shortest first."""
     shares = [("", 0.0)] * len(movable)
     queues: dict[str, list[int]] = {}
     for index in sorted(range(len(movable)), key=lambda i: movable[i].demand.response_tokens):
@@ -195,8 +196,8 @@ def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
 
 
 def _that_fit(bidder: Site, room: int, ordered: Sequence[Pending]) -> list[Pending]:
-    """Return the first attempts whose choices have slots. One of more choices than a site has slots takes
-    all of them.
+    """Return the attempts, in order, whose choices fit the `room` slots. An attempt with more choices than
+    the site has slots takes all of them.
     """
     chosen: list[Pending] = []
     for each in ordered:
@@ -210,7 +211,7 @@ def _that_fit(bidder: Site, room: int, ordered: Sequence[Pending]) -> list[Pendi
 
 
 def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
-    """Return the first attempts that would start at once. Each counts against the bidder before the next."""
+    """Return the leading attempts that would start at once, each counted as credit before the next."""
     if not chosen:
         return []
     credit, rows = bidder.credit, []
@@ -224,6 +225,6 @@ def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
 
 
 def _columns(sites: Sequence[tuple[Site, float]]) -> tuple[Figures, Numbers]:
-    """Return the figures of sites, each with a share of its queue ahead, one for each demand of a vector."""
+    """Return the figures and remaining lengths of sites, each with its share of the queue ahead."""
     values = np.array([figures(site, site.credit, share) for site, share in sites])
     return Figures(*values.T), np.array([remaining_row(site) for site, _ in sites])

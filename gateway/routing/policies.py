@@ -1,4 +1,4 @@
-"""The routing policies. One signature: production, benchmarks and the simulator run the same code."""
+"""The routing policies, of one signature. Production, benchmarks and the simulator run the same code."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from gateway.routing.fleet import Numbers, least
 from gateway.wording import several
 
 CROWDING = 16.0
-"""The cost of a query to the others of a site that has one request per slot, in multiples of its own decode
-time; three times as much at two requests per slot, and next to nothing while most slots are free.
+"""The cost that a query imposes on the other requests of a site with one request per slot, in multiples of
+the query's decode time. It is three times as much at two requests per slot, and close to 0 while most slots
+are free.
 
-Counted per request, at the speed of the fastest candidate, so that crowding weighs alike on fast and slow
-sites: weighed by each site's own speed, fast sites would build up queues while slow ones have slots free; and
-once all have queues, a slow site is for long answers, which a wait delays least per token. Measured:
+The decode time is that of the fastest candidate, so that crowding has the same weight on fast and slow sites.
+With each site's own decode time, fast sites would build up queues while slow ones have free slots. Once all
+have queues, slow sites get the long answers, which a wait delays least per token. Measured:
 docs/decisions/routing-cost.md.
 """
 SCARCE = 0.8
-"""Requests for each slot of all candidates together from which free slots are scarce, and crowding counts in
-full. With fewer, those whom a query would crowd find free slots elsewhere. Measured: the same page.
+"""Requests per slot, over all candidates, from which free slots are scarce and crowding counts in full. Below
+it, requests that a query would crowd find free slots elsewhere. Measured: docs/decisions/routing-cost.md.
 """
 FIRST_TOKEN = 6.0
-"""Weight of a second until the first token, in seconds between tokens, added to the finish."""
+"""The extra weight of a second before the first token, relative to a second of the completion time."""
 LEAVING = 2.0
-"""Cost of leaving the site that has the prompt cached, in iterations of the time to first token: estimates of
-two sites differ by as much without a cause. Measured: docs/decisions/prefix-affinity.md.
+"""The cost of leaving the site that has the prompt cached, in iterations of time to first token. Estimates of
+two sites differ by as much through noise. Measured: docs/decisions/prefix-affinity.md.
 """
 LEFT_IN_FULL = 6.0
-"""The cost grows with the share of the prompt that is computed again, up to a sixth of the prompt."""
+"""LEAVING grows with the share of the prompt that is computed again, up to a sixth of the prompt."""
 REPORTS_EVERY_S = 1.5
-"""A report older than this means that one was missed: a site of a small fleet reports every second anyway."""
+"""A report older than this means that one was missed: a site of a small fleet reports every second."""
 STALE_PENALTY = 1.0
 """Seconds added per second of a report's age beyond that."""
 CROWDING_WEIGHT, FIRST_TOKEN_WEIGHT, EVICTION_WEIGHT, LEAVING_WEIGHT = map(
     np.array, (CROWDING, FIRST_TOKEN, 1.0 + FIRST_TOKEN, LEAVING * (1.0 + FIRST_TOKEN))
 )
-"""As arrays, by which a short vector is multiplied in two thirds of the time that floats take."""
+"""The weights as arrays: multiplying a short vector by an array takes two thirds of the time of a float."""
 USD_PER_SECOND = {Lane.INTERACTIVE: np.array(0.001), Lane.BATCH: np.array(0.0001)}
-"""The worth of one second of waiting, which converts prices to seconds. Nobody waits for a line of a batch:
-it goes where it is cheap, and its first token counts no more than another.
+"""The value of one second of waiting, in dollars, which converts prices to seconds. Nobody waits for a batch
+line, so price weighs more, and its first token has no extra weight.
 """
 
 
 def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """Pick the least completion time; a late first token, crowding, price and missed reports add to it."""
+    """Pick the least cost: completion time, plus late first token, crowding, price and missed reports."""
     found, at = candidates.estimates, candidates.at
     cost_s = found.finish_s + _cost_to_others(demand, candidates)
     due_s = candidates.now_s - REPORTS_EVERY_S
@@ -93,14 +94,14 @@ def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def least_tokens(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """Pick the least sum of predicted tokens (M_k of the MICO paper, section 3.3), whatever a site's size."""
+    """Pick the least sum of predicted tokens (M_k of the MICO paper, section 3.3), for any site size."""
     tokens = candidates.at.token_load
     place = candidates.least(tokens, turn)
     return Choice(place, f"fewest predicted tokens: {tokens[place]:.0f}", tokens)
 
 
 def token_balanced(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """Assign a window of one (see window.py): pick the least predicted tokens in proportion to speed."""
+    """Pick the least predicted tokens in proportion to speed: a window of one query (see window.py)."""
     per_speed = candidates.at.token_load * candidates.estimates.iteration_s / candidates.at.slots
     place = candidates.least(per_speed, turn)
     return Choice(
@@ -115,13 +116,13 @@ def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
-    """Return the seconds that a query costs the others at a site.
+    """Return the cost in seconds `[sites]` that a query imposes on the other requests of each site.
 
-    Decoding takes one slot, a prefill delays all of them. So a query delays the others less by the part of
-    its work that the cache spares, in which first tokens count more. What a site computes although another
-    candidate has it delays them beyond that; and it takes the room of other prefixes, so that as much is
-    computed again for a later first token. Estimates of two sites differ by some iterations without a cause,
-    which is no reason to leave the one that has the prompt.
+    Decoding takes one slot, whereas a prefill delays all slots. Prompt tokens that are cached reduce the
+    query's work, and with it the cost. Tokens that a site computes although another candidate has them
+    cached add to the cost in two ways: they delay the site's requests, and they evict other prefixes, which
+    delays later first tokens by as much. Leaving the site with the cached prompt has a cost of its own,
+    because estimates of two sites differ by some iterations through noise.
     """
     at, found = candidates.at, candidates.estimates
     decode_s = np.asarray(demand.response_tokens * candidates.least_of(found.iteration_s))
@@ -131,7 +132,7 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
     crowding = CROWDING_WEIGHT * at.crowding
     new_tokens, all_slots_s = found.new_tokens, at.all_slots_per_token_s
     again_tokens = new_tokens - np.asarray(candidates.least_of(new_tokens))
-    # More than 0, so that nothing is divided by 0 where a query takes no time.
+    # More than 0, to avoid a division by 0 if a query takes no time.
     alone_s = np.asarray(float(decode_s) / (1.0 + FIRST_TOKEN) + 1e-9)
     prompt_tokens = np.asarray(float(demand.prompt_tokens))
     work_left = (alone_s + all_slots_s * new_tokens) / (alone_s + all_slots_s * prompt_tokens)
@@ -143,11 +144,11 @@ def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
 
 
 def _scarcity(demand: Demand, candidates: Candidates) -> float:
-    """Return the part of crowding that counts, at most 1: how scarce free slots are at all candidates.
+    """Return the factor of crowding, 0 to 1: how scarce free slots are over all candidates.
 
-    Taken are as many slots as sites have requests, or will be soon at the rate at which they arrive now
-    (Little's law), if that is more: so a burst on idle sites spreads by their speed. Queries that continue
-    a prompt find no free slot elsewhere that has their prefix, so they count as if slots were scarce.
+    The slots in use are the requests of the sites, or, if more, the requests expected at the current arrival
+    rate (Little's law), so that a burst on idle sites is spread by speed. Queries that continue a prompt
+    find no free slot with their prefix elsewhere, so their share is a lower bound of the factor.
     """
     arriving, at, allowed = demand.arriving, candidates.at, candidates.allowed
     soon = arriving.tokens_per_s * candidates.least_of(candidates.estimates.iteration_s)

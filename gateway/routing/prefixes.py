@@ -1,7 +1,7 @@
-"""Remember which sites computed the beginnings of which prompts, and so hold them in their caches.
+"""Tracks which prompt prefixes each site has computed, and so is expected to hold in its prefix cache.
 
-A prompt is cut into blocks, and each block's hash covers all before it: two prompts share as many hashes as
-their common beginning has blocks. The hashes of tenants differ, as their caches do.
+A prompt is divided into blocks. The hash of a block covers all blocks before it, so two prompts share as many
+hashes as their common prefix has blocks. Hashes include the tenant, as caches are not shared between tenants.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ if TYPE_CHECKING:
 HASH_BYTES: Final = 8
 FIRST_BLOCK_BYTES = 64
 BLOCKS_PER_SIZE = 6
-"""Blocks of one size, then as many of twice that size: beyond the first size, a block is at most a quarter of
-the beginning that it ends.
+"""The number of blocks of one size, before as many of twice that size. Beyond the first size, a block is at
+most a quarter of the prefix that it ends.
 """
-SIZES = 10  # 384 KiB in all
+SIZES = 10  # 384 KiB in total
 BLOCK_BYTES = tuple(FIRST_BLOCK_BYTES << size for size in range(SIZES) for _ in range(BLOCKS_PER_SIZE))
 ENDS = tuple(accumulate(BLOCK_BYTES))
-"""The bytes up to the end of each block."""
+"""The end of each block, in bytes from the beginning of the prompt."""
 READ_BYTES = 256
-"""Of a longer block only its last bytes are hashed, so that a prompt of megabytes costs little more than a
-short one. Text that is inserted or removed before them moves them, and so changes the hash; a replacement of
-the same length may not.
+"""Only the last READ_BYTES of a block are hashed, so that a prompt of megabytes costs little more than a
+short one. Inserting or removing text before them shifts them, which changes the hash. Replacing text by text
+of the same length may leave the hash unchanged.
 """
 SAMPLES = tuple((end - min(size, READ_BYTES), end) for size, end in zip(BLOCK_BYTES, ENDS, strict=True))
-"""The bytes [begin, end) of each block that are hashed."""
+"""The range [begin, end) of bytes that is hashed of each block."""
 MAX_CHARS = ENDS[-1]
 """Prompts are compared up to this length."""
 MAX_PREFIXES = 2**20
-"""Remembered hashes, about 100 bytes each."""
+"""The number of hashes kept, about 100 bytes each."""
 MAX_AGE_S = 600.0
-"""An entry that was of no use for this long is forgotten, within twice the time."""
+"""A hash that is not recorded again is dropped between MAX_AGE_S and twice that after its last record."""
 MAX_HOLDERS = 4
-"""A beginning that more sites hold is expected at every site, so that it favours none."""
+"""A prefix that more sites hold is expected at every site, so that it favours none."""
 HINTED_SHARE = 0.5
-"""The part of a prompt that is expected at the site of its conversation if only a hint names it."""
+"""The share of a prompt that is expected at the site of its conversation if only the hint names the site."""
 EPOCH_S = 5.0
-"""What a site computes within this time counts as cached at the same time."""
+"""The prefixes that a site computes within this time count as cached at the same time."""
 EVICTED_AFTER = 1.5
-"""Once a site has computed this many times the tokens that its cache has room for, next to nothing is left of
-what it had before. Measured: docs/decisions/prefix-affinity.md.
+"""Once a site has computed this many times the tokens that its cache has room for, almost nothing is left of
+its earlier prefixes. Measured: docs/decisions/prefix-affinity.md.
 """
 MAX_EPOCHS = 256
-"""Of a site; an older one is forgotten by its age alone."""
+"""The number of epochs kept per site. Prefixes of older epochs are dropped by age only."""
 LOST_SHARE = 0.5
-"""A site that had less than this part of what was expected has evicted it, and with it all older prefixes."""
+"""A site that had less than this part of an expected prefix has evicted it and all older prefixes."""
 MIN_LEARNED_BYTES = 256
-"""Less than this is not learned from: caches keep whole pages of tokens."""
+"""Expectations of shorter prefixes are not corrected, as caches keep whole pages of tokens."""
 TRUST_STEP = 0.2
 MIN_TRUST = 0.05
 
 
 class Prefix(NamedTuple):
-    """A prompt's beginning as a chain of hashes, and the length of the whole prompt.
+    """The chain of hashes of a prompt's prefix, and the length of the whole prompt in bytes.
 
-    `hint`: the hash of the conversation that the client says the prompt belongs to; empty if it says nothing.
+    `hint`: the hash of the conversation that the client names for the prompt, empty if it names none.
     """
 
     hashes: tuple[bytes, ...]
@@ -82,7 +82,7 @@ class Prefix(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a site computed within EPOCH_S from `since_s`."""
+    """The epoch in which a site computed a prefix: EPOCH_S from `since_s`."""
 
     site: str
     since_s: float
@@ -91,12 +91,12 @@ class Holding(NamedTuple):
 Holders = tuple[Holding, ...]
 NOBODY: Holders = ()
 COMMON: Holders = (Holding("", inf),)
-"""The holders of what more than MAX_HOLDERS sites hold, like a system prompt that all queries share."""
+"""The holders of a prefix that more than MAX_HOLDERS sites hold, such as a common system prompt."""
 
 
 class Evidence(NamedTuple):
-    """Why a site is expected to have a share of a prompt: it computed that at `since_s`, or, where it is not
-    empty, `hint` says so.
+    """Why a site is expected to have a share of a prompt cached: it computed the prefix at `since_s`, or, if
+    `hint` is not empty, it computed a prompt of the same conversation.
     """
 
     share: float
@@ -105,9 +105,9 @@ class Evidence(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """How much of a prompt is expected in the cache of each site; `elsewhere` is for those not named.
+    """How much of a prompt is expected in the cache of each site. `elsewhere` applies to sites not named.
 
-    Shares of the prompt, from 0 to 1, as `PrefixIndex.expected` returns them; its tokens after `times`.
+    The values are shares of the prompt, 0 to 1, from `PrefixIndex.expected`, and tokens from `times`.
     """
 
     by_site: Mapping[str, float]
@@ -115,11 +115,11 @@ class Cached(NamedTuple):
     evidence: Mapping[str, Evidence] = MappingProxyType({})
 
     def at(self, site: str) -> float:
-        """Return the share or the tokens that are expected at a site."""
+        """Return the share, or the tokens, expected at a site."""
         return self.by_site.get(site, self.elsewhere)
 
     def times(self, tokens: float) -> Cached:
-        """Return the shares as tokens of a prompt of so many."""
+        """Convert the shares to tokens of a prompt of `tokens`."""
         if not self.by_site:
             return NOTHING_CACHED
         by_site = {site: share * tokens for site, share in self.by_site.items()}
@@ -130,8 +130,8 @@ NOTHING_CACHED = Cached(MappingProxyType({}))
 
 
 def prefix_of(prompt: Prompt, tenant: str, model: str, hint: str = "") -> Prefix:
-    """Return the chain of a prompt. The hashes are the same in every gateway. `hint`: the client's name of
-    the conversation.
+    """Return the prefix of a prompt. All gateways compute the same hashes. `hint`: the client's name of the
+    conversation, or empty.
     """
     hasher = _salted(tenant, model).copy()
     data, prompt_bytes = _canonical(prompt)
@@ -154,11 +154,11 @@ def _salted(tenant: str, model: str) -> _Hash:
 
 
 def _canonical(prompt: Prompt) -> tuple[bytes, int]:
-    """Return the beginning of a prompt in the order in which templates write it, functions before turns, and
-    the length of the whole in bytes.
+    """Return the first bytes of a prompt and the length of the whole prompt in bytes. The order is that of
+    chat templates, with tools before messages.
     """
     if isinstance(prompt, Pooling):
-        return b"", 0  # its inputs have nothing in common
+        return b"", 0  # pooling inputs have no common prefix
     if isinstance(prompt, str):
         return _encoded(prompt[:MAX_CHARS], len(prompt))
     if not isinstance(prompt, Chat):
@@ -175,7 +175,7 @@ def _canonical(prompt: Prompt) -> tuple[bytes, int]:
 
 
 def _beginning(parts: Iterable[str]) -> list[str]:
-    """Return the first MAX_CHARS of parts, one character between each two."""
+    """Truncate parts, which are joined by one character, to MAX_CHARS in total."""
     kept, left = [], MAX_CHARS
     for part in parts:
         if left <= 0:
@@ -186,20 +186,20 @@ def _beginning(parts: Iterable[str]) -> list[str]:
 
 
 def _encoded(text: str, chars: int) -> tuple[bytes, int]:
-    """Return the beginning of a text of `chars` in UTF-8, and about the length of the whole."""
+    """Return the text in UTF-8, and the approximate length in bytes of the whole prompt of `chars`."""
     data = text.encode(errors="surrogatepass")
     return data, len(data) if len(text) == chars else len(data) * chars // len(text)
 
 
 class _SiteCache:
-    """What is known of the cache of one site. What it computed until `lost_s` is no longer there."""
+    """The state of the prefix cache of one site. Prefixes computed up to `lost_s` are evicted."""
 
     __slots__ = ("_ends", "alone", "computed_tokens", "holding", "lost_s", "trust")
 
     def __init__(self, site: str, now_s: float) -> None:
         self.trust = 1.0
         self.lost_s = -inf
-        self.computed_tokens = 0  # since the site started; 0: unknown
+        self.computed_tokens = 0  # by the site since its start; 0: unknown
         self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_EPOCHS)
         """The beginning of each epoch, and `computed_tokens` at its end."""
         self.begin_epoch(site, now_s)
@@ -209,33 +209,33 @@ class _SiteCache:
         self.alone: Holders = (self.holding,)
 
     def extend_epoch(self) -> None:
-        """Note the count of computed tokens: the epoch does not end before it."""
+        """Set the current epoch's count of computed tokens, as its end so far."""
         if self._ends and self._ends[-1][0] == self.holding.since_s:
             self._ends.pop()
         self._ends.append((self.holding.since_s, self.computed_tokens))
 
     def advance(self, computed_tokens: int, room_tokens: int) -> None:
-        """Record the site's count of computed tokens; take for lost what has been evicted by it."""
+        """Record the site's count of computed tokens, and mark the epochs that it has evicted as lost."""
         if not self.computed_tokens:
-            self._ends.clear()  # at unknown counts
+            self._ends.clear()  # recorded while the count was unknown
         self.computed_tokens = computed_tokens
         evicted_tokens = computed_tokens - EVICTED_AFTER * room_tokens
         while self._ends and self._ends[0][1] < evicted_tokens:
             self.lost_s = max(self.lost_s, self._ends.popleft()[0])
 
     def lose(self) -> None:
-        """Take all for lost: the site has started anew."""
+        """Mark all prefixes as lost, after a restart of the site."""
         self.lost_s, self.computed_tokens = self.holding.since_s, 0
 
 
 class PrefixIndex:
-    """Which sites hold which hashes, bounded in number and age. Not thread-safe.
+    """Maps hashes to the sites that hold them, bounded in number and age. Not thread-safe.
 
-    Two generations: new entries go to the younger; when it is full or old, it becomes the older, and what was
-    that is forgotten. Caches evict the least recently used first: what a site had before it computed
-    EVICTED_AFTER times the tokens that it has room for counts as evicted. Its reports of what it really had
-    correct the expectations: `trust` is the part of them that came true, and what is older than a prefix that
-    was evicted counts as evicted, too.
+    There are two generations. New entries go to the younger one. When that is full or old, it becomes the
+    older one, and the previous older one is dropped. Caches are assumed to be LRU: prefixes from before a
+    site computed EVICTED_AFTER times the tokens that it has room for count as evicted. The cached tokens that
+    sites report correct the expectations: `trust` is the smoothed share of an expectation that came true, and
+    prefixes older than an evicted one count as evicted, too.
     """
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES, max_age_s: float = MAX_AGE_S) -> None:
@@ -257,17 +257,17 @@ class PrefixIndex:
             self._put((prefix.hint,), cache)
 
     def record_announced(self, announced: bytes, site: str, now_s: float) -> None:
-        """Record that a site has computed prompts for other gateways: `Prefix.announced` of each."""
+        """Record the prompts that a site has computed for other gateways, `Prefix.announced` of each."""
         hashes = [announced[at : at + HASH_BYTES] for at in range(0, len(announced), HASH_BYTES)]
         cache = self._cache_of(site, len(hashes), now_s)
         for each in hashes:
             self._put((each,), cache)
 
     def expected(self, prefix: Prefix, sites: Sequence[str] = ()) -> Cached:
-        """Return the share of a prompt that each site is expected to have.
+        """Return the share of a prompt that each site is expected to have cached.
 
-        `sites`: those that may answer, where they are few enough for all of them to be known as holders. What
-        all of them hold favours none, as if more than MAX_HOLDERS held it.
+        `sites`: the sites that may answer, if so few that all can be known as holders, else empty. A prefix
+        that all of them hold favours none, like a prefix of more than MAX_HOLDERS holders.
         """
         if not self._caches:
             return NOTHING_CACHED
@@ -287,33 +287,36 @@ class PrefixIndex:
         return Cached(shares, elsewhere, evidence)
 
     def advance(self, site: str, computed_tokens: int, room_tokens: int) -> None:
-        """Learn how many tokens a site has computed since it started, and has room for; 0 is unknown."""
+        """Update the tokens that a site has computed since its start, and the room of its cache in tokens.
+
+        0 means unknown, and is ignored.
+        """
         cache = self._caches.get(site)
         if cache is not None and room_tokens > 0 and computed_tokens > cache.computed_tokens:
             cache.advance(computed_tokens, room_tokens)
 
     def correct(self, expected: Cached, site: str, found: float) -> None:
-        """Learn the share that a site really had of a prompt."""
+        """Correct the expectation of a site by the share of the prompt that it found in its cache."""
         evidence, cache = expected.evidence.get(site), self._caches.get(site)
         if evidence is None or cache is None:
             return
         came_true = min(1.0, found / evidence.share)
         if evidence.hint:
             if came_true < LOST_SHARE:
-                self._young[evidence.hint] = COMMON  # such a hint tells nothing
+                self._young[evidence.hint] = COMMON  # from now on the hint favours no site
             return
         if came_true < LOST_SHARE:
             cache.lost_s = max(cache.lost_s, evidence.since_s)
         cache.trust = max(MIN_TRUST, cache.trust + TRUST_STEP * (came_true - cache.trust))
 
     def forget(self, site: str) -> None:
-        """Forget what a site computed: it has started anew."""
+        """Mark all prefixes of a site as evicted, after its restart."""
         if cache := self._caches.get(site):
             cache.lose()
 
     def _held(self, prefix: Prefix) -> tuple[dict[str, tuple[float, float, bytes]], float]:
-        """Return the bytes that each site holds, since when, and the hint where that alone says so; and the
-        bytes that are common.
+        """Return the longest prefix of each site, as its bytes, its epoch's start and the hint if only the
+        hint names the site, and the bytes of the common prefix.
         """
         held: dict[str, tuple[float, float, bytes]] = {}
         common_bytes = 0.0
@@ -332,12 +335,12 @@ class PrefixIndex:
         return held, common_bytes
 
     def _held_differently(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, Holders]]:
-        """Yield the length in bytes and the holders of the longest beginning that is known, then of each
-        shorter one whose holders differ from those of the one before.
+        """Yield the length in bytes and the holders of the longest known prefix, then of each shorter one
+        whose holders differ from those of the one before.
 
-        A site that holds a beginning holds all shorter ones, so a binary search finds where holders change:
-        a lookup in a map of a million takes longer than a comparison. A beginning that another gateway
-        announced, between two with the same holders, is not found.
+        A site that holds a prefix holds all shorter ones, so a binary search finds where the holders change,
+        with few lookups in the large map. A prefix announced by another gateway is missed if it lies between
+        two prefixes with the same holders.
         """
         at, holders = len(hashes), NOBODY
         while at and not holders:
@@ -360,12 +363,12 @@ class PrefixIndex:
         return self._young.get(hashed) or self._old.get(hashed) or NOBODY
 
     def _is_kept(self, holding: Holding) -> bool:
-        """Return whether what a site has computed then is still in its cache, as far as known."""
+        """Return whether a prefix of this epoch is still in the site's cache, as far as is known."""
         cache = self._caches.get(holding.site)
         return cache is not None and holding.since_s > cache.lost_s
 
     def _cache_of(self, site: str, new: int, now_s: float) -> _SiteCache:
-        """Return the cache of a site, in the epoch of now, once there is room for so many new entries."""
+        """Return the cache of a site in the current epoch, after making room for `new` more hashes."""
         if now_s - self._began_s > self._max_age_s or len(self._young) + new > self._max_young:
             self._caches = {k: v for k, v in self._caches.items() if v.holding.since_s >= self._began_s}
             self._old, self._young, self._began_s = self._young, {}, now_s
@@ -378,7 +381,7 @@ class PrefixIndex:
         return cache
 
     def _put(self, hashes: Iterable[bytes], cache: _SiteCache) -> None:
-        """Add a site to the holders of hashes, the longest first, until one of which it is known already."""
+        """Add a site to the holders of hashes, longest prefix first. Stop at one that it is known to hold."""
         young, old, now, alone = self._young, self._old, cache.holding, cache.alone
         before: Holders | None = None
         after = alone
@@ -387,8 +390,8 @@ class PrefixIndex:
             if holders is None:
                 holders = old.get(each)
             elif holders is alone or holders is COMMON or now in holders:
-                return  # and so it is of all shorter ones
-            if holders is not before:  # equal holders are one object, by which a lookup compares them
+                return  # and so are all shorter ones
+            if holders is not before:  # equal holders share one object, which lookups compare by identity
                 before, after = holders, alone if holders is None else self._with(holders, cache)
             young[each] = after
 

@@ -9,12 +9,12 @@ from typing import Final
 from gateway.routing.demand import Arriving, Demand
 
 RECENT: Final = 32
-"""The number of queries by which the traffic of a model is measured."""
+"""The number of last queries from which the traffic of a model is measured."""
 MIN_QUERIES: Final = 8
-"""Fewer queries do not tell how fast they arrive."""
+"""With fewer queries, the arrival rate is unknown."""
 MIN_SPAN_S: Final = 1e-6
 MAX_MODELS: Final = 4096
-"""Models come and go, above all tuned ones."""
+"""The number of models that are tracked; the oldest entry is dropped, as tuned models come and go."""
 
 
 class Traffic:
@@ -27,7 +27,7 @@ class Traffic:
         return len(self._recent)
 
     def arrive(self, demand: Demand, now_s: float) -> Demand:
-        """Count a query; return its demand with what arrives for its model, itself included."""
+        """Count a query, and return its demand with the traffic of its model, the query included."""
         recent = self._recent.get(demand.model)
         if recent is None:
             if len(self._recent) == MAX_MODELS:

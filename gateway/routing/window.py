@@ -1,4 +1,4 @@
-"""Assign a window of queries jointly: the MICO paper's algorithm (section 3.3), linear in the queries."""
+"""Assign a window of queries jointly: the MICO paper's algorithm (section 3.3), in time linear in queries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gateway.routing.prefixes import Cached
 
 BUCKETS = 10
 WINDOW_S = 0.003
-"""Queries of a burst that come within this time are assigned jointly."""
+"""Queries of a burst that arrive within this time, in seconds, are assigned jointly."""
 
 
 class WindowEntry(NamedTuple):
-    """A query that waits to be assigned. `place` is called once, with the name of a site, or None to decide
-    the query alone.
+    """A query that waits to be assigned. `place` is called once, with the name of the assigned site, or with
+    None if the query is to be decided alone.
     """
 
     demand: Demand
@@ -30,9 +30,9 @@ class WindowEntry(NamedTuple):
 
 
 class AssignmentWindow:
-    """Collects queries that come in a burst while every site is full, then assigns them jointly.
+    """Collects queries that arrive in a burst while every site is full, and assigns them jointly.
 
-    A query does not wait if none came shortly before it, or if a slot is free for it.
+    A query does not wait if none arrived within WINDOW_S before it, or if a slot is free for it.
     """
 
     def __init__(self) -> None:
@@ -40,34 +40,34 @@ class AssignmentWindow:
         self._last_arrival_s = -inf
 
     def should_wait(self, demand: Demand, fleet: Fleet, now_s: float) -> bool:
-        """Return whether a query that comes now should wait for others. Call once for each query."""
+        """Return whether a query that arrives now should wait for others. Must be called once per query."""
         follows, self._last_arrival_s = now_s - self._last_arrival_s <= WINDOW_S, now_s
         at = fleet.figures
         free = at.requests < at.slots
         return follows and not np.count_nonzero(allowed_sites(demand, fleet, at, now_s) & free)
 
     def add(self, entry: WindowEntry) -> bool:
-        """Add a query. Return whether it is the first: then `close` is due in `WINDOW_S`."""
+        """Add a query. Return True for the first one, after which `close` must be called in WINDOW_S."""
         self._entries.append(entry)
         return len(self._entries) == 1
 
     def close(self, fleet: Fleet, now_s: float) -> None:
-        """Place every query, longest first, so that each site receives what takes longest before the rest."""
+        """Place every query, longest first, so that each site receives its longest queries first."""
         entries, self._entries = self._entries, []
         sites: list[str | None] = [None] * len(entries)
         order = sorted(range(len(entries)), key=lambda index: -entries[index].demand.response_tokens)
         try:
             sites = assign_jointly([each.demand for each in entries], fleet, now_s)
-        finally:  # on an error, too: no query waits for a window that has closed
+        finally:  # also on an error: no query may wait for a window that has closed
             for index in order:
                 entries[index].place(sites[index])
 
 
 def assign_jointly(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
-    """Return the site of each demand, or None where fewer demands of a kind wait than there are slots for
-    them: the policy knows better how a few add to the KV and the queue of a site.
+    """Return the site of each demand, or None for demands of a kind that is fewer than its sites have slots.
+    The policy places a few demands better, as it considers each site's KV memory and queue.
 
-    A prompt counts as the response tokens that a site could generate in the time the prompt takes.
+    A prompt counts as the response tokens that a site could generate in the time of the prompt's prefill.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, demand in enumerate(demands):
@@ -101,13 +101,13 @@ def assign(
     buckets: int = BUCKETS,
     cached: Sequence[Mapping[int, float]] = (),
 ) -> list[int]:
-    """Return the index of the site of each query. `lengths`: predicted tokens; `loads`: M_k before this
-    window; `cached`: of each query the tokens that sites have in their caches.
+    """Return the index of the site of each query. `lengths`: predicted tokens per query. `loads`: M_k of each
+    site before this window. `cached`: for each query, the tokens that sites have cached, by site index.
 
-    Queries are grouped by bucket of length, longest group first. A group is spread evenly, in proportion to
-    the sites' speeds; a group that cannot be spread evenly borrows from the next. Within a group the site
-    with the least M_k for its speed is served first, so that it gets the longest, unless a query finds its
-    beginning in the cache of another one of the group.
+    Queries are grouped by bucket of length, longest group first. A group is distributed in proportion to the
+    sites' speeds, after it is filled from the next group to a multiple of the sites. Within a group, the site
+    with the least M_k relative to its speed is served first and so gets the longest query, unless sites are
+    exchanged so that queries go where their prefix is cached.
     """
     tokens = list(loads) if loads is not None else [0.0] * len(speeds)
     sites = [0] * len(lengths)
@@ -123,8 +123,8 @@ def assign(
 
 
 def _exchanged(turns: list[int], cached: Sequence[Mapping[int, float]]) -> list[int]:
-    """Exchange the sites of a group, whose queries are of like length, so that each query gets one that has
-    its beginning in its cache, the longest beginnings first. Each site keeps its number of queries.
+    """Exchange sites within a group of queries of similar length, so that queries go to sites that have their
+    prefix cached, longest cached prefix first. Each site keeps its number of queries.
     """
     wishes = sorted(
         ((tokens, index, site) for index, each in enumerate(cached) for site, tokens in each.items()),
@@ -148,7 +148,7 @@ def _exchanged(turns: list[int], cached: Sequence[Mapping[int, float]]) -> list[
 
 
 def _cached_tokens(cached: Cached, fleet: Fleet, index_of: Mapping[int | None, int]) -> dict[int, float]:
-    """Return the tokens beyond what every site has, by the index of the site."""
+    """Return the cached tokens by site index, for the sites that have more than `cached.elsewhere`."""
     return {
         index_of[place]: tokens
         for site, tokens in cached.by_site.items()
@@ -157,7 +157,9 @@ def _cached_tokens(cached: Cached, fleet: Fleet, index_of: Mapping[int | None, i
 
 
 def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list[int]]:
-    """Yield the queries by bucket, longest first, each filled from the next to a multiple of the sites."""
+    """Yield the queries in groups, one per bucket, longest first. Each group is filled from the next to a
+    multiple of the number of sites.
+    """
     by_bucket: list[list[int]] = [[] for _ in range(buckets)]
     width = (max(lengths, default=0.0) or 1.0) / buckets  # lines that will be refused have length 0
     for query, length in enumerate(lengths):
@@ -173,7 +175,7 @@ def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list
 
 
 def _turns(count: int, speeds: Sequence[float], order: Sequence[int]) -> Iterator[int]:
-    """Yield `count` sites, in rounds over `order`; each gets its share by speed, give or take one."""
+    """Yield `count` sites, in rounds over `order`. Each gets its share by speed, give or take one."""
     exact = [count * speed / sum(speeds) for speed in speeds]
     left = [int(share) for share in exact]
     short = count - sum(left)
