@@ -37,13 +37,13 @@ from site_engine.version import own_version
 log = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 3
-"""After so many engines that were lost soon, the site ends: a new process, or a person, has to look."""
+"""Number of engines lost soon after their start, after which the site's process ends with an error."""
 SETTLED_AFTER_S = 300.0
-"""An engine that has served so long was not lost soon."""
+"""Seconds of serving after which the loss of an engine no longer counts as soon."""
 
 
 def run(configs: Sequence[SiteConfig], spawn: Spawn = spawn) -> int:
-    """Serve until a signal; return the exit status of the process. Several are groups of one process.
+    """Serve until a signal. Return the exit status. Several configurations are groups in one process.
 
     `spawn` starts the process of an engine.
     """
@@ -79,10 +79,10 @@ async def serve(
     spawn: Spawn = spawn,
     shutdown: Shutdown | None = None,
 ) -> int:
-    """Load the model, link to the gateways, serve, drain. Raises ConfigError if that cannot begin.
+    """Load the model, link to the gateways, serve, drain. Raises ConfigError if the site cannot start.
 
-    The first SIGTERM or SIGINT drains; the second ends without waiting. `load` makes the engine in this
-    process; without it `config` says whether it runs in one of its own, which `spawn` starts.
+    The first SIGTERM or SIGINT drains; the second ends at once. `load` creates the engine in this process.
+    Without `load`, `config` decides whether the engine runs in a process of its own, started by `spawn`.
     """
     shutdown = shutdown or Shutdown()
     dialer = Dialer.from_config(config)
@@ -107,7 +107,7 @@ def _load_here(
     load: Callable[[SiteConfig], Loaded],
     post: Callable[[Callable[[], None]], object],
 ) -> tuple[NativeEngine, Facts]:
-    """Load the engine in this process. `post` carries a call to the event loop."""
+    """Load the engine in this process. `post` schedules a call on the event loop."""
     loaded, special = load(config), config.allow_special_tokens
     engine = NativeEngine.from_loaded(loaded, post, config.iteration_floor_s, allow_special_tokens=special)
     return engine, loaded.facts
@@ -121,8 +121,8 @@ async def serve_groups(
 ) -> int:
     """Serve several groups, each a site of its own, until a signal or until one of them fails.
 
-    Engines in this process are loaded one after the other, and take turns on the device. Raises ConfigError
-    if one cannot begin.
+    Engines in this process are loaded one after another, and take turns on the device. Raises ConfigError if
+    a group cannot start.
     """
     shutdown = shutdown or Shutdown()
     device, loading = SharedDevice(time.monotonic), threading.Lock()
@@ -148,7 +148,9 @@ async def serve_groups(
 
 
 class Served(NamedTuple):
-    """An engine that is to serve, with the variants `wanted`. `on_broken` is told once why it can't go on."""
+    """An engine to serve with, and the variants `wanted`. `on_broken` is called once with the reason of a
+    failure.
+    """
 
     engine: NativeEngine
     facts: Facts
@@ -159,9 +161,9 @@ class Served(NamedTuple):
 async def _serve_process(
     config: SiteConfig, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown, spawn: Spawn
 ) -> int:
-    """Serve with an engine in a process of its own; start it again when it is lost.
+    """Serve with an engine in a process of its own, and restart the process when it is lost.
 
-    Between two engines the site has no links: its gateways give the answers to other sites. Raises
+    Between two engines the site has no links, so gateways resume its answers at other sites. Raises
     ConfigError if the model cannot be loaded.
     """
     loop = asyncio.get_running_loop()
@@ -225,7 +227,9 @@ async def _serve(
 async def training_runs(
     config: SiteConfig, engine: NativeEngine, site: Site, group: Group
 ) -> AsyncIterator[TrainingRuns | None]:
-    """Take orders to train where the configuration says so. Adapters lie in a folder that goes at the end."""
+    """Accept training orders if the configuration enables them. Adapters are in a folder that is removed at
+    the end.
+    """
     if not config.training:
         yield None
         return
@@ -248,7 +252,7 @@ async def training_runs(
 
 
 def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
-    """Note that the engine is lost. A site that is ending starts no other."""
+    """Record that the engine is lost. A site that is shutting down starts no other."""
     if shutdown.requested.is_set():
         shutdown.engine_broken(reason)
     elif not lost.done():
@@ -256,7 +260,7 @@ def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
 
 
 async def _started(starting: asyncio.Task[Any], shutdown: Shutdown) -> bool:
-    """Wait for an engine to start; return False if the process is to end before."""
+    """Wait for an engine to start. Return False if the site shuts down first."""
     shutdown.starting += 1
     if await is_first(starting, shutdown.requested.wait()):
         shutdown.starting -= 1
@@ -270,7 +274,7 @@ def configured_variants(config: SiteConfig) -> dict[str, Wanted]:
 
 
 def announced_training(config: SiteConfig, facts: Facts) -> Trains | None:
-    """Return what the site trains: on a GPU, adapters that the slots of its engine serve, if it has any."""
+    """Return what the site can train: on a GPU, only adapters that fit the slots of its engine."""
     if not config.training or (config.on_gpu and not facts.slots_bytes):
         return None
     from site_engine.engine.training_loop import MAX_JOBS

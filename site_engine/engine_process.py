@@ -1,7 +1,8 @@
-"""The engine's process: `python -m site_engine.engine_process DESCRIPTOR` of its end of the site's socket.
+"""The engine's process: `python -m site_engine.engine_process DESCRIPTOR`, a file descriptor of the site's
+socket.
 
-Loads the model of the first message, then serves it until the site says Stop or is gone. Started by
-`site_engine/engine/process_client.py`; alone it is of no use.
+Loads the model named by the first message, then serves it until the site sends Stop or disconnects. Started
+by `site_engine/engine/process_client.py`, not by hand.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ log = logging.getLogger("site_engine.engine_process")  # this module is run as _
 Load: TypeAlias = Callable[[SiteConfig], Loaded]
 
 MAX_OTHERS = 4
-"""Vocabularies with other end tokens than the base's that are kept: each takes 80 MB for 128,000 tokens."""
+"""Cached vocabularies with end tokens that differ from the base's. Each takes 80 MB for 128,000 tokens."""
 REASON_WITHIN_S = 1.0
-"""A load that failed because another rank's did ends with that one's reason, if it comes so soon."""
+"""How long a rank whose load failed waits for the reason of another rank that failed first, in seconds."""
 
 
 def main(descriptor: int, load: Load | None = None, startup: StartUp | None = None) -> int:
-    """Serve over an inherited socket; return the exit status. `startup` has what came before."""
+    """Serve over an inherited socket. Return the exit status. `startup` has the parts of the start so far."""
     startup = startup or StartUp(time.monotonic)
     end_with_parent()
     set_up_process()
@@ -63,14 +64,14 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
     compiler, serving = GrammarCompiler(), threading.Event()
 
     def lost(reason: str) -> None:
-        """End with a rank that has ended; while the model loads the site is told why."""
+        """End this process because a rank has ended. While the model loads, the site gets the reason."""
         log.critical("%s", reason)
         if not serving.is_set():
             connection.sendall(pm.frame(pm.Refused(reason)))
         end(1)
 
     def describe(tokenizer: Any, model: Described) -> None:
-        """Let the site go on with its tokenizer, and read the vocabulary, while the engine is built."""
+        """Send the site the facts for its tokenizer and read the vocabulary, while the engine is built."""
         compiler.begin(tokenizer, model, startup)
         described = pm.Described(model.context_tokens, model.vocab_size, model.eos_token_ids)
         connection.sendall(pm.frame(described))
@@ -101,13 +102,13 @@ def main(descriptor: int, load: Load | None = None, startup: StartUp | None = No
 
 
 def leave_signals() -> None:
-    """Ignore what asks to end: the site's process gets it, too, and ends this one in order."""
+    """Ignore SIGINT and SIGTERM. The site's process receives them, too, and ends this one in order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def read_start(connection: socket.socket) -> pm.Start | None:
-    """Wait for the first message; return None if the site is gone."""
+    """Wait for the first message. Return None if the site has disconnected."""
     frames = pm.Frames()
     while data := connection.recv(1 << 16):
         for body in frames.feed(data):
@@ -137,13 +138,13 @@ class Described(Protocol):
 
 
 class GrammarCompiler:
-    """Compiles grammars; a thread reads the vocabulary, which takes a second, while the engine is built."""
+    """Compiles grammars. A thread reads the vocabulary, which takes a second, while the engine is built."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vocabulary")
 
     def begin(self, tokenizer: Any, model: Described, startup: StartUp) -> None:
-        """Begin to read the vocabulary."""
+        """Start reading the vocabulary."""
         self._model = model
         self._of_variants = lru_cache(MAX_OTHERS)(lambda ends: grammars_of(tokenizer, model.vocab_size, ends))
 
@@ -159,7 +160,7 @@ class GrammarCompiler:
         self._thread.shutdown()
 
     def compile(self, source: str, eos_token_ids: tuple[int, ...] | None = None) -> Grammar:
-        """Compile a grammar for the base, or a variant whose answers end otherwise. Raises NotServed."""
+        """Compile a grammar for the base, or for a variant with other end tokens. Raises NotServed."""
         grammars = self._reading.result()
         if eos_token_ids is not None and eos_token_ids != self._model.eos_token_ids:
             grammars = self._of_variants(eos_token_ids)
@@ -169,7 +170,7 @@ class GrammarCompiler:
 
 
 def end(status: int) -> NoReturn:
-    """End at once: nobody waits for what still runs, nor for the interpreter to take itself apart."""
+    """Exit at once, without waiting for running threads or for the interpreter's shutdown."""
     logging.shutdown()
     os._exit(status)
 

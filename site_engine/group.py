@@ -1,7 +1,7 @@
-"""The models of a native site: a base and its variants, which come and go by configuration and by orders,
-and sleep until they are asked for.
+"""The models of a native site: a base and its variants. Configuration and orders add and remove variants;
+models that sleep are loaded when a query asks for them.
 
-Lives on the event loop. Does not load: the engine does, one variant at a time, beside what runs.
+Runs on the event loop. Does not load variants: the engine does, one at a time, while it serves.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS = 64
 MAX_MODELS = 8_192
-"""Of this group, awake or asleep; gateways take 10,000 of a site."""
+"""Maximum number of variants of a group, awake or asleep. Gateways accept 10,000 models of a site."""
 RESIDENTS_EVERY_S = 2.0
 MODELS_PER_S = 100
 """What bounds the announcements of which adapters are in slots: all models are told each time."""
 CHANGING = "another order for {} is being carried out; try again later"
 
 Reply: TypeAlias = Callable[[str], None]
-"""Takes why nothing has changed, or nothing."""
+"""Called with the reason for a refusal, or with an empty string on success."""
 
 
 def _ignore(_reason: str) -> None:
-    """Reply to nobody: what is done was not ordered."""
+    """Ignore the result of a change that nobody ordered."""
 
 
 class Tuning(NamedTuple):
@@ -68,8 +68,8 @@ class Group:
     """`wanted` are the variants that the site is to serve, by id. Orders change it, so that what they have
     changed outlives an engine that is lost.
 
-    To the engine a variant that sleeps is removed, and one that wakes is added: the same contents, by their
-    hash, as before.
+    For the engine, a sleeping variant is removed, and waking adds it again with the same contents, checked by
+    hash.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Group:
         site.held.wake = self.wake
 
     def load_wanted(self) -> None:
-        """Load the wanted variants one after the other; each is served as soon as it is certified."""
+        """Load the wanted variants one after another. Each is served as soon as it is certified."""
         for variant, asleep in list(self._wanted.values()):
             if variant.tenant:  # its folder went with the engine before: a gateway has it fetched anew
                 del self._wanted[variant.id]
@@ -109,7 +109,7 @@ class Group:
             self._announce()
 
     def load(self, seen: LoadSeen) -> None:
-        """Take the engine's figures: the gateways are told which adapters are in slots, for people to see."""
+        """Handle the engine's load figures. Gateways display which adapters are in slots."""
         if seen.figures.resident == self._resident:
             return
         self._resident = seen.figures.resident
@@ -118,7 +118,7 @@ class Group:
             self._announcing = asyncio.get_running_loop().call_later(within_s, self._announce)
 
     def carry_out(self, order: ModelOrder, reply: Reply) -> None:
-        """Add or remove a variant, put it to sleep or wake it; reply with why nothing has changed."""
+        """Add or remove a variant, put it to sleep or wake it. Calls `reply` with the reason of a refusal."""
         try:
             self._carry_out(order, reply)
         except VariantRefused as refused:
@@ -156,7 +156,7 @@ class Group:
         self._engine.add_variant(variant, partial(self._added, variant, time.monotonic(), reply))
 
     def remove(self, variant_id: str, reply: Reply) -> None:
-        """Serve a variant no more; what it has begun goes on."""
+        """Stop serving a variant. Its running requests finish."""
         if variant_id in self._leaving or variant_id in self._waking:
             reply(CHANGING.format(variant_id))
         elif self._models[variant_id].state is ModelState.SLEEPING:
@@ -166,7 +166,7 @@ class Group:
             self._engine.remove_variant(variant_id, partial(self._removed, variant_id, reply))
 
     def sleep(self, variant_id: str, reply: Reply) -> None:
-        """Free the memory of a variant; what it has begun goes on, and keeps the memory until it ends."""
+        """Free the memory of a variant once its running requests have finished."""
         if variant_id == self._base.id:
             self._sleep_base(reply)
             return
@@ -197,7 +197,9 @@ class Group:
             self._load(model.id)
 
     def wake(self, variant_id: str, reply: Reply = _ignore) -> None:
-        """Load a variant that sleeps; reply when it is awake, or why it is not. The base wakes before it."""
+        """Load a sleeping variant, after its base. Calls `reply` when it is awake, or with the reason why
+        not.
+        """
         if variant_id == self._base.id:
             self._wake_base(reply)
         elif self._base.state is not ModelState.READY:
@@ -234,8 +236,8 @@ class Group:
             reply(error)
 
     def refused(self, variant_id: str, refusal: VariantRefused) -> None:
-        """Let a variant sleep that the engines have dropped: a query for it has it loaded again, or learns
-        why not. One of a tenant goes: a gateway has it fetched anew.
+        """Mark a variant as asleep that the engines have dropped. The next query loads it again, or gets the
+        reason why not. A tenant's variant is removed instead, because a gateway fetches it again.
         """
         if variant_id not in self._models or variant_id in self._leaving:
             return
@@ -249,7 +251,7 @@ class Group:
             self._set(model)
 
     def _sleep_base(self, reply: Reply) -> None:
-        """Let the base sleep, and with it all variants: nothing of the engines is left on their devices."""
+        """Put the base and all variants to sleep. The engines then hold no device memory."""
         sleeping = self._engine.sleeping
         if sleeping is None:
             reply("the base sleeps only where `devices` names its devices: its engines' processes end then")
@@ -301,7 +303,9 @@ class Group:
         self._announce()
 
     async def serve_adapter(self, variant_id: str, tenant: str, archive: bytes) -> str:
-        """Serve an adapter to a tenant alone, in the place of one of its name; return why not, or nothing."""
+        """Serve an adapter to one tenant, replacing one of the same name. Return the reason of a refusal, or
+        "".
+        """
         assert self.tuning is not None
         try:
             if variant_id in self._models:
@@ -318,7 +322,7 @@ class Group:
         return error
 
     def _addition(self, order: ModelOrder) -> Callable[[Reply], None]:
-        """Return what adds the variant that an order names. Raises VariantRefused."""
+        """Return the function that adds the variant of an order. Raises VariantRefused."""
         if order.content is None:
             return partial(self.add, self._sources.variant_of(order))
         tuning, content = self.tuning, order.content
@@ -344,7 +348,7 @@ class Group:
         return begin
 
     def _check_new(self, variant_id: str) -> None:
-        """Raise VariantRefused for an id that is invalid or taken, and if there are too many variants."""
+        """Raise VariantRefused if the id is invalid or taken, or if there are too many variants."""
         if not 0 < len(variant_id) <= MAX_NAME_CHARS or not variant_id.isprintable():
             raise VariantRefused(f"an id has 1 to {MAX_NAME_CHARS} printable characters")
         if variant_id in self._models:
@@ -403,7 +407,7 @@ class Group:
         self._site.set_models((base, *models))
 
     def _placed(self, model: Model) -> Model:
-        """Return the model; its blocks are not `in_host` while its adapter has a slot."""
+        """Return the model. While its adapter has a slot, its blocks do not count as `in_host`."""
         if self._wanted[model.id].variant.fingerprint not in self._resident:
             return model
         return replace(model, blocks=tuple(each._replace(in_host=False) for each in model.blocks))

@@ -1,6 +1,6 @@
 """Compose and run a site in front of a server: linked to the gateways while the server lives.
 
-Each time the server comes (back), it is discovered anew: it may have other models or other limits.
+The server is discovered again each time it returns, because its models or limits may have changed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ log = logging.getLogger(__name__)
 POLL_EVERY_S = 0.5
 PROBE_EVERY_S = 2.0
 LIST_EVERY_S = 15.0
-"""For a server without a health page, such as a provider: listing models is not free there."""
+"""Interval for servers without a health page, such as providers, where listing models is not free."""
 REFRESH_EVERY_S = 5.0
-"""For adapters that a server loads while it runs; a page of a thousand is some 200 KB."""
+"""Interval of listing models, for adapters loaded at run time. A list of a thousand takes about 200 KB."""
 MAX_MISSES = 3
 BACKOFF_FIRST_S, MAX_BACKOFF_S = 0.5, 15.0
 SPARE_CONNECTIONS = 4 + MAX_COUNTS
-"""Beyond those of the answers: for probes, for what ends, and for prompts that are being counted."""
+"""Connections beyond those of answers: for probes, cancelled requests and the counting of prompts."""
 
 
 async def serve(config: SiteConfig) -> int:
-    """Serve until a signal; return the exit status. Raises ConfigError if that cannot begin."""
+    """Serve until a signal. Return the exit status. Raises ConfigError if the site cannot start."""
     dialer = Dialer.from_config(config)
     root = config.url.rstrip("/").removesuffix("/v1")
     server = Server(
@@ -74,7 +74,7 @@ async def serve(config: SiteConfig) -> int:
 
 
 async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shutdown) -> Discovery | None:
-    """Wait for the server to come; return None if a shutdown comes first."""
+    """Wait until the server is reachable. Return None if the site shuts down first."""
     backoff_s = BACKOFF_FIRST_S
     while not shutdown.requested.is_set():
         discovering = asyncio.create_task(discover(server, config))
@@ -92,7 +92,7 @@ async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shut
 
 
 class Service:
-    """The site while its server is there."""
+    """The site while its server is reachable."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Service:
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._lose)
 
     async def run(self, dialer: Dialer) -> int | None:
-        """Return the exit status if the process is to end; None if the server is gone."""
+        """Return the exit status if the process must end, or None if the server is lost."""
         links = dialer.links(self._site)
         watching = [asyncio.create_task(each) for each in (tick(self._site), self._poll_forever())]
         ends = asyncio.create_task(
@@ -150,7 +150,9 @@ class Service:
         self._lost.set()
 
     async def _poll_forever(self) -> None:
-        """Poll the server's metrics, or its probe if it has none; lose it after several misses in a row."""
+        """Poll the server's metrics, or its probe if it has none. Several consecutive misses mean that it is
+        lost.
+        """
         missed, degraded, refreshed_s = 0, False, time.monotonic()
         while True:
             try:
@@ -171,11 +173,11 @@ class Service:
 
     @property
     def _lists_models(self) -> bool:
-        """Return whether nothing but the list of models shows the server alive."""
+        """Return whether only the list of models shows that the server is alive."""
         return not self._discovery.has_metrics and self._discovery.probe == MODELS_PATH
 
     async def _refresh_models(self) -> None:
-        """Serve what the server lists now, such as new adapters. Raises ServerLost."""
+        """Serve the models that the server lists now, such as new adapters. Raises ServerLost."""
         before = self._discovery
         try:
             found = await refresh(self._server, self._config, before)
@@ -194,7 +196,7 @@ class Service:
         log.info("the server's models have changed: %d came, %d went", len(names - known), len(known - names))
 
     async def _poll(self, degraded: bool) -> bool:
-        """Poll once; return whether the metrics page is not understood: it was at first, or will be later."""
+        """Poll once. Return whether the metrics page is temporarily not understood."""
         if self._lists_models:
             return degraded
         if not self._discovery.has_metrics:

@@ -1,6 +1,6 @@
-"""Report the load of a site to its gateways: figures, bids for work, an engine that hangs, signs of life.
+"""Report the load of a site to its gateways: figures, bids for work, a stalled engine, keep-alives.
 
-Does not know when figures tell a gateway something: `report_pace.py` does.
+`report_pace.py` decides when figures are worth a report.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from site_engine.federation.report_pace import REPORT_EVERY_S, LoadSummary
 log = logging.getLogger(__name__)
 
 SIGN_OF_LIFE_S = 1.5
-"""After so long without a report a site says that it is there: what its engine does is judged by reports."""
+"""Seconds without a report after which a site sends a keep-alive: gateways judge its engine by reports."""
 BID_INTERVAL_S = 1.0
 NO_PING = 0
-"""The number of no ping: they count from 1."""
+"""Marks a pong that answers no ping; pings are numbered from 1."""
 STUCK_AFTER_S = 120.0
-"""An engine that has been without progress for so long does not come back: a new process has to load it."""
+"""Seconds without progress after which an engine counts as lost, and a new process must load the model."""
 
 
 class LoadReports:
-    """`on_stuck` is called with the reason why the process has to be started again."""
+    """`on_stuck` is called with the reason if the process must be restarted."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class LoadReports:
         self._stalled = False
 
     def tick(self, now: float) -> None:
-        """Request a report when one is due, and report what an engine that is busy or hangs does not."""
+        """Request a report when one is due. Report on behalf of an engine that is busy or has stalled."""
         if any(each.linked and each.reports.is_late(now) for each in self._connections.values()):
             self._engine.request_load()
         self._watch_engine(now)
         self._show_life(now)
 
     def report(self, seen: LoadSeen, *, draining: bool) -> None:
-        """Report figures to each gateway that they tell something, or with a bid."""
+        """Report figures to each gateway for which they have changed enough, or with a bid."""
         self._figures = figures = seen.figures
         summary = LoadSummary.of(figures, self._hello.slots, self._hello.kv_capacity_tokens)
         linked = [each for each in self._connections.values() if each.linked]
@@ -73,8 +73,8 @@ class LoadReports:
             each.attempts.outbox.bid(m.Bid())
 
     def _may_bid(self, connection: Connection, figures: LoadFigures, draining: bool) -> bool:
-        """Return whether to ask for work: once each time that room appears. Without room, withdraw a bid that
-        is not sent.
+        """Return whether to send a bid: once each time that room appears. Without room, withdraw an unsent
+        bid.
         """
         free_slots = self._hello.slots - figures.running
         preparing = any(each.attempts.preparing for each in self._connections.values())
@@ -85,7 +85,7 @@ class LoadReports:
         return not connection.has_bid and self._clock() - connection.bid_s >= BID_INTERVAL_S
 
     def _watch_engine(self, now: float) -> None:
-        """Report an engine without progress, which reports nothing itself."""
+        """Report an engine without progress, which cannot report itself."""
         was_stalled, stalled_s = self._stalled, self._engine.stalled_s()
         self._stalled = stalled_s > 0
         if was_stalled and not self._stalled:
@@ -116,7 +116,9 @@ class LoadReports:
             connection.wake()
 
     def _show_life(self, now: float) -> None:
-        """Say something in a long iteration, as seldom as reports where nobody waits: a pong of no ping."""
+        """Send a keep-alive during a long iteration, as rarely as reports of an idle site: a pong that
+        answers no ping.
+        """
         for each in self._connections.values():
             if now - max(each.reported_s, each.sign_s) < SIGN_OF_LIFE_S:
                 continue

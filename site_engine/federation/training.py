@@ -1,6 +1,6 @@
-"""The runs of training at this site: what gateways order, what the engine makes of it, what they are told.
+"""The training runs of this site: orders of gateways, events of the engine, reports to gateways.
 
-Lives on the event loop. A run has one task, which fetches its data, stores its snapshots and ends it.
+Runs on the event loop. Each run has one task, which fetches its data, stores its snapshots and ends it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REPORT_EVERY_S: Final = 1.0
-"""Gateways want to hear of a run every 2 s."""
+"""Gateways expect a report on a run every 2 s."""
 MAX_STEPS: Final = 64
-"""Steps of a report."""
+"""Maximum number of steps in a report."""
 MAX_SAVED: Final = 3
-"""Snapshots of a run that wait to be stored; the oldest goes."""
+"""Snapshots of a run that may wait for storage; beyond that the oldest is dropped."""
 MAX_ENDED: Final = 64
-"""Runs whose end no gateway has acknowledged yet; the oldest is forgotten."""
+"""Ended runs kept until a gateway acknowledges them; beyond that the oldest is dropped."""
 MAX_DATA_BYTES: Final = 256 << 20
 MAX_CONTENT_BYTES: Final = 4 << 30
 RETRY_S: Final = 1.0
 MAX_FETCHES: Final = 60
-"""Tries in a row that bring nothing, after which a run is given up."""
+"""Consecutive fruitless tries after which a run is abandoned."""
 
 
 class Ended(NamedTuple):
@@ -59,7 +59,7 @@ class Ended(NamedTuple):
 
 
 class Run:
-    """One run, from its order until a gateway has it dropped."""
+    """One run, from its order until a gateway orders it dropped."""
 
     def __init__(self, order: Train) -> None:
         self.order = order
@@ -86,10 +86,10 @@ class Run:
 
 
 class TrainingRuns:
-    """`base` is the model that is trained on; at most `most` runs at once.
+    """`base` is the model to train on. At most `most` runs exist at once.
 
-    `pack` makes an adapter's archive of a snapshot, on any thread; `serve` serves an archive by a name for a
-    tenant, and returns why not, or nothing.
+    `pack` builds the archive of an adapter from a snapshot, on any thread. `serve` serves an archive under a
+    name for a tenant and returns the reason of a refusal, or an empty string.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TrainingRuns:
             self._drop(run)
 
     def _begin(self, order: Train) -> None:
-        """Begin a run, and drop another of its job. One that is here goes on."""
+        """Start a run and drop any other run of its job. A run that exists already continues."""
         if order.run in self._runs:
             return
         for each in [each for each in self._runs.values() if each.order.job_id == order.job_id]:
@@ -146,7 +146,7 @@ class TrainingRuns:
             run.task = asyncio.create_task(self._carry_out(run), name=f"train {order.run}")
 
     def _stop(self, run: Run) -> None:
-        """Have a run stored and ended. Of one that still fetches there is nothing to store."""
+        """Store and end a run. A run that is still fetching has nothing to store."""
         if run.fetches and run.task is not None and not run.ended.end:
             run.task.cancel()
             self._end(run, Ended(End.STOPPED))
@@ -155,7 +155,7 @@ class TrainingRuns:
             run.changed.set()
 
     def _drop(self, run: Run) -> None:
-        """Forget a run, and have the engine forget it."""
+        """Drop a run, here and in the engine."""
         del self._runs[run.order.run]
         if run.task is not None:
             run.task.cancel()
@@ -165,7 +165,7 @@ class TrainingRuns:
     # ---- from the engine
 
     def heard(self, run_name: str, event: TrainingEvent) -> None:
-        """Note what happened to a run; the engine knows it by its name."""
+        """Record an event of a run, which the engine identifies by name."""
         run = self._runs.get(run_name)
         if run is None:  # it was dropped while the engine read its data
             self._engine.stop_training(run_name, lambda _: None)
@@ -204,7 +204,7 @@ class TrainingRuns:
         self._report(run)
 
     async def drain(self) -> None:
-        """Store every run and end it: another site goes on. Take no others."""
+        """Store and end every run, so that other sites can continue them. Accept no new runs."""
         self._draining = True
         tasks = []
         for run in self._runs.values():
@@ -237,7 +237,7 @@ class TrainingRuns:
         self._end(run, ended)
 
     async def _train(self, run: Run) -> Ended:
-        """Train to the end of the job, or until the run is to stop. Raises TransferFailed."""
+        """Train until the job ends or the run is stopped. Raises TransferFailed."""
         order, base = run.order, self._base
         if order.model != base.id or order.revision not in ("", base.revision):
             here = f"this site trains {base.id} of revision {base.revision}"
@@ -261,7 +261,7 @@ class TrainingRuns:
         return await self._follow(run)
 
     async def _follow(self, run: Run) -> Ended:
-        """Store what is saved until the job is over. Raises TransferFailed."""
+        """Store saved snapshots until the job ends. Raises TransferFailed."""
         stopped = False
         while True:
             while run.saved:
@@ -282,7 +282,7 @@ class TrainingRuns:
                 await run.changed.wait()
 
     async def _stop_engine(self, run: Run) -> bool:
-        """Have the engine stop a run; return whether it did, and gave its last snapshot."""
+        """Stop a run in the engine. Return whether it stopped and returned its last snapshot."""
         last = await answer(partial(self._engine.stop_training, run.order.run))
         if isinstance(last, Failed):
             run.failure = last
@@ -291,7 +291,9 @@ class TrainingRuns:
         return isinstance(last, Saved)
 
     async def _keep(self, run: Run, saved: Saved) -> None:
-        """Store a snapshot, and after an epoch a checkpoint; without room for them the run goes on."""
+        """Store a snapshot, and a checkpoint after each epoch. If there is no room for them the run
+        continues.
+        """
         order, total = run.order, run.steps[-1].total_steps if run.steps else 0
         try:
             await self._store(order, Kind.SNAPSHOT, saved.step, saved.data)
@@ -319,7 +321,7 @@ class TrainingRuns:
     # ---- beside the links
 
     async def fetch(self, content: Content, max_bytes: int = MAX_CONTENT_BYTES) -> bytes:
-        """Return content from any gateway. Raises TransferFailed."""
+        """Fetch content from any gateway. Raises TransferFailed."""
         if content.size_bytes > max_bytes:
             raise TransferFailed(f"{content.size_bytes} bytes; this site takes {max_bytes} at most")
         received, fruitless, reason = BytesIO(), 0, "no gateway is linked"
@@ -338,7 +340,7 @@ class TrainingRuns:
         raise TransferFailed(f"the content could not be fetched: {reason}")
 
     async def _store(self, order: Train, kind: Kind, step: int, data: bytes) -> None:
-        """Store with any gateway, whenever one can: their database may be away. Raises TransferFailed."""
+        """Store at any gateway. Retries while their database is unreachable. Raises TransferFailed."""
         while True:
             for bulk in self._bulks():
                 try:
@@ -355,7 +357,7 @@ class TrainingRuns:
 
 
 async def answer(call: Callable[[Callable[[T], None]], Any]) -> T:
-    """Call what replies later, and wait for the reply."""
+    """Call a function that replies by callback, and await the reply."""
     reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def resolve(value: T) -> None:
