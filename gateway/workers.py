@@ -1,4 +1,4 @@
-"""Run a gateway as several processes behind one port: replicas of one configuration, ended together."""
+"""Run a gateway as several processes behind one port: replicas of one configuration that end together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from gateway.telemetry import logs
 log = logging.getLogger(__name__)
 
 RESTART_S, MAX_RESTART_S = 1.0, 30.0
-"""Pauses before a worker that has ended by itself is started again: the longer the more often it has."""
+"""Shortest and longest pause before a failed worker is restarted. The pause doubles with each early failure.
+"""
 
 
 class Worker(NamedTuple):
-    """A process, and the pipe that says why it could not serve."""
+    """A worker process, and the pipe on which it reports why it could not serve."""
 
     process: SpawnProcess
     failure: Connection
@@ -35,7 +36,7 @@ class Worker(NamedTuple):
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT with as many processes as `workers` says; return the exit code.
+    """Serve with `workers` processes until SIGTERM or SIGINT. Return the exit code.
 
     Raises ConfigError, StoreError.
     """
@@ -48,7 +49,7 @@ def run(config: GatewayConfig) -> int:
 
 
 class Workers:
-    """Starts the workers, starts one again that died, and ends all of them together."""
+    """Starts the workers, restarts a failed one, and ends all of them together."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -104,7 +105,7 @@ class Workers:
             process.terminate()
 
     def _ended(self, number: int) -> None:
-        """Note the end of a worker. One that cannot serve at its first start ends all, since none could."""
+        """Handle the end of a worker. One that could not serve at its first start ends all: none could."""
         worker = self._live.pop(number)
         with worker.failure as pipe:
             try:
@@ -136,14 +137,14 @@ class Workers:
 
 
 def restart_pause_s(last_s: float, lived_s: float) -> float:
-    """Return the pause before a worker starts again. One that keeps ending soon gets double the last pause:
-    each start takes seconds of CPU from the workers that serve.
+    """Return the pause before a worker is restarted. A worker that fails early gets twice the last pause,
+    because each start takes seconds of CPU from the serving workers.
     """
     return RESTART_S if lived_s > MAX_RESTART_S else min(MAX_RESTART_S, max(RESTART_S, 2 * last_s))
 
 
 def _work(config: GatewayConfig, failure: Connection) -> None:
-    """Run one worker; what a single gateway raises goes to the first process."""
+    """Run one worker. Errors that a single gateway would raise are sent to the parent process."""
     try:
         code = app.run(config)
     except (ConfigError, StoreError) as exc:
@@ -153,7 +154,7 @@ def _work(config: GatewayConfig, failure: Connection) -> None:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise ConfigError for a port that another program has: among workers nobody would be told."""
+    """Raise ConfigError if another program uses a port, which workers sharing the port would not notice."""
     try:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.create_server(address[:2], family=family):

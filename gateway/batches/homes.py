@@ -1,4 +1,4 @@
-"""Keeps lines that begin alike at the sites that have computed their beginning. Pure."""
+"""Assigns lines that share a prefix to the sites that have computed that prefix. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gateway.batches.capacity import SiteCapacity, assign_sites
 from gateway.batches.values import Line
 
 LOOK_AHEAD: Final = 64
-"""Lines among which one is sought that suits the sites with room."""
+"""Lines searched for one that suits the sites with room."""
 MAX_GROUPS: Final = 4096
-"""Groups whose sites are remembered, the latest."""
+"""Maximum number of groups whose sites are remembered; the oldest are dropped."""
 
 
 SPREAD_TIMES: Final = 20.0
-"""A group begins at one more site once its lines have so many times the tokens of its beginning besides."""
+"""A group starts at one more site when its lines have this many times the tokens of the prefix besides it."""
 
 
 class _Home:
-    """The sites of a group, and the tokens of the lines that started there without their beginning."""
+    """The sites of a group, with the tokens of the lines started there, not counting the prefix."""
 
     def __init__(self) -> None:
         self.sites: set[str] = set()
@@ -30,8 +30,8 @@ class _Home:
 class Homes:
     """The sites at which lines of each group have started.
 
-    A group stays where it has begun as long as other lines can start elsewhere, unless its beginning is worth
-    little beside its lines: then computing it at one more site costs less than sites with unequal work.
+    A group stays at its sites while other lines can start elsewhere, unless its prefix is short compared with
+    its lines: then computing the prefix at one more site costs less than unequal work at the sites.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Homes:
         self._chosen: dict[int, str] = {}  # sites of the lines just taken, by number
 
     def begin(self, capacities: Sequence[SiteCapacity], serving: Collection[str]) -> None:
-        """Begin a round: lines are taken for these sites, of those that are `serving`.
+        """Start a round that takes lines for the sites of `capacities`, some of those `serving`.
 
-        What began at a site that serves no longer begins anew at another.
+        Groups of a site that no longer serves start again at another.
         """
         self._room = {site.name: lines for site, lines in capacities}
         self._chosen = {}
@@ -54,7 +54,7 @@ class Homes:
         self._serving = set(serving)
 
     def take(self, queue: deque[Line]) -> Line | None:
-        """Take the next line, or before it one whose beginning is at a site that has room."""
+        """Take the next line, or a later one whose prefix is at a site with room."""
         if not queue:
             return None
         at, site = next(
@@ -74,7 +74,7 @@ class Homes:
         return line
 
     def assign(self, lines: Sequence[Line], capacities: Sequence[SiteCapacity]) -> list[str]:
-        """Return the site of each line that was taken; jointly of those that begin like no other."""
+        """Return the site of each taken line. Lines without a shared prefix are assigned jointly."""
         alone = [line for line in lines if line.number not in self._chosen]
         free = [
             SiteCapacity(site, self._room[site.name]) for site, _ in capacities if self._room[site.name] > 0
@@ -83,7 +83,7 @@ class Homes:
         return [self._chosen.get(line.number) or next(sites) for line in lines]
 
     def _site_for(self, line: Line) -> str:
-        """Return the site with most room where a line may start: of those with its beginning, or of all."""
+        """Return the site with most room for a line, among those with its prefix, or among all."""
         home = self._homes.get(line.group) if line.shared_tokens else None
         names = set(self._room)
         if home and home.tokens < SPREAD_TIMES * line.shared_tokens * len(home.sites):

@@ -1,4 +1,4 @@
-"""Decides where a job of fine-tuning runs, and what becomes of its run. Pure."""
+"""Decides where a fine-tuning job runs, and what happens to its run. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.tuning.values import JobStatus, Plan, TuningLimits
 
 
 def refusal(sites: Sequence[Site], model: str, plan: Plan) -> str | None:
-    """Return why no site of the federation could train an adapter of a model now, None if one could."""
+    """Return the reason why no site of the federation can train an adapter of a model now, or None."""
     here = [site for site in sites if site.state is not SiteState.DOWN]
     serving = [site for site in here if _serves(site, model)]
     if not serving:
@@ -27,8 +27,8 @@ def refusal(sites: Sequence[Site], model: str, plan: Plan) -> str | None:
 
 
 def of_same_base(sites: Sequence[Site], model: str, revision: str) -> Sequence[Site]:
-    """Return the sites whose base is the one with which a job began, also those that are down: it waits for
-    them. Where there are none, all: one of them tells that the base has changed.
+    """Return the sites with the base that the job started with, including sites that are down, which the job
+    waits for. If there are none, return all sites: one of them will report that the base has changed.
     """
     same = [
         site for site in sites if _serves(site, model) and site.identity.models[model].revision == revision
@@ -45,8 +45,8 @@ def choose(
     avoided: Container[str],
     now_s: float,
 ) -> Site | None:
-    """Return the idlest site that may begin a run now. `runs` are those that each has, `avoided` sites that
-    have just given the job up: they come last.
+    """Return the idlest site that may start a run now. `runs`: number of runs by site. `avoided`: sites that
+    failed the job recently, which come last.
     """
     able = [
         site
@@ -68,19 +68,19 @@ def choose(
 
 
 def idler(here: Site, other: Site | None, runs: Mapping[str, int]) -> bool:
-    """Return whether a run that gets no time would get more at another site: one that is less busy, and
-    trains nothing.
+    """Return whether a starved run would get more time at another site, one that is less busy and trains
+    nothing.
     """
     return other is not None and not _runs(other, runs) and _busy(other) < _busy(here)
 
 
 def _runs(site: Site, runs: Mapping[str, int]) -> int:
-    """Return the runs of a site, also those that other federations have there."""
+    """Return the number of runs of a site, including those of other federations."""
     return max(runs.get(site.name, 0), site.load.training)
 
 
 def _busy(site: Site) -> float:
-    """Return the requests of a site, as a part of those that it runs at once."""
+    """Return the running and waiting requests of a site as a share of its slots."""
     load = site.load
     return (load.running + load.pending + site.credit.requests) / site.identity.slots
 
@@ -95,7 +95,7 @@ def _is_fresh(site: Site, now_s: float) -> bool:
 
 
 class End(StrEnum):
-    """How a run ended, by its site."""
+    """How a run ended, as its site reports."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -104,8 +104,8 @@ class End(StrEnum):
 
 
 class Seen(NamedTuple):
-    """What is known of a run. `silent_s` since its site was heard of it, `unlinked_s` since the site's link
-    ended, `stopping_s` since it was asked to stop; 0 before.
+    """State of a run. Seconds since its site's last report (`silent_s`), since the site's link ended
+    (`unlinked_s`) and since the order to stop (`stopping_s`); 0 if not applicable.
     """
 
     end: End | None = None
@@ -123,7 +123,9 @@ class Act(StrEnum):
 
 
 def next_act(status: JobStatus, seen: Seen, limits: TuningLimits) -> Act:
-    """Return what to do about the current run of a job: to leave it, a running job goes on elsewhere."""
+    """Return the action for the current run of a job. A running job continues elsewhere if its run is
+    dropped.
+    """
     if seen.end is End.SUCCEEDED:  # also of a job that was paused too late to stop it
         return Act.SUCCEED
     if seen.end is End.FAILED:

@@ -1,4 +1,4 @@
-"""Keeps content that sites send and fetch, in the parts of files, by its digest."""
+"""Stores content that sites upload and fetch, by digest, in the parts of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.tuning.values import Content, Kind, TuningLimits
 from wire import federation_pb2 as pb
 
 MAX_UPLOADS: Final = 32
-"""Uploads of which this process keeps the beginning; of those that no call writes the oldest goes."""
+"""Unfinished uploads kept by this process. Beyond that, the oldest without an active call is dropped."""
 DIGEST_BYTES: Final = 32
 _KINDS: Final = {
     pb.StoreBegin.SNAPSHOT: Kind.SNAPSHOT,
@@ -30,7 +30,7 @@ _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
 
 
 class ContentStore:
-    """Serves Fetch and Store. What has arrived of an upload stays until MAX_UPLOADS came after it was cut."""
+    """Serves Fetch and Store. An interrupted upload is kept until MAX_UPLOADS newer ones have arrived."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ContentStore:
         self._uploads: dict[tuple[str, bytes], ContentUpload] = {}
 
     async def read(self, sha256: bytes, offset: int) -> AsyncIterator[bytes]:
-        """Yield content from an offset on. Raises BulkRefused."""
+        """Yield content starting at an offset. Raises BulkRefused."""
         try:
             content = await self._contents.find(sha256.hex())
             if content is None:
@@ -63,7 +63,7 @@ class ContentStore:
             raise BulkRefused(_UNAVAILABLE, f"the database is away: {reason(exc)}") from exc
 
     async def begin(self, begin: pb.StoreBegin) -> ContentUpload:
-        """Begin or go on with an upload of the current run of a job. Raises BulkRefused."""
+        """Start or resume an upload of the current run of a job. Raises BulkRefused."""
         size = begin.content.bytes
         if len(begin.content.sha256) != DIGEST_BYTES or begin.kind not in _KINDS or size == 0:
             raise BulkRefused(grpc.StatusCode.INVALID_ARGUMENT, "no kind, digest or size of content")
@@ -88,9 +88,9 @@ class ContentStore:
         return upload
 
     async def finished(self, upload: ContentUpload) -> None:
-        """Record what has arrived, and remove what it replaces. Raises BulkRefused.
+        """Record a finished upload, and remove the content that it replaces. Raises BulkRefused.
 
-        What the database may have recorded, although it did not say so, is not removed: else it expires.
+        If the database did not confirm the record, the upload is kept, and expires if it was not recorded.
         """
         begin = upload.announced
         self._forget(upload)
@@ -116,14 +116,14 @@ class ContentStore:
         await self._discard(upload)
 
     async def remove_leftovers(self, limit: int) -> int:
-        """Remove content that jobs need no more. Return its number."""
+        """Remove content that no job needs any more. Return the number of items."""
         found = await self._contents.find_leftovers(limit, self._clock() - self._limits.kept_s)
         for content in found:
             await self.remove(content)
         return len(found)
 
     async def remove(self, content: Content) -> bool:
-        """Remove content, unless somebody else did. Data is the client's file, which stays."""
+        """Remove content, if it still exists. Training data is the client's file and stays."""
         removed = await self._contents.remove(content)
         if removed and content.kind not in (Kind.DATA, Kind.VALIDATION):
             await self._files.remove(content.file_id)
@@ -140,7 +140,7 @@ class ContentStore:
 
 
 class ContentUpload:
-    """Content on its way. `is_open` while a call writes it."""
+    """An unfinished upload. `is_open` while a call writes to it."""
 
     def __init__(self, store: ContentStore, announced: pb.StoreBegin, writer: FileWriter) -> None:
         self.announced = announced

@@ -1,4 +1,4 @@
-"""Hand keys and values of requests to other engines of this host: straight into memory of their device."""
+"""Move keys and values of requests between engines of one host, straight into the other device's memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from site_engine.model.shared_memory import SharedMemory
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 30
-"""Of a request; more is computed again."""
+"""Limit on the keys and values moved for a request, in bytes. A request with more is recomputed."""
 FREE_SHARE = 4
-"""Of the memory that a device has free, an inbox takes one part of so many at most."""
+"""An inbox takes at most this fraction (1/n) of a device's free memory."""
 TRIAL_PAGES = (1, 32)
-"""Other kernels copy few pages than many."""
+"""Numbers of pages copied as a warm-up: different kernels copy few and many pages."""
 
 
 class _Ahead(NamedTuple):
-    """The first `size` pages of a request, sent while it goes on. `pages`: its own list of them."""
+    """The first `size` pages of a request, sent while it runs. `pages` is the request's own page list."""
 
     pages: list[int]
     size: int
@@ -36,14 +36,14 @@ class _Ahead(NamedTuple):
 
 
 class KVInbox:
-    """Memory into which other engines write, once it is open, and the way into that of others.
+    """Memory into which other engines write once it is open, and access to the inboxes of other engines.
 
-    Has to be used between iterations. A place is one request's until it was received: whoever gives places
-    away sees to that.
+    Must be used between iterations. A place belongs to one request until the request is received; the caller
+    that assigns places ensures this.
     """
 
     def __init__(self, kv_cache: KVCache, share: Callable[[torch.device], SharedMemory]) -> None:
-        """Make a closed inbox, without memory; `share` makes what a device shares."""
+        """Create a closed inbox without memory. `share` creates the memory that a device shares."""
         self._kv_cache = kv_cache
         self._share = share
         self._copies = kv_cache.copies
@@ -53,7 +53,7 @@ class KVInbox:
         self._ahead: dict[InboxPlace, _Ahead] = {}
 
     def open(self) -> InboxAddress | None:
-        """Let other engines of this host write here; None if nothing can be handed over so."""
+        """Open the inbox to other engines of this host. Return None if keys and values cannot be moved."""
         if self._address is None and self._kv_cache.is_whole and self._copies.page_bytes:
             device = self._kv_cache.device
             place_bytes = self._place_bytes()
@@ -71,19 +71,19 @@ class KVInbox:
         return self._address
 
     def close(self) -> None:
-        """Let no further engines write here."""
+        """Close the inbox to further engines."""
         if self._address is not None:
             self._given.close()
 
     def meet(self, inboxes: Iterable[InboxAddress]) -> None:
-        """Open the ways into inboxes of other engines before a request waits for that."""
+        """Open the inboxes of other engines before a request has to wait for that."""
         if self._address is not None:
             for each in inboxes:
                 self._other(each)
 
     def send_ahead(self, request: Request, to: InboxPlace | None) -> bool:
-        """Begin to copy the whole pages of a request, which do not change any more, while it goes on; return
-        whether they are on their way: then this is to be called again after an iteration.
+        """Start copying the full pages of a running request, which no longer change. Return whether copies
+        are in progress; the method must then be called again after an iteration.
         """
         pages, count = request.pages, request.computed // self._kv_cache.page_size
         if to in self._ahead:
@@ -103,8 +103,8 @@ class KVInbox:
         return True
 
     def send(self, request: Request, to: InboxPlace | None) -> int:
-        """Queue copies of the pages that were not sent ahead, behind what the device computes; return the
-        tokens of all, none if they do not fit, or there is no way.
+        """Queue copies of the remaining pages behind the work of the device. Return the number of tokens
+        moved in all; 0 if they do not fit or the inbox cannot be reached.
         """
         pages, count = request.pages, -(-request.computed // self._kv_cache.page_size)
         memory = self._way(count, to)
@@ -119,7 +119,7 @@ class KVInbox:
         return request.computed
 
     def sent(self, to: InboxPlace | None) -> None:
-        """Wait until nothing is on its way to a place."""
+        """Wait until all copies to a place are complete."""
         ahead = self._ahead.pop(to, None) if to is not None else None
         if ahead is not None and ahead.copied is not None:
             ahead.copied.synchronize()
@@ -127,9 +127,9 @@ class KVInbox:
             torch.cuda.current_stream().synchronize()
 
     def receive(self, moved: Moved) -> torch.Tensor | None:
-        """Return what `KVCache.copy_in` takes of a request that came, whose place is free then.
+        """Return the argument of `KVCache.copy_in` for a received request, and free its place.
 
-        None: nothing of it is here, perhaps since it was sent to an engine that was here before.
+        None: nothing was received, for example because it was sent to a previous engine of this process.
         """
         if moved.place is None or moved.place.inbox != self._address:
             return None
@@ -144,7 +144,7 @@ class KVInbox:
         return kept
 
     def _rehearse(self, own: InboxAddress) -> None:
-        """Hand over pages to this inbox itself: what is done first takes ten times as long."""
+        """Move pages to this inbox itself as a warm-up: the first copy takes ten times as long."""
         place, trial = InboxPlace(own, 0), Request("rehearsal", ())
         trial.row = 0
         for count in TRIAL_PAGES:
@@ -159,7 +159,7 @@ class KVInbox:
             self._kv_cache.copy_in(kept, trial.pages)
 
     def _place_bytes(self) -> int:
-        """Return the bytes of a place: whole pages, of one request with all that there are at most."""
+        """Return the size of a place in bytes: whole pages, at most those of one longest request."""
         most = MAX_BYTES
         if self._kv_cache.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._kv_cache.device)
@@ -171,14 +171,14 @@ class KVInbox:
         return memory[begin : begin + place.inbox.place_bytes].view(-1, self._page_bytes)
 
     def _way(self, pages: int, to: InboxPlace | None) -> torch.Tensor | None:
-        """Return the memory of a place, if there is a way to it and so many pages fit."""
+        """Return the memory of a place, or None if it cannot be reached or `pages` do not fit."""
         if to is None or self._address is None or pages * self._page_bytes > to.inbox.place_bytes:
             return None
         memory = self._other(to.inbox)
         return None if memory is None else self._place(memory, to)
 
     def _other(self, inbox: InboxAddress) -> torch.Tensor | None:
-        """Return the bytes of an inbox; when a new one is opened, give up those of engines that are gone."""
+        """Return the bytes of an inbox. Opening a new one releases those of engines that have ended."""
         if inbox not in self._others:
             known = [each for each in self._others if each != self._address]
             for other in [each for each in known if not is_given(each.name)]:
@@ -194,6 +194,6 @@ class KVInbox:
 
 
 def _can_go(request: Request) -> bool:
-    """Return whether another engine can go on with a copy of what a request has computed."""
+    """Return whether another engine can continue from a copy of a request's computed keys and values."""
     unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
     return request.row >= 0 and not unread_prompt

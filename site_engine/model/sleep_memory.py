@@ -1,6 +1,6 @@
-"""The memory that an engine can do without while its base sleeps: weights, and pages of keys and values.
+"""The memory that an engine releases while its base sleeps: weights, and pages of keys and values.
 
-It keeps its addresses meanwhile, so that tensors, and CUDA graphs captured on them, are valid again after it.
+The addresses stay reserved, so that tensors and CUDA graphs captured on them are valid again after waking.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ MEMORY_OF_HOST = Path("/proc/meminfo")
 
 
 class AddressRange(Protocol):
-    """A range of addresses. What is taken of them has memory at first, and again after each `map`."""
+    """A range of addresses. Memory taken from the range is mapped at first, and again after each `map`."""
 
     copies_in_host: bool
-    """Whether copies are in host memory; else they are in another GPU's, which engines awake there lack."""
+    """Whether copies are in host memory. Otherwise they occupy another GPU, whose engines have less memory.
+    """
 
     @property
     def mapped_bytes(self) -> int: ...
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return further bytes, at an address for tensors of any type. Raises NoMemory."""
+        """Return further bytes, aligned for tensors of any type. Raises NoMemory."""
 
     def taken(self) -> Iterator[torch.Tensor]:
-        """Yield all bytes that were taken, in the same pieces each time."""
+        """Yield all bytes taken so far, in the same pieces each time."""
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return memory that is quickly copied from and to these addresses. Raises NoMemory."""
+        """Return memory for fast copies from and to this range. Raises NoMemory."""
 
     def unmap(self) -> None:
         """Give up the memory, which nothing may use meanwhile."""
 
     def map(self) -> None:
-        """Get memory of any contents. Raises NoMemory, with none got."""
+        """Map memory with undefined contents. Raises NoMemory and maps nothing."""
 
 
 class Room(Protocol):
-    """Addresses of which the front has memory, in parts that come and go whole."""
+    """Addresses with memory mapped at their front, in parts that are mapped and unmapped as a whole."""
 
     @property
     def granularity(self) -> int:
@@ -55,11 +56,11 @@ class Room(Protocol):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """Return the bytes of all addresses; nothing may use those without memory."""
+        """Return all bytes of the range. Those without memory must not be used."""
 
     def resize(self, size_bytes: int) -> None:
-        """Map so many bytes at the front, rounded up. The contents of new bytes, and of a part that is not
-        kept whole, are undefined. Raises NoMemory, with the parts that are kept whole still mapped.
+        """Map `size_bytes` at the front, rounded up. Contents of new bytes, and of a part that is not kept
+        whole, are undefined. Raises NoMemory; parts that are kept whole stay mapped.
         """
 
 
@@ -121,13 +122,13 @@ class Granular(Protocol):
 
 
 def whole(size_bytes: int, memory: Granular) -> int:
-    """Return a size rounded up to a multiple of the memory's granularity."""
+    """Round a size up to a multiple of the mapping granularity."""
     return -(-size_bytes // memory.granularity) * memory.granularity
 
 
 class SleepMemory:
-    """Gives up a device's memory for sleep: kept tensors are copied elsewhere at the first sleep, to the host
-    or another GPU, and rooms lose their contents.
+    """Releases an engine's device memory for sleep. At the first sleep kept tensors are copied to the host or
+    to another GPU; rooms lose their contents.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class SleepMemory:
         make_range: Callable[[], AddressRange] = HostRange,
         make_room: Callable[[int], Room] | None = None,
     ) -> None:
-        """`make_range` returns addresses of the device. With `make_room`, which returns so many, each room of
-        keys and values has its own, so that it can grow.
+        """`make_range` reserves device addresses. With `make_room` each room of keys and values gets a range
+        of its own, so that it can grow.
         """
         self._device = device
         self._kept, self._rooms = make_range(), make_range()
@@ -152,7 +153,7 @@ class SleepMemory:
 
     @property
     def shares(self) -> str:
-        """Return the device into whose memory rooms can grow, by a name of its own; empty if they can't."""
+        """Return a unique name of the device whose memory rooms can grow into; empty if they cannot grow."""
         if not self.grows:
             return ""
         if self._device.type == "cuda":
@@ -160,7 +161,7 @@ class SleepMemory:
         return str(self._device.type)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move constant tensors here, in place. Those that share memory go on sharing it.
+        """Move constant tensors here, in place. Tensors that share memory still share it afterwards.
 
         Raises NoMemory.
         """
@@ -179,11 +180,11 @@ class SleepMemory:
                 each.data = bytes_of.view(each.dtype).as_strided(*place)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros, which are zeros again after sleep. Raises NoMemory."""
+        """Return a tensor of zeros, which is zero again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
     def growing_room(self, size_bytes: int, max_bytes: int) -> Room:
-        """Return a room of zeros that its user resizes; after sleep it has `size_bytes` of zeros again.
+        """Return a resizable room of zeros. After sleep it has `size_bytes` of zeros again.
 
         Raises NoMemory.
         """
@@ -195,9 +196,9 @@ class SleepMemory:
         return room
 
     def sleep(self) -> int:
-        """Give up the memory, which nothing may use meanwhile, and return its bytes.
+        """Release the memory, which must not be used while asleep. Return its size in bytes.
 
-        Raises NoMemory if there is no room for the copy; nothing has changed then.
+        Raises NoMemory, without effect, if there is no room for the copy.
         """
         if not self._copies:
             kept = list(self._kept.taken())
@@ -214,7 +215,7 @@ class SleepMemory:
         return freed
 
     def wake(self) -> None:
-        """Have everything again as it was, and rooms of zeros. Raises NoMemory, and sleeps on."""
+        """Restore all tensors, and rooms of zeros. Raises NoMemory and stays asleep."""
         try:
             self._kept.map()
             self._rooms.map()
