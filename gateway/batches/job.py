@@ -53,23 +53,24 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.1
 ROUND_S: Final = 0.02
-"""Least time between two rounds: what ended meanwhile is written in one transaction, and a replica starts
-400 lines a second at most (`BatchLimits.starting` a round), however fast its sites are.
+"""Minimum time between two rounds. Each round writes the ended lines in one transaction and starts at most
+`BatchLimits.starting` lines, which limits a replica to 400 lines a second.
 """
 IDLE_S, IDLE_TICK_S = 60.0, 1.0
-"""A batch without a line in flight for so long makes room for another, and is looked at this often."""
+"""Time without a line in flight after which a batch makes room for another. Also the interval of checking it.
+"""
 BACKOFF_S: Final = 1.0
 MAX_AWAY_BACKOFFS, MAX_AWAY_S = 60, 3600.0
-"""A line for which a site is away waits so many times BACKOFF_S at most, and so many seconds in all."""
+"""A line whose site is unreachable waits at most this many times BACKOFF_S, and this many seconds in all."""
 MAX_KEPT_LINES: Final = 64
-"""Lines with several prompts that wait to run again with the answers of some of them."""
+"""Limit on lines with several prompts that wait for a retry with some prompts already answered."""
 
 InFlight = dict[str, str]
-"""Site names by query id, of the lines of this replica that were started and have not ended."""
+"""Site names by query id, for the running lines of this replica."""
 
 
 class Retry(NamedTuple):
-    """A line that runs again after `wait_s`. `pauses_batch`: any other line would fail now, too."""
+    """A line to retry after `wait_s`. `pauses_batch`: all other lines would fail now, too."""
 
     line: Line
     wait_s: float
@@ -79,8 +80,8 @@ class Retry(NamedTuple):
 class Job:
     """One run of one batch. The runner keeps `batch` up to date.
 
-    `in_flight` is shared by all jobs of this replica. `sharing` returns how the batches of this replica share
-    the sites of one.
+    `in_flight` is shared by all jobs of this replica. `sharing` returns how this replica's batches share
+    their sites.
     """
 
     def __init__(
@@ -107,17 +108,17 @@ class Job:
 
     @property
     def sites(self) -> set[str]:
-        """Return the names of the sites that serve its model and that its key may use, also if down."""
+        """Return the names of the sites, also those down, that serve its model and that its key may use."""
         model = self._model
         return {site.name for site in self._usable_sites() if model in site.identity.models}
 
     @property
     def _model(self) -> str:
-        """Return the model that answers its lines now: it may have been named by a route."""
+        """Return the model that answers the batch's lines now, resolving a route."""
         return self._context.model_of(self.batch)
 
     def _usable_sites(self) -> Sequence[Site]:
-        """Return the sites in the regions of its key, but those where its model is another tenant's."""
+        """Return the sites in the regions of its key, except where its model belongs to another tenant."""
         caller, sites = self._context.caller(self.batch.key_id), self._context.sites()
         sites, model = sites if caller is None else caller.sites_of(sites), self._model
         tenants = "", self.batch.tenant
@@ -131,19 +132,19 @@ class Job:
 
     @property
     def is_late(self) -> bool:
-        """Return whether it would end too late at its pace."""
+        """Return whether the batch would miss its deadline at its current pace."""
         return is_late(self.batch, self.progress, self._context.unix_time())
 
     @property
     def can_start(self) -> bool:
-        """Return whether it has lines that may start now, if there is room."""
+        """Return whether the batch has lines that may start now, given room."""
         now_s = self._context.clock()
         is_due = bool(self._waiting) or bool(self._retries and self._retries[0][0] <= now_s)
         return is_due and now_s >= self._paused_until_s
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it only waits: for sites of its model, or for its tenant's quota."""
+        """Return whether the batch only waits for sites of its model or for its tenant's quota."""
         waits = self.batch.status is BatchStatus.IN_PROGRESS and not self._running
         return waits and self._context.clock() - self._busy_s > IDLE_S
 
@@ -154,7 +155,7 @@ class Job:
         return RunningLines(len(self._running), ends_at)
 
     async def run(self) -> None:
-        """Run the batch to its end. Raises LeaseLost, and DATABASE_ERRORS when the database is away."""
+        """Run the batch to its end. Raises LeaseLost, and DATABASE_ERRORS if the database is unreachable."""
         if self._context.caller(self.batch.key_id) is None:
             await self._context.refresh_keys()
         if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
@@ -175,7 +176,7 @@ class Job:
 
     @property
     def _must_stop(self) -> bool:
-        """Return whether the batch was cancelled or its time is over."""
+        """Return whether the batch was cancelled or has expired."""
         return self._cancelled or self._context.unix_time() >= self.batch.expires_at
 
     # ---- validate
@@ -222,8 +223,8 @@ class Job:
             await self._cancel_running()
 
     async def _refill(self) -> bool:
-        """Read the lines that come next; return whether they are known. While the database is away those that
-        run go on.
+        """Read the next lines. Return whether they are known. Running lines continue while the database is
+        unreachable.
         """
         if self._context.clock() < self._read_again_s:
             return False
@@ -272,7 +273,7 @@ class Job:
         return available(self._usable_sites(), self._model, starting, now_s)
 
     def _take_lines(self, max_lines: int, now_s: float, sharing: Sharing) -> list[Line]:
-        """Take the lines that start now from the due retries, then from the queue, within the limits."""
+        """Take the lines to start now, within the limits: due retries first, then the queue."""
         limits = self._context.limits
         sites, model = self._usable_sites(), self._model
         running = [task.get_name() for task in self._running if not task.done()]
@@ -307,15 +308,15 @@ class Job:
 
     def _can_run_nowhere(self) -> bool:
         """Return whether the key was revoked, the model is unknown, or all its sites are in regions that the
-        key may not use; each line then fails with that error. The sites of a batch with an answer exist,
-        though a gateway that has started since may not have met them.
+        key may not use. Each line then fails with that error. If the batch has an answer its sites exist,
+        although a newly started gateway may not know them yet.
         """
         if self._context.caller(self.batch.key_id) is None:
             return True
         return self._context.knows_sites() and not self.sites and not self._has_answers
 
     async def _collect(self) -> None:
-        """Wait until lines end, for one tick at most, and write their outcomes."""
+        """Wait for lines to end, at most one tick, and write their outcomes."""
         if not self._running:
             await asyncio.sleep(IDLE_TICK_S if self.is_idle else TICK_S)
             return
@@ -335,7 +336,7 @@ class Job:
             self._forget(self._running.pop(task), has_outcome=isinstance(task.result(), Outcome))
 
     def _forget(self, line: Line, *, has_outcome: bool) -> None:
-        """Count a line that runs no more; without an outcome it will run again."""
+        """Record a line that no longer runs. Without an outcome it will run again."""
         work = work_of(line)
         self._blend.ended(line.number)
         self._running_work -= work
@@ -354,7 +355,7 @@ class Job:
             self._paused_until_s = max(self._paused_until_s, due_s)
 
     async def _write(self, outcomes: list[Outcome], retried: list[Line]) -> None:
-        """Write until the database takes it, however long it is away; no line starts meanwhile."""
+        """Retry a write until the database accepts it. No line starts in the meantime."""
         while True:
             try:
                 await self._context.ledger.write(self.batch.id, outcomes, retried)
@@ -364,7 +365,7 @@ class Job:
                 await asyncio.sleep(BACKOFF_S)
 
     async def _cancel_running(self) -> None:
-        """Cancel the running lines. Their usage was recorded, so a later run of a line has another id."""
+        """Cancel the running lines. Their usage is recorded, so a later run of a line gets another id."""
         cancelled, self._running = self._running, {}
         for task in cancelled:
             task.cancel()
@@ -427,8 +428,8 @@ class Job:
         return Outcome(line.number, True, error_line(endpoint, line.custom_id, query_id, exc))
 
     def _on_no_site(self, line: Line, query_id: str, exc: NoSite) -> Outcome | Retry:
-        """Retry a line that none of the sites with room can serve. For an hour it is no failure while
-        another is away that may be able to.
+        """Retry a line that no site with room can serve. For up to an hour this is not a failure while
+        another site that may be able to serve it is unreachable.
         """
         model, now_s = self._model, self._context.clock()
         serving = [site for site in self._usable_sites() if model in site.identity.models]
@@ -439,7 +440,7 @@ class Job:
         return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=False)
 
     def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:
-        """Retry a line that failed; its last failure is its outcome."""
+        """Retry a failed line. Its last failure becomes its outcome."""
         if not isinstance(exc, MicoError):
             log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=exc)
         failures = line.failures + 1

@@ -1,6 +1,6 @@
-"""The usage of every quota on this replica: reserve, top up and settle, all in memory. Does no I/O.
+"""The usage of every quota on this replica: reserve, top up and settle, in memory. Does no I/O.
 
-Does not lease the slices from the database: `leases.py` does.
+`leases.py` leases the slices from the database.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gateway.quotas.meter import Meter, meter_of
 MEASURED = (Unit.TOKENS, Unit.NANO_USD)
 TOP_UP_TOKENS = 64
 OVERDRAFT = 0.05
-"""The part of a slice by which answers that have begun may exceed it before they are cut."""
+"""Share of a slice by which started answers may exceed the slice before they are cut."""
 FRESH_S = 1.0
-"""Time for which the last round's news of other replicas counts: two rounds."""
+"""How long the last round's figures of other replicas are valid: two rounds."""
 LIMITS_PER_TURN = 1_000
-"""Limits that are replaced before the event loop turns to others: some milliseconds."""
+"""Limits replaced between two yields to the event loop: a few milliseconds."""
 RETRY_AFTER_S = 1.0
-"""Time until a slice that is too small may have grown."""
+"""Time after which a slice that is too small may have grown."""
 
 
 class SliceFull(Exception):
-    """A reservation does not fit the slice leased here. `may_grow`: the slice could become large enough."""
+    """A reservation does not fit the slice leased here. `may_grow`: the slice can become large enough."""
 
     def __init__(self, refusal: TooMany, *, may_grow: bool) -> None:
         super().__init__(refusal.message)
@@ -41,11 +41,12 @@ class SliceFull(Exception):
 class LeasedLimit:
     """One limit and the slice of it that this replica has leased.
 
-    Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database;
-    `written` is -1 where they are to be written anew. `elsewhere` is in use at other replicas, `reachable`
-    the largest slice that they leave, both as of `settled_at` in the month `settled_period`. `unmet` did not
-    fit since then: what waits is counted anew after each round. `asked`: the want in the database includes
-    what did not fit. `reserved` is the part of the use here that queries in progress may give back.
+    `ceiling` is the usable part of the slice. `written` and `written_used` are the figures in the database;
+    `written` is -1 if they must be written again. `elsewhere` is the use at other replicas and `reachable`
+    the largest slice that these leave, both as of `settled_at` in the month `settled_period`. `unmet` is what
+    did not fit since then; waiting queries are counted again after each round. `asked`: the amount requested
+    in the database includes what did not fit. `reserved` is the part of the use here that queries in progress
+    may still return.
     """
 
     id: LimitId
@@ -71,7 +72,7 @@ class LeasedLimit:
         return self.ceiling - self.meter.used(now)
 
     def used_anywhere(self, now: float) -> int:
-        """Return the usage at all replicas. News of the others is forgotten when it can't count any more."""
+        """Return the usage at all replicas. Outdated figures of other replicas are not counted."""
         if self.id.kind.is_monthly:
             counts = self.meter.period(now) == self.settled_period
         else:
@@ -81,7 +82,9 @@ class LeasedLimit:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What one query holds of one unit: parts, each with the time at which it was taken, and their sum."""
+    """The amount of one unit that a query holds: its parts, each with the time it was reserved, and their
+    sum.
+    """
 
     parts: list[tuple[float, int]] = field(default_factory=list)
     total: int = 0
@@ -89,7 +92,7 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The share of one query in every limit that binds it: one request, one place, tokens and money."""
+    """What one query holds of every limit that applies to it: one request, one place, tokens and money."""
 
     bound: tuple[LeasedLimit, ...] = ()
     held: Mapping[Unit, Held] = field(default_factory=lambda: {unit: Held() for unit in MEASURED})
@@ -101,12 +104,12 @@ class Reservation:
         return self.held[Unit.TOKENS].total
 
     def counts(self, unit: Unit) -> bool:
-        """Return whether a limit of this unit binds the query."""
+        """Return whether a limit of this unit applies to the query."""
         return any(each.unit is unit for each in self.bound)
 
 
 class QuotaStatus(NamedTuple):
-    """The tightest limit of one kind, for people and clients: of the quota as a whole, as far as is known."""
+    """The tightest limit of one kind, for display: figures of the whole quota, as far as known."""
 
     limit: int
     remaining: int
@@ -121,9 +124,9 @@ class QuotaLedger:
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`lapsed`: whether the leases have run out and are not to be trusted.
+        """`lapsed`: returns whether the leases have expired and cannot be trusted.
 
-        `clock` is monotonic; `unix_time`, the same at all replicas, says which month it is.
+        `clock` is monotonic. `unix_time`, which all replicas share, determines the month.
         """
         self.replicas = 1
         self._lapsed = lapsed
@@ -136,7 +139,9 @@ class QuotaLedger:
     # ---- a query
 
     def open(self, caller: Caller, prompt_tokens: int) -> Reservation:
-        """Reserve one request, one place and the prompt. Raises SliceFull; Overloaded if leases lapsed."""
+        """Reserve one request, one place and the prompt. Raises SliceFull, and Overloaded if leases have
+        expired.
+        """
         reservation = Reservation(self._binding(caller), opened_at=self._clock())
         if reservation.bound and self._lapsed():
             raise Overloaded("the database is away and the lease of this caller's quota has run out")
@@ -144,7 +149,7 @@ class QuotaLedger:
         return reservation
 
     def check_together(self, caller: Caller, queries: int) -> None:
-        """Raise BadRequest if one request asks for more queries at once than may ever run at once."""
+        """Raise BadRequest if a request consists of more queries than may ever run at once."""
         for each in self._binding(caller) if queries > 1 else ():
             if each.id.kind is Kind.QUERIES and 0 < each.limit < queries:
                 quota = f"the quota of {each.id.kind.phrase(each.limit)} of {each.id}"
@@ -181,10 +186,10 @@ class QuotaLedger:
     def settle(
         self, reservation: Reservation, tokens: int, nano_usd: int = 0, *, refused: bool = False
     ) -> None:
-        """Replace the reservation by the tokens used and their cost, at the end of the query; a refused one
-        counts as no request.
+        """Replace the reservation by the tokens used and their cost, at the end of the query. A refused query
+        does not count as a request.
 
-        Does nothing the second time.
+        Has no effect when called again.
         """
         if reservation.settled:
             return
@@ -201,10 +206,10 @@ class QuotaLedger:
                 each.meter.give_back(1, reservation.opened_at, now)
 
     def charge(self, caller: Caller, tokens: int, nano_usd: int) -> TooMany | None:
-        """Count tokens that were used outside of any query, and their cost, against the month alone.
+        """Charge tokens that were used outside of queries, and their cost, against monthly limits only.
 
-        Returns the refusal of the first quota that is spent by now, whatever queries in progress give back of
-        what they have reserved here; None if there is none.
+        Return the refusal of the first quota that is used up even if queries in progress return everything
+        reserved here; None if there is none.
         """
         now, amounts = self._clock(), {Unit.TOKENS: tokens, Unit.NANO_USD: nano_usd}
         monthly = [each for each in self._binding(caller) if each.id.kind.is_monthly]
@@ -240,7 +245,7 @@ class QuotaLedger:
                 self._activate(each)
 
     def _give_back(self, reservation: Reservation, unit: Unit, amount: int, now: float) -> None:
-        """Return a part, what was reserved last first: it was needed least."""
+        """Return a part of the reservation, latest part first, which is needed least."""
         held = reservation.held[unit]
         while amount > 0:
             taken_at, part = held.parts.pop()
@@ -253,9 +258,10 @@ class QuotaLedger:
                     each.reserved -= back
 
     def _full(self, needs: Sequence[tuple[LeasedLimit, int, int]], now: float) -> SliceFull:
-        """Note what does not fit, in all limits alike: none is to shrink while the query waits for another.
+        """Record what does not fit in all limits of the query, so that none shrinks while the query waits for
+        another.
 
-        `needs`: limits, with what is needed and what is free. Returns the error for the first that is full.
+        `needs`: limits with the needed and the free amount. Return the error for the first full limit.
         """
         for each, need, _ in needs:
             each.unmet += need
@@ -271,7 +277,7 @@ class QuotaLedger:
     # ---- shown to people and clients
 
     def status(self, caller: Caller, kind: Kind) -> QuotaStatus | None:
-        """Return the limit of this kind with the least part left, of those that bind the caller."""
+        """Return the limit of this kind with the smallest share left of those that apply to the caller."""
         found = [each for each in self._binding(caller) if each.id.kind is kind]
         if not found:
             return None
@@ -283,7 +289,7 @@ class QuotaLedger:
         )
 
     def in_use(self, limit_id: LimitId) -> int:
-        """Return the usage here and elsewhere, as far as is known."""
+        """Return the usage at all replicas, as far as known."""
         leased = self._limits.get(limit_id)
         return 0 if leased is None else leased.used_anywhere(self._clock())
 
@@ -296,12 +302,12 @@ class QuotaLedger:
     # ---- leasing
 
     def set_limits(self, limits: Mapping[LimitId, int]) -> None:
-        """Replace the limits. The usage of those that stay is kept; those that change are settled next."""
+        """Replace the limits. Usage of unchanged limits is kept; changed limits are settled next."""
         for _ in self.replace_limits(limits):
             pass
 
     def replace_limits(self, limits: Mapping[LimitId, int]) -> Iterator[None]:
-        """Replace the limits, and yield after every LIMITS_PER_TURN of them."""
+        """Replace the limits, yielding to the event loop after every LIMITS_PER_TURN of them."""
         for number, gone in enumerate([limit_id for limit_id in self._limits if limit_id not in limits], 1):
             self._bind(gone, without=self._limits.pop(gone))
             if number % LIMITS_PER_TURN == 0:
@@ -326,7 +332,7 @@ class QuotaLedger:
             self._bound[subject] = bound
 
     def unsettled(self) -> list[LimitId]:
-        """Return the limits whose slice differs from the database, or may have to change."""
+        """Return the limits whose slice differs from the database or may have to change."""
         now, active, found = self._clock(), self._active, list[LimitId]()
         self._active = []
         for leased in active:
@@ -345,7 +351,9 @@ class QuotaLedger:
             self._active.append(leased)
 
     def claim(self, limit_id: LimitId) -> Claim | None:
-        """Return what this replica asks of a limit, None if it is gone. Asks once for what did not fit."""
+        """Return what this replica requests of a limit, or None for a removed limit. What did not fit is
+        requested once.
+        """
         leased, now = self._limits.get(limit_id), self._clock()
         if leased is None:
             return None
@@ -356,7 +364,7 @@ class QuotaLedger:
         return Claim(leased.ceiling, used, want, leased.meter.period(now))
 
     def restore(self, limit_id: LimitId, amount: int, used: int, age_s: float) -> None:
-        """Take over a slice, and its usage of `age_s` seconds ago, from the process before this one."""
+        """Adopt a slice, with its usage `age_s` seconds ago, from the previous process of this name."""
         leased = self._limits.get(limit_id)
         if leased is not None and leased.written < 0 and limit_id.kind is not Kind.QUERIES:
             leased.ceiling = amount
@@ -364,9 +372,9 @@ class QuotaLedger:
                 leased.meter.take(used, self._clock() - max(0.0, age_s))
 
     def apply_grant(self, limit_id: LimitId, claim: Claim, grant: Grant) -> bool:
-        """Take the granted slice, and shrink towards its target: first here, then in the database.
+        """Adopt the granted slice, and shrink towards its target, here first and then in the database.
 
-        Return whether there is now something to give back in the database.
+        Return whether a part must be returned in the database.
         """
         leased = self._limits.get(limit_id)
         if leased is None:
@@ -379,15 +387,15 @@ class QuotaLedger:
         return leased.ceiling < leased.written
 
     def write_anew(self) -> None:
-        """Settle every slice in the next round: what the database has of them is of another time."""
+        """Settle every slice in the next round, because the database holds an earlier state of them."""
         for leased in self._limits.values():
             if leased.written >= 0:
                 leased.written = -1
                 self._activate(leased)
 
     def forget_slices(self) -> None:
-        """Drop every slice, and of a month what the database counts: both are another's now, that of a
-        process with this replica's name or of the replicas that are gone.
+        """Drop every slice and the month's use that the database counts. Both now belong to another process
+        of this name, or to lost replicas.
         """
         now = self._clock()
         for leased in self._limits.values():
@@ -398,9 +406,9 @@ class QuotaLedger:
 
 
 def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> TooMany:
-    """Return an error that names the quota and the time to wait, as far as is known here.
+    """Return an error that names the quota and the time to wait, as far as known here.
 
-    `used_up`: the quota as a whole is, and not only the slice leased here.
+    `used_up`: the whole quota is used up, not only the slice leased here.
     """
     kind = leased.id.kind
     quota = f"the quota of {kind.phrase(leased.limit)} of {leased.id}"
