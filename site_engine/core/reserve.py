@@ -1,14 +1,14 @@
-"""Decide whether a request fits beside those that run, by the memory that all of them will need at any time.
+"""Decide whether a request fits beside the running ones, by the memory that all of them will need over time.
 
-A running request takes one more token in each iteration and returns its memory when it ends, so those that
-end make room for those that grow ("Past-Future Scheduler for LLM Serving", 2025). Nobody knows which ends
-when: each likely length of a request holds an equal share of its memory until then. By mean lengths alone
-all requests with like forecasts would be at their longest at one time, and half the memory would stay empty.
-Too many at once cost a preemption, which changes no token of an answer.
+A running request takes one more token per iteration and frees its memory when it ends, so requests that end
+make room for requests that grow ("Past-Future Scheduler for LLM Serving", 2025). Lengths are uncertain: each
+of a request's equally likely lengths holds an equal share of its memory until that length is reached. With
+mean lengths, all requests with similar forecasts would peak at the same time and half the memory would stay
+empty. An underestimate costs a preemption, which changes no token of an answer.
 
-A chat counts the other chats alone: it starts as soon as its prompt has memory, and lines of batches are
-preempted when it needs more, of which most have ended by then. Lines count the most that the chats will hold,
-and not that those will end, since others come.
+A chat counts only other chats: it starts as soon as its prompt fits, and preempts batch lines when it needs
+more memory later, when most of those lines have ended. Batch lines count the peak of the running chats and do
+not count on the memory that chats will free, because new chats arrive.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from site_engine.core.remaining_curve import LIKELY_LENGTHS
 from site_engine.core.request import Lane, Request, State
 
 KEPT_DEVIATIONS = 0.5
-"""Room kept for forecasts that are too short, in standard deviations of what all requests together need.
+"""Margin for forecasts that are too short, in standard deviations of the total need of all requests.
 
-A preemption costs less than memory that stays empty: with twice this, four times fewer are preempted, and a
-batch takes up to 5% longer.
+A preemption costs less than unused memory: with twice this margin there are a quarter of the preemptions, and
+a batch takes up to 5% longer.
 """
 ENDS_LATE = 2
-"""Iterations for which an overlapped step holds the pages of a request that has its last token."""
+"""Iterations for which an overlapped step keeps the pages of a request after its last token."""
 REFRESH_EVERY = 16
-"""Iterations after which forecasts are read again: the forecast of an answer grows while it does not end."""
+"""Iterations between refreshes of the forecasts: the forecast of an answer grows while the answer continues.
+"""
 
 Remaining = Callable[[Request], Sequence[float]]
-"""Returns equally likely numbers of the remaining tokens of a request, ascending."""
+"""Return equally likely values of a request's remaining tokens, in ascending order."""
 
 
 class Span(NamedTuple):
-    """A request that ends after one of the iterations `ends`, ascending and equally likely. In iteration t
-    until then it holds `base` + t tokens of memory.
+    """A request that ends after one of the iterations `ends`, ascending and equally likely. Until then it
+    holds `base` + t tokens of memory in iteration t.
     """
 
     ends: tuple[float, ...]
@@ -58,7 +59,7 @@ class Span(NamedTuple):
 
 
 class FuturePeak:
-    """The memory that requests are expected to hold together, at every time until the last of them ends."""
+    """The total memory that requests are expected to hold, at every time until the last of them ends."""
 
     def __init__(self) -> None:
         self._at: dict[object, int] = {}  # owners' places in the tables
@@ -71,7 +72,7 @@ class FuturePeak:
         self._changed = True
 
     def put(self, spans: Mapping[Any, Span]) -> None:
-        """Enter requests, or change them."""
+        """Add or update requests."""
         for owner in spans:
             if owner not in self._at:
                 if not self._free:
@@ -104,7 +105,7 @@ class FuturePeak:
         self._order = np.arange(self._ends.size)
 
     def with_one_more(self, span: Span) -> float:
-        """Return the most tokens expected at once until the last of the ends of `span`, and those kept."""
+        """Return the expected peak in tokens until the last end of `span`, and the tokens that stay held."""
         self._sum_up()
         ends = np.array(span.ends)
         running = np.arange(len(ends), 0, -1) / len(ends)  # the share of the new one until each of its ends
@@ -117,16 +118,18 @@ class FuturePeak:
         return most + KEPT_DEVIATIONS * sqrt(self._last[:, 1].sum() + span.variance)
 
     def all_at_last(self, span: Span) -> float:
-        """Return the tokens of all at the last of their ends at once: no less than the peak, and cheaper."""
+        """Return an upper bound of the peak that is cheaper to compute: all requests at their last end at
+        once.
+        """
         return float(self._last[:, 0].sum()) + span.base + span.ends[-1]
 
     def peak(self) -> float:
-        """Return the most tokens expected at once."""
+        """Return the expected peak in tokens."""
         self._sum_up()
         return float(self._held.max(initial=0.0))
 
     def _sum_up(self) -> None:
-        """Sum up what is left at each end, and after the last."""
+        """Compute the remaining totals at each end, and after the last end."""
         if not self._changed:
             return
         self._order = self._order[self._ends.ravel()[self._order].argsort(kind="stable")]  # nearly in order
@@ -140,15 +143,15 @@ class FuturePeak:
 
 
 class Reservation:
-    """The future of the running requests, kept as they start and leave.
+    """The expected memory use of the running requests, updated as requests start and leave.
 
-    Of requests that share pages, the one that is expected to end last is their keeper: its end frees them. If
-    it ends before another, they count as held until all have ended.
+    Shared pages are attributed to the request that is expected to end last, their keeper, whose end frees
+    them. If the keeper ends earlier, the pages count as held until all sharing requests have ended.
     """
 
     def __init__(self, pool: PagePool, remaining: Remaining, chunk: Callable[[], int]) -> None:
-        """`remaining` returns the likely remaining tokens of a request, `chunk` the prompt tokens that an
-        iteration computes.
+        """`remaining` returns the likely remaining tokens of a request, `chunk` the prompt tokens computed
+        per iteration.
         """
         self.iteration = 0
         self.factors = LengthFactors()
@@ -163,7 +166,7 @@ class Reservation:
         self._refused: set[Request] = set()  # the answer stays no until a request leaves
 
     def fits(self, request: Request) -> bool:
-        """Return whether memory suffices now and later if a request starts. For a lone one it always does."""
+        """Return whether memory suffices now and later if a request starts. A single request always fits."""
         if not self._spans:
             return True
         if self.refused(request):
@@ -174,14 +177,14 @@ class Reservation:
         return request.lane is Lane.BATCH or self.has_pages(request)
 
     def has_pages(self, request: Request) -> bool:
-        """Return whether pages are free for a request's tokens, and for all known ones of those that run."""
+        """Return whether free pages suffice for the known tokens of a request and of all running requests."""
         if self._fits_at_limit(request):
             return True
         missing = sum(map(self._missing_pages, self._spans))
         return self._missing_pages(request) + missing <= self._pool.available
 
     def _fits_at_limit(self, request: Request) -> bool:
-        """Return whether memory suffices even if all reach their token limits, whatever is expected."""
+        """Return whether memory suffices even if all requests reach their token limits."""
         return self._all_at_limit + self._pages_at_limit(request) <= self._pool.capacity
 
     def _pages_at_limit(self, request: Request) -> int:
@@ -192,7 +195,9 @@ class Reservation:
         return max(0, -(-known // self._pool.page_size) - len(request.pages))
 
     def has_room(self, request: Request) -> bool:
-        """Return whether memory suffices at every time for those that count for a request, with it."""
+        """Return whether memory suffices at all times for a request together with the requests that it
+        counts.
+        """
         if self._fits_at_limit(request) or all(each.lane > request.lane for each in self._spans):
             return True
         self._refresh_forecasts()
@@ -207,11 +212,11 @@ class Reservation:
         return held <= (room + keepers.count(None)) * page_size
 
     def refused(self, request: Request) -> bool:
-        """Return whether a request was just found not to fit, and nothing has changed since."""
+        """Return whether a request was found not to fit and nothing has changed since."""
         return request in self._refused and self.iteration - self._read_at < REFRESH_EVERY
 
     def start(self, request: Request) -> None:
-        """Enter a request that starts. The pages that it has by now are from the prefix cache."""
+        """Add a starting request. The pages that it holds at this point are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
         self._at_limit[request] = self._pages_at_limit(request)
@@ -220,7 +225,7 @@ class Reservation:
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
-        """Enter pages of the prefix cache, from number `first` of a request on."""
+        """Add pages of the prefix cache, starting at page `first` of a request."""
         ends = self._spans[request].expected_end
         lent: dict[Request, int] = {}  # pages of which another is the keeper, by those that had or have them
         for page in request.pages[first:]:
@@ -238,12 +243,12 @@ class Reservation:
             self._futures[other.lane].put({other: self._spans[other]})
 
     def computes(self, request: Request, first: int, after: int) -> None:
-        """Enter pages [first, after) of a request, which others can share from now on."""
+        """Add pages [first, after) of a request, which other requests can share from now on."""
         for page in request.pages[first:after]:
             self._keepers.setdefault(page, request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request that is about to drop its pages."""
+        """Remove a request that is about to free its pages."""
         self._futures[request.lane].remove(request)
         del self._spans[request], self._shared[request]
         self._all_at_limit -= self._at_limit.pop(request)
@@ -253,7 +258,7 @@ class Reservation:
         self._refused.clear()
 
     def reserved_tokens(self) -> int:
-        """Return the tokens that running requests will hold at once beyond those that they hold now."""
+        """Return the peak of the running requests beyond the tokens that they hold now."""
         if not self._spans:
             return 0
         self._refresh_forecasts()
@@ -264,7 +269,7 @@ class Reservation:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
     def _refresh_forecasts(self) -> None:
-        """Read the forecasts again unless that was a few iterations ago."""
+        """Refresh the forecasts unless they were refreshed a few iterations ago."""
         if self.iteration - self._read_at < REFRESH_EVERY:
             return
         self.factors.update(self._spans)
