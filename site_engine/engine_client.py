@@ -1,6 +1,6 @@
-"""The one interface through which a site uses an engine, and the values that cross it.
+"""The interface through which a site uses an engine, and the values passed through it.
 
-Does not know which engine stands behind it: `native.py` and `remote/engine.py` implement it.
+Implemented by `native.py`, the engine of this project, and `remote/engine.py`, any inference server.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from site_engine.errors import NotServed, TrainingRefused, VariantRefused
 from site_engine.messages import Assign
 
 Group: TypeAlias = Sequence[Request]
-"""The choices of one attempt: admitted together, released together."""
+"""The choices of one attempt, which are admitted and released together."""
 
 
 class Delivered(NamedTuple):
-    """The part of a resumed answer that the client has; `argument_chars` are those of the last call begun."""
+    """The part of a resumed answer that the client has received. `argument_chars` counts those of the last
+    call.
+    """
 
     chars: int = 0
     calls: int = 0
@@ -30,7 +32,7 @@ class Delivered(NamedTuple):
 
 
 class ParsedText(NamedTuple):
-    """Text of an answer without its calls of functions and its reasoning, the calls, and the reasoning."""
+    """The text of an answer without tool calls and reasoning, the tool calls, and the reasoning."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -38,11 +40,11 @@ class ParsedText(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """Separates calls of functions from the text of one choice while it grows."""
+    """Separates tool calls from the text of one choice as the text arrives."""
 
     @property
     def calls(self) -> int:
-        """Number of calls begun."""
+        """Number of calls started."""
         ...
 
     def feed(self, text: str) -> ParsedText: ...
@@ -50,20 +52,19 @@ class ToolParser(Protocol):
 
 
 class ToolCalling(Protocol):
-    """The style in which the model of one attempt writes calls of functions."""
+    """The format in which the model of one attempt writes tool calls."""
 
     def parser(self, choice: str, delivered: Delivered) -> ToolParser:
-        """Return a parser for one choice. `choice` names it everywhere: ids of calls are made of it."""
+        """Return a parser for one choice. Ids of calls are derived from `choice`, its unique name."""
         ...
 
 
 class Prepared(NamedTuple):
-    """A prompt ready for the engine, and the text that an echoing answer begins with. `shown`: special tokens
-    that the text of the answer shows, with their names.
+    """A prompt that is ready for the engine, and the text that an echoing answer begins with.
 
-    `resumed`: the tokens that an answer begun elsewhere goes on from. `chain`: as in `Request`.
-    `payload` belongs to the engine that prepared the prompt: the site hands it back to `submit` and never
-    looks into it.
+    `resumed`: the tokens after which an answer started elsewhere continues. `chain`: as in `Request`.
+    `shown`: special tokens that the answer's text shows, with their names. `payload` is private to the engine
+    that prepared the prompt: the site passes it back to `submit` unread.
     """
 
     token_ids: tuple[int, ...]
@@ -83,9 +84,9 @@ class Prepared(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The facts that a site announces of its model and engine.
+    """The facts that a site announces about its model and engine.
 
-    `weights_bytes`, and `slots_bytes` of the slots for adapters, are on each device; 0: unknown.
+    `weights_bytes`, and `slots_bytes` of adapter slots, are per device; 0: unknown.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Facts(NamedTuple):
 
 
 class LoadSeen(NamedTuple):
-    """The engine's figures and the moment, on the site's clock, at which they were true."""
+    """The engine's load figures and the time at which they were taken, on the site's clock."""
 
     figures: LoadFigures
     at_s: float
@@ -110,8 +111,8 @@ class LoadSeen(NamedTuple):
 class Listener:
     """Callbacks of an engine, called on the event loop. `broken` is called once, with the reason.
 
-    `training` gets what happens to a job, by its id, until `Failed` or the last `Saved`. `refused` gets
-    the id of a variant that is served no more, as an engine that started again could not load it, and why.
+    `training` receives the events of a job, by its id, until `Failed` or the last `Saved`. `refused` receives
+    the id of a variant that a restarted engine could not load, which is no longer served, and the reason.
     """
 
     outputs: Callable[[Sequence[Output]], None]
@@ -125,30 +126,32 @@ class TrainingEngine(Protocol):
     """Trains adapters in an engine. Events of jobs go to `Listener.training`."""
 
     def train(self, order: TrainingOrder, reply: Callable[[TrainingRefused | None], None]) -> None:
-        """Begin a job, read beside what is served; reply None, or why it is not trained here."""
+        """Start a job, whose data is read while the engine serves. Calls `reply` with None, or the reason of
+        a refusal.
+        """
         ...
 
     def stop_training(self, job_id: str, reply: Callable[[Saved | Failed | None], None]) -> None:
-        """End a job without an event; reply with its state after its last step, why it can't be had, or None
-        if the job is not here.
+        """End a job without an event. Calls `reply` with its state after the last step, or the reason why
+        there is none, or None if the job is unknown.
         """
         ...
 
 
 class EngineClient(Protocol):
-    """An engine as a site uses it, from the event loop. No method blocks; replies are called on the loop."""
+    """An engine as a site uses it. Methods are called on the event loop and do not block; so are replies."""
 
     @property
     def waiting(self) -> int:
-        """Number of prompts that wait to be prepared, and of those given up that were not dropped yet."""
+        """Number of prompts waiting to be prepared, including abandoned ones that are not dropped yet."""
         ...
 
     def waiting_of(self, tenant: str) -> int:
-        """Return the number of prompts of `tenant` that wait to be prepared."""
+        """Return the number of prompts of `tenant` waiting to be prepared."""
         ...
 
     def stalled_s(self) -> float:
-        """Return how long the engine has been without progress if its work does not explain it, else 0.
+        """Return the seconds without progress that the engine's work does not explain, else 0.
 
         Called a few times a second.
         """
@@ -160,9 +163,9 @@ class EngineClient(Protocol):
         reply: Callable[[Prepared | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Make the prompt of an attempt ready for `submit`, or refuse it.
+        """Prepare the prompt of an attempt for `submit`, or refuse it.
 
-        `is_wanted` may be called on any thread; once it is false there need be no reply.
+        `is_wanted` may be called on any thread. Once it returns False, no reply is needed.
         """
         ...
 
@@ -172,26 +175,26 @@ class EngineClient(Protocol):
         reply: Callable[[int | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Count the tokens of a prompt, or refuse to; `is_wanted` as in `prepare`."""
+        """Count the tokens of a prompt, or refuse it. `is_wanted` as in `prepare`."""
         ...
 
     def submit(self, prepared: Prepared, group: Group, reply: Callable[[NotServed | None], None]) -> None:
-        """Admit all requests of an attempt or none; reply with the refusal, None if they are admitted. Each
+        """Admit all requests of an attempt or none. Calls `reply` with the refusal, or None if admitted. Each
         admitted request ends with exactly one finish.
 
-        Until the first output of an admitted attempt, `reply` may be called again with a refusal, which ends
-        all of its requests: a server may take an attempt late, or not at all.
+        Until the first output of an admitted attempt `reply` may be called again with a refusal, which ends
+        all of its requests: a server may accept an attempt late, or not at all.
         """
         ...
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests, with a CANCELLED finish each. Requests that have ended are ignored."""
+        """Cancel requests; each ends with a CANCELLED finish. Requests that have ended are ignored."""
         ...
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Give up groups of which nothing has started; reply, group by group, whether it was given up."""
+        """Release the groups of which no request has started. Calls `reply` with one bool for each group."""
         ...
 
     def request_load(self) -> None:
-        """Have the load reported to the listener soon."""
+        """Request a load report to the listener."""
         ...

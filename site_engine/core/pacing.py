@@ -1,10 +1,9 @@
-"""Choose how many prompt tokens of batches an iteration computes beside the rows that decode.
+"""Choose how many prompt tokens of batches an iteration computes beside its decode rows.
 
-An iteration takes a fixed time, above all to read all weights, in which it computes a few tokens besides for
-less than they cost alone; with any prompt it takes a little longer. So prompts cost most in tiny pieces,
-which make many iterations longer, and all at once they use none of the time that passes anyway. A piece that
-takes about as long as the fixed part costs least, where the one outweighs the other and rows have left that
-time unused.
+An iteration has a fixed time, mainly for reading all weights, during which some tokens are computed almost
+for free; any prompt makes the iteration a little longer. Very small pieces of prompts therefore lengthen many
+iterations, and whole prompts at once leave the fixed time of other iterations unused. A piece that takes
+about as long as the fixed part costs least, if the decode rows leave that time unused.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from site_engine.core.load import CostFit
 from site_engine.core.request import Lane
 
 FILLED_SHARE = 0.5
-"""Rows that take more than this share of the fixed time leave too little of it: prompts then run at once."""
+"""If decode rows take more than this share of the fixed time, prompts are not split."""
 READ_EVERY = 16
-"""Questions between two readings of the fit."""
+"""Calls between two reads of the fitted cost."""
 BESIDE_CHATS = 4.0
-"""The time that prompts of batches take in an iteration beside chats, times its fixed part: a chat that comes
-meanwhile waits for its end. Smaller pieces cost throughput where no row decodes beside them.
+"""Time for batch prompts in an iteration beside chats, as a multiple of its fixed part: a new chat waits for
+the end of the iteration. Smaller pieces cost throughput when no row decodes beside them.
 """
 MIN_BESIDE_CHATS = 256
 CHATS_GONE_S = 60.0
-"""Seconds without a chat after which batches have a site for themselves."""
+"""Seconds without a chat after which batches may use the whole iteration."""
 
 
 class Pace:
-    """The prompt tokens of each iteration, by what iterations have taken so far."""
+    """The number of prompt tokens of an iteration, from the fitted cost of past iterations."""
 
     def __init__(self, fit: CostFit) -> None:
         self._fit = fit
         self._asked = 0
         self._fixed = 0  # tokens that take as long as the fixed part of an iteration; 0: unknown
-        self._piece = 0  # tokens that cost least together; 0: as many as there are
+        self._piece = 0  # tokens of the cheapest piece; 0: no limit
 
     def prompt_tokens(self, rows: int, budget: int) -> int:
         """Return the prompt tokens, of `budget` at most, for the next iteration, in which `rows` decode."""
@@ -56,16 +55,16 @@ class Pace:
 
 
 class PromptBudget:
-    """The prompt tokens that requests may compute in an iteration: those of batches are limited."""
+    """The prompt tokens that requests may compute in an iteration. Batch lines are limited."""
 
     def __init__(self, fit: CostFit) -> None:
         self.beside_chats = False  # or shortly after one
         self._pace = Pace(fit)
-        self._chat_s = -inf  # when a chat was last here
+        self._chat_s = -inf  # last time with a chat
         self._all = self._batch = self._paced = 0  # tokens left: of any request, of batches, of paced lines
 
     def begin(self, now: float, rows: int, budget: int, has_chats: bool, paced: bool) -> None:
-        """Begin an iteration of `budget` prompt tokens, in which `rows` decode; `paced`: lines are."""
+        """Start an iteration of `budget` prompt tokens and `rows` decode rows; `paced`: limit paced lines."""
         self._chat_s = now if has_chats else self._chat_s
         self.beside_chats = now - self._chat_s < CHATS_GONE_S
         self._all, pace = budget, self._pace

@@ -1,6 +1,6 @@
-"""Keep a stream to each gateway: dial, authenticate, say Hello, move messages both ways, dial again.
+"""Keep a stream to each gateway: dial, authenticate, send Hello, transfer messages both ways, redial.
 
-Decides nothing: `site.py` makes the messages, `outbox.py` knows when they are due. One task per address.
+Makes no decisions: `site.py` creates the messages, `outbox.py` knows when they are due. One task per address.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 64
 MAX_PEER_FAILURES = 10
-"""Failures in a row after which a peer is forgotten, unless a gateway still names it."""
+"""Consecutive failures after which a peer is dropped, unless a gateway still names it."""
 MAX_MESSAGE_BYTES = 64 << 20
 MESSAGES_PER_TURN = 16
-"""Messages of a bunch that are handled before the event loop sends what is owed: some milliseconds."""
+"""Messages of a bunch handled before pending messages are sent: a few milliseconds of work."""
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -47,10 +47,10 @@ MAX_MISSED_HEARTBEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class LinkTimeouts:
-    """Timeouts of a link. Backoff doubles from its first to its longest, each time with jitter.
+    """Timeouts of a link. Backoff doubles from its first to its longest value, with jitter.
 
-    Backoff counts from the beginning of a try: after one that waited as long, the next follows at once. So a
-    gateway whose process stood still finds a try of every site waiting when it goes on.
+    Backoff counts from the start of a try: the next try follows at once after one that took longer. A gateway
+    whose process was suspended therefore has a pending try of every site when it continues.
     """
 
     hello_s: float = 10.0
@@ -60,7 +60,7 @@ class LinkTimeouts:
 
 
 class Link:
-    """The stream to one gateway address, dialled again and again until `close`."""
+    """The stream to one gateway address, redialled until `close`."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Link:
         cpu_clock: Callable[[], float] = time.thread_time,
         on_unauthenticated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`add_peers` gets the addresses that a gateway names of others. `cpu_clock` returns the CPU
-        seconds of the event loop's thread.
+        """`add_peers` receives the addresses of other gateways that a gateway names. `cpu_clock` returns the
+        CPU seconds of the event loop's thread.
         """
         self.address = address
         self._on_unauthenticated = on_unauthenticated
@@ -99,7 +99,7 @@ class Link:
         self._bye: Bye | None = None
 
     async def run(self, *, max_failures: int | None = None) -> None:
-        """Dial until closed, or until `max_failures` in a row."""
+        """Dial until closed, or until `max_failures` consecutive failures."""
         while self._bye is None and (max_failures is None or self._failures < max_failures):
             began_s = self._clock()
             try:
@@ -116,7 +116,7 @@ class Link:
                     await self._pause()
 
     def close(self, reason: str) -> None:
-        """Send everything that is owed and Bye; `run` returns soon after."""
+        """Send all pending messages and Bye. `run` returns soon after."""
         self._bye = Bye(reason)
         self._changed.set()
 
@@ -247,7 +247,7 @@ class Link:
         await self._finish(stream, *outbox.take(float("inf")), self._bye)
 
     async def _finish(self, stream: Any, *last: FromSite) -> None:
-        """Write the last messages, and wait for the gateway's end: it has then read everything before."""
+        """Write the last messages and wait until the gateway ends the stream, having read all of them."""
         async with asyncio.timeout(self._timeouts.goodbye_s):
             for message in last:
                 for part in codec.encode(message):
@@ -256,7 +256,7 @@ class Link:
             await stream.code()
 
     async def _wait_until(self, due_s: float | None) -> None:
-        """Wait until something is due; a change may bring that forward. None: wait for a change."""
+        """Wait until something is due or changes. None: only a change ends the wait."""
         wait_s = None if due_s is None else due_s - self._clock()
         if wait_s is not None and wait_s <= 0:
             return
@@ -266,7 +266,7 @@ class Link:
 
 
 class Links:
-    """One link per address: configured ones for good, peers while they answer or a gateway names them."""
+    """One link per address: permanent if configured; for peers while they answer or are named."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Links:
         timeouts: LinkTimeouts,
         background: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`background` runs for as long as there are links: it renews their certificate."""
+        """`background` runs as long as the links do: it renews their certificate."""
         self._make_link = make_link
         self._timeouts = timeouts
         self._links: dict[str, Link] = {}
@@ -295,7 +295,7 @@ class Links:
             task.add_done_callback(partial(self._forget, address))
 
     async def close(self, reason: str) -> None:
-        """Send everything that is owed and Bye on every link, then end all tasks."""
+        """Send all pending messages and Bye on every link, then end all tasks."""
         self._closed = True
         tasks = list(self._tasks.values())
         for link in self._links.values():
