@@ -1,6 +1,6 @@
-"""Plan one iteration at a time: running requests, then new ones, under a token budget and the KV pool.
+"""Plan one iteration: running requests first, then new ones, within the token budget and the KV pages.
 
-Does not run or sample and holds no tensors.
+Runs and samples nothing, and holds no tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 
 
 class Scheduler:
-    """Owns the queue, the running set and the pages.
+    """Owns the waiting queue, the running and preempted requests, and their pages.
 
-    A running request holds a row and pages; a waiting request holds neither.
+    A running request holds a row and pages. A waiting or preempted request holds neither.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Scheduler:
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
         fit: CostFit | None = None,
     ) -> None:
-        """Create a scheduler. `share_prefixes` is of the KVCacheManager.
+        """Create a scheduler with `slots` rows and at most `token_budget` tokens per iteration.
 
-        Without `adapters` any number of adapters runs at once. `write_virtual` writes the keys and values of
-        a request's virtual tokens from number `first` on. `fit`: the fitted cost of iterations.
+        With `share_prefixes` tenants share the prefix cache. `adapters` limits the adapters that run at once;
+        None sets no limit. `write_virtual(request, first)` writes the keys and values of the request's
+        virtual tokens from index `first` on. `fit` is the fitted cost of iterations.
         """
         self.kv_cache_manager = KVCacheManager(pool, prefixes, received, share_prefixes=share_prefixes)
         self.queue = queue
-        self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
+        self.running: list[Request] = []  # by lane (chats first), then start order; preempted from the end
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
@@ -62,7 +63,8 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; its others are paced
+        # running decode-heavy batch lines by tenant: while there are any, its prefill-heavy lines are paced
+        self._decode_heavy: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
@@ -74,16 +76,16 @@ class Scheduler:
 
     @property
     def resident_adapters(self) -> frozenset[str]:
-        """Fingerprints of the variants whose adapters have slots."""
+        """Fingerprints of the variants whose adapters are loaded in slots."""
         return frozenset() if self._adapters is None else self._adapters.resident
 
     def plan(
         self, now: float, max_new: int | None = None, max_prompt_tokens: int | None = None
     ) -> SchedulePlan:
-        """Plan the next iteration: grow pages and move requests between waiting, running and preempted.
+        """Plan the next iteration: allocate pages, preempt, and start waiting or preempted requests.
 
-        At most `max_new` requests start, to bound the planning time while a device computes, and at most
-        `max_prompt_tokens` of prompts are computed.
+        At most `max_new` requests start, which bounds the planning time while a device computes. At most
+        `max_prompt_tokens` prompt tokens are planned. None sets no limit.
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
@@ -95,18 +97,18 @@ class Scheduler:
         has_chats = self.queue.has_lane(Lane.CHAT) or any(one.lane is Lane.CHAT for one in self.running[:1])
         self.prompt_budget.begin(now, len(plan.decodes), budget, has_chats, bool(self._decode_heavy))
         budget = self._plan_prefills(plan, budget)
-        # prefills alone may hold every page; a request in State.LAST will return its own
+        # prefills may hold every page, so that none can grow; a request in State.LAST is about to free pages
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # a request preempted now, whose newest token may not be known yet, does not return in the same
-        # iteration, nor another of its lane
+        # a request preempted in this iteration must not restart in it, since its newest token may be unknown
+        # to the host; nor does any other request of its lane or a lower lane start
         preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
         self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
 
     def advance(self, plan: SchedulePlan) -> None:
-        """Record that a plan was computed: the keys and values of its tokens are in the pages."""
+        """Mark a plan's tokens as computed: their keys and values are in the pages, or are being written."""
         for request, start, _, _ in plan.decodes:
             request.computed = start + 1
         for request, start, length, samples in plan.prefills:
@@ -115,12 +117,12 @@ class Scheduler:
                 request.state = State.DECODE
 
     def restart(self, request: Request) -> None:
-        """Preempt a request and compute it again from its first token."""
+        """Preempt a request and discard its keys and values: all of its tokens are recomputed."""
         self.kv_cache_manager.invalidate(request)
         self._preempt(request)
 
     def release(self, request: Request) -> None:
-        """Remove a request in any state and free its pages and its row."""
+        """Remove a request in any state, free its pages and row, and settle its tenant's charge."""
         if request.charged:
             self.queue.settle(request)
         if request.row >= 0:
@@ -133,14 +135,14 @@ class Scheduler:
         request.state = State.FINISHED
 
     def preempt_beyond(self, page: int) -> None:
-        """Preempt the requests that hold a later page."""
+        """Preempt the running requests that hold a page numbered above `page`."""
         for request in [one for one in self.running if max(one.pages, default=0) > page]:
             self._preempt(request)
 
     def adopt(self, request: Request) -> None:
-        """Take a request that another engine has begun, whose keys and values wait in `received`.
+        """Accept a request that another engine has begun and whose keys and values wait in `received`.
 
-        It starts as one that was preempted does, and its tenant is charged for what is left.
+        The request is scheduled like a preempted one. Its tenant is charged the expected remaining tokens.
         """
         self.queue.charge(request)
         self.preempted.append(request)
@@ -167,7 +169,7 @@ class Scheduler:
         return budget
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
-        """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
+        """Plan as many of a request's uncomputed tokens as budget and pages allow; return their number."""
         kv, paced = self.kv_cache_manager, self._is_paced(request)
         budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
@@ -196,7 +198,9 @@ class Scheduler:
         return length
 
     def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
-        """Allocate a page for the next token, preempting the last running request that is not in the plan."""
+        """Allocate a page for a request's next token, preempting the latest running requests not in the plan
+        while pages are short. Return False if the request itself was preempted.
+        """
         while not self.kv_cache_manager.grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
             victim = next(one for one in reversed(self.running) if one not in planned)
@@ -208,7 +212,7 @@ class Scheduler:
     # ---- starting and preempting
 
     def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None, before: int) -> None:
-        """Start requests of lanes before `before`."""
+        """Start requests of the lanes ahead of `before` while budget, rows, pages and `max_new` allow it."""
         if self._policy.static and self.running:
             return
         started = self._started
@@ -221,11 +225,11 @@ class Scheduler:
             budget -= self._plan_chunk(plan, request, budget)
 
     def _candidates(self, now: float) -> Iterator[Request]:
-        """Yield the next request; then, of lines that may overtake it, the first that fits and a paced one.
+        """Yield the next request; then, of the batch lines that may overtake it, the first that fits and the
+        first prefill-heavy one.
 
-        The memory beside the longest answers, which they need later, serves shorter ones until then. Beside
-        chats it serves those: shorter lines would take each piece of memory that a chat leaves, and the
-        longest would start last.
+        Shorter lines use the memory that the longest answers need only later. Beside chats they may not
+        overtake: they would take every page that a chat frees, and the longest lines would start last.
         """
         for first in self._next_to_start(now):
             yield first
@@ -233,13 +237,13 @@ class Scheduler:
                 continue
             lines = self.queue.overtaking(first)
             paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
-            if not self.prompt_budget.beside_chats:  # they come longest first
+            if not self.prompt_budget.beside_chats:  # lines are in descending length, so bisect by fit
                 fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)
                 yield from lines[fitting : min(fitting + 1, paced)]
             yield from lines[paced : paced + 1]
 
     def _claim_prefix(self, request: Request) -> bool:
-        """Give a request its cached pages if it can start now, and none if not; return whether it can."""
+        """Return whether a request can start now; if so, attach its pages from the prefix cache."""
         if self.reservation.refused(request) or not self._has_slot(request):
             return False
         if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
@@ -254,9 +258,10 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt running requests of a lower lane until the next request has its row, pages and slot.
+        """Preempt running requests of a lower lane until the next request has a row, pages and adapter slot.
 
-        One an iteration would let it wait for several where lines of batches are small and fill the memory.
+        Several may be preempted in one iteration: where many small batch lines fill the memory, preempting
+        one per iteration would delay the request by several iterations.
         """
         for first in self._next_to_start(now):
             preempted = False
@@ -267,7 +272,7 @@ class Scheduler:
                 return
 
     def _victim_for(self, first: Request) -> Request | None:
-        """Return the running request of a lower lane to preempt for `first`, None if there is none."""
+        """Return the running request of a lower lane to preempt for `first`, or None."""
         if not self.running or self._policy.static or first.lane >= self.running[-1].lane:
             return None
         if self._adapters is not None and not self._adapters.fits(first):
@@ -279,8 +284,10 @@ class Scheduler:
         return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
-        """Yield the request to start next; while each waits for a slot, also the next that may overtake."""
-        may_overtake: Callable[[Request], bool] | None = None  # each of those that wait for a slot
+        """Yield the request to start next. While it lacks an adapter slot, also yield the next request that
+        may overtake all those yielded before it.
+        """
+        may_overtake: Callable[[Request], bool] | None = None  # true for those that may overtake all of these
         first = _earlier(self.queue.first(now), self.preempted)
         while first is not None:
             yield first
@@ -310,8 +317,8 @@ class Scheduler:
         self.kv_cache_manager.take_received(request)
 
     def _preempt(self, request: Request) -> None:
-        """Free the pages of a request, which restarts before new ones of its lane; its tokens are computed
-        again.
+        """Take a running request's row and pages. It restarts before new requests of its lane, and tokens no
+        longer in the prefix cache are computed again.
         """
         self._leave(request)
         request.preemptions += 1
@@ -342,6 +349,6 @@ def _both(
 
 
 def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:
-    """Return which request goes first: preempted ones before new ones of the same lane."""
+    """Return the request that starts first: by lane, and preempted before new within a lane."""
     oldest = min(preempted, key=attrgetter("lane"), default=None)
     return new if oldest is None or (new is not None and new.lane < oldest.lane) else oldest
