@@ -1,6 +1,6 @@
-"""Give requests pages of keys and values, with those that the prefix cache or another engine has computed.
+"""Allocate KV pages to requests, reusing pages from the prefix cache or keys and values from another engine.
 
-Decides about no request: the scheduler does. Holds no tensors.
+Makes no scheduling decisions and holds no tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from site_engine.core.request import Request
 
 
 class KVCacheManager:
-    """With `share_prefixes` tenants share prefixes and could time each other."""
+    """Allocates, shares and frees the pages of requests.
+
+    With `share_prefixes` tenants share cached prefixes, so that one could infer another's prompts by timing.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class KVCacheManager:
         self._share_prefixes = share_prefixes
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Allocate pages until a request has room for so many tokens; return False if too few are left."""
+        """Allocate pages until a request has room for `tokens` tokens; return False if too few are left."""
         need = self.pool.pages_for(tokens) - len(request.pages)
         if need <= 0:
             return True
@@ -53,10 +56,10 @@ class KVCacheManager:
         request.computed = 0
 
     def share_prefix(self, request: Request) -> int:
-        """Take cached pages that follow those a request has; return the number of tokens.
+        """Append the cached pages that continue a request's own; return the number of tokens in them.
 
-        The last token is always computed, since its logits are needed; so is every token where the prompt's
-        log probabilities are asked for.
+        The last token is always computed, since its logits are needed. A request for prompt log probabilities
+        shares nothing, since the logits of every token are needed.
         """
         page_size = self.pool.page_size
         if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
@@ -68,12 +71,14 @@ class KVCacheManager:
         return len(pages) * page_size
 
     def insert_prefix(self, request: Request, tokens: int) -> None:
-        """Let other requests share the pages of the first tokens of a request."""
+        """Insert the full pages of a request's first `tokens` tokens into the prefix cache."""
         if self.prefixes is not None:
             self.prefixes.insert(request.tokens, request.pages, self._owner(request), tokens)
 
     def take_received(self, request: Request) -> None:
-        """Use what came with a request, unless the prefix cache has it or room is short."""
+        """Copy a moved request's received keys and values into its pages, unless the prefix cache already
+        covers them or pages are short; they are then dropped.
+        """
         if not request.received or self.received is None:
             return
         shared = len(request.pages)  # its prefix may be in the cache

@@ -1,8 +1,7 @@
 """Order the waiting requests: by lane, by priority, fairly between tenants, then by expected work.
 
-Chats run the least weighted work first, with ageing; lines of batches run as they come, since the gateway has
-put them in order; those of any order that take memory before those that take computing. Does not decide
-whether a request fits; the scheduler does.
+Chats run in order of least weighted work, with ageing. Batch lines run in order of arrival, since the gateway
+has ordered them; prefill-heavy lines go last. The scheduler, not the queue, decides whether a request fits.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Score = Callable[[Request, float], float]
 """(request, reading of the ageing clock at its arrival) -> score; the lowest score goes first."""
 
 PROMPT_TOKEN_WORK = 0.02
-"""Cost of a prompt token in units of a response token, which shares its iteration with other rows."""
+"""Cost of a prompt token relative to a response token."""
 AGEING_SHARE = 0.5
 """Waiting this share of the queue's recent passage time outweighs a factor of e in work times length.
 
-With a fixed time, a short queue is ordered by length alone and a long one is first come, first served.
+With a fixed time, a short queue would be ordered by length alone and a long one first come, first served.
 """
 MIN_AGEING_S = 2.0
 PASSAGE_FADE_S = 60.0
@@ -33,24 +32,26 @@ GAP_SHARE = 0.05
 """Weight of the newest value in the running mean of the time between two starts."""
 STARVING_AFTER_S = 60.0
 STARVING_EVERY = 4
-"""One start in this many goes to the request that has waited longest, once it is starving.
+"""One start in this many goes to the longest-waiting request that is starving.
 
-If every start did, an overload in which nearly all requests starve would be first come, first served.
+If every start did, an overload in which nearly all requests starve would be served first come, first served.
 """
 TENANT_PARTS = 4
 FAIR_WITHIN_TOKENS = 32_768
-"""Tenants whose service differs by less count as served equally, so that their shortest request goes first.
+"""Tenants whose service differs by less count as equally served: the shortest of their requests goes first.
 
-With turns at every request, p99 latency per token is up to twice as long (docs/decisions/site-order.md).
+Alternating tenants at every request makes p99 latency per token up to twice as long
+(docs/decisions/site-order.md).
 """
 FLOOD_TIMES = 4.0
 """A tenant's waiting work beyond this multiple of the other tenants' average counts as a flood."""
 
 
 class Ageing:
-    """A clock that runs slower the longer the queue takes to pass.
+    """A clock that runs slower the longer requests take to pass through the queue.
 
-    Every waiting request ages equally by it, so no two swap places and a score is computed once, at arrival.
+    All waiting requests age at the same rate, so their order never changes and each score is computed once,
+    at arrival.
     """
 
     def __init__(self) -> None:
@@ -58,12 +59,13 @@ class Ageing:
         self._read_s = 0.0
         self._gap_s = 0.0  # between two starts while others wait
         self._started_s = 0.0
-        self._passage_s = 0.0  # the longest recent wait of a new request under first come, first served
+        self._passage_s = 0.0  # recent maximum of a new request's wait if served first come, first served
 
     def arrived(self, now_s: float, waiting: int, waited_s: float = 0.0) -> float:
-        """Return the clock's reading for a request that comes while `waiting` others wait.
+        """Return the clock's reading at the arrival of a request while `waiting` others wait.
 
-        One that another engine gives up has waited there: that counts at today's pace.
+        `waited_s` is the time that a moved request has waited at another engine; it counts at the current
+        ageing rate.
         """
         if not waiting:
             self._started_s = now_s
@@ -87,12 +89,12 @@ class Ageing:
 
 
 def least_work(request: Request, aged: float) -> float:
-    """Score for the least latency per token.
+    """Score for the least mean latency per token.
 
-    A chat weighs one over the length of its response; by Smith's rule (1956) the least work over weight
-    goes first. Waiting adds to the logarithm of the score, that is, by factors. Lines of batches go as they
-    come: the gateway, which knows all lines of a batch, has put them in order. An answer that another site
-    began goes before all others: its client waits in the middle of a stream.
+    A chat's weight is one over the length of its response; by Smith's rule (1956) the least work over weight
+    goes first. The score is the logarithm of that ratio plus the ageing clock at arrival. Batch lines keep
+    their order of arrival, prefill-heavy ones last: the gateway, which knows all lines of a batch, has
+    ordered them. A resumed answer goes before all others, since its client waits in the middle of a stream.
     """
     if request.resumed:
         return -inf
@@ -112,12 +114,14 @@ def first_come(request: Request, _aged: float) -> float:
 
 
 def shortest_prompt(request: Request, _aged: float) -> float:
-    """Score as MICO's own engine does (section 3.4): the shortest prompt pads the running batch least."""
+    """Score by prompt length, as the engine of the MICO paper does (section 3.4): shorter prompts need less
+    padding in the running batch.
+    """
     return float(request.prompt_len)
 
 
 def forecast(request: Request) -> list[float]:
-    """Return the likely numbers of remaining tokens: of the likely lengths those that are not reached yet."""
+    """Return the likely numbers of remaining tokens, from the likely lengths that are not reached yet."""
     generated, limit, likely = request.generated, request.max_tokens, likely_lengths(request.remaining)
     if request.length_factor != 1.0:
         likely = tuple([each * request.length_factor for each in likely])
@@ -133,11 +137,11 @@ def whole_limit(request: Request) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The order of the queue, the length expected of a response, and whether batches start together."""
+    """The order of the queue, the forecast of remaining tokens, and whether batching is static."""
 
     score: Score = least_work
     remaining: Remaining = forecast
-    static: bool = False  # a batch starts when the whole batch before it has ended
+    static: bool = False  # start the next batch only when the whole previous batch has ended
 
 
 DEFAULT_POLICY = Policy()
@@ -160,21 +164,21 @@ def has_place(of_tenant: int, waiting: int, max_waiting: int) -> bool:
 
 
 Entry: TypeAlias = tuple[float, int, Request]
-"""The score of a request that waits, and its number: the lowest goes first."""
+"""(score, sequence number, request) of a waiting request: the lowest goes first."""
 
 
 class _Tenants:
     """The waiting requests of one lane and priority, shared between tenants by start-time fair queuing.
 
-    Each tenant has a virtual clock that advances by the tokens it was given. A tenant that is ahead of the
-    one furthest behind by more than `FAIR_WITHIN_TOKENS` waits for it. A flood of waiting work counts as
-    being ahead; all waiting work would not do, since under overload a tenant that asks for a little more than
-    the others would be shut out, ever more of its work waiting.
+    Each tenant has a virtual clock that advances by the tokens it was served. A tenant that is more than
+    `FAIR_WITHIN_TOKENS` ahead of the tenant furthest behind yields to it. Only waiting work beyond
+    FLOOD_TIMES the others' average counts as being ahead. If all waiting work counted, a tenant that requests
+    slightly more than the others under overload would be shut out as its backlog grows.
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Entry]] = {}  # in order: any is found at once
-        self.work: dict[str, float] = {}  # waiting, in tokens
+        self.waiting: dict[str, list[Entry]] = {}  # by tenant, sorted: found by bisection
+        self.work: dict[str, float] = {}  # waiting work by tenant, in tokens
 
     def behind(self, clocks: dict[str, float], floor: float) -> float:
         """Return the virtual time of the tenant furthest behind."""
@@ -201,7 +205,7 @@ class AdmissionQueue:
         self._now_s = 0.0  # when `first` was last called
         self._starving_after_s = starving_after_s
         self._waiting: dict[str, Entry] = {}  # in order of arrival where `_in_order`
-        self._in_order = True  # until a request comes that another engine has given up
+        self._in_order = True  # until a moved request with an earlier arrival is pushed
         self._levels: dict[tuple[int, int], _Tenants] = {}
         self._clocks: dict[str, float] = {}
         self._floor = 0.0  # virtual time of the tenant furthest behind at the last start
@@ -228,7 +232,7 @@ class AdmissionQueue:
         return any(each == lane for each, _ in self._levels)
 
     def push(self, request: Request, now_s: float | None = None) -> None:
-        """Add a request, which comes as it arrives, or at `now_s` if another engine has given it up."""
+        """Add a request. `now_s` is the current time if the request arrived earlier, at another engine."""
         now_s = request.arrived_s if now_s is None else now_s
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1
@@ -245,10 +249,11 @@ class AdmissionQueue:
         self.response_tokens += request.expected_remaining()
 
     def first(self, now: float) -> Request | None:
-        """Return the request that runs next, or None.
+        """Return the request to start next, or None if none waits.
 
-        A starving request takes turns with better ones of its lane and tenant, and gives its tenant a turn
-        also at a lower priority; it does not let a flood go first.
+        At one start in STARVING_EVERY, starving requests are considered too: they may precede requests of
+        their lane and tenant with better scores, and compete from lower priorities. Turns between tenants
+        still hold, so that a starving flood does not go first.
         """
         self._now_s = now
         if not self._waiting:
@@ -263,7 +268,7 @@ class AdmissionQueue:
         return starving.get(tenant, request)
 
     def first_of(self, wanted: Callable[[Request], bool]) -> Request | None:
-        """Return the next request of those that are wanted, or None."""
+        """Return the next request for which `wanted` is true, or None."""
         for key in sorted(self._levels):
             best = {
                 tenant: found
@@ -275,9 +280,9 @@ class AdmissionQueue:
         return None
 
     def overtaking(self, request: Request) -> list[Request]:
-        """Return the waiting lines of any order that may overtake one, prefill-heavy ones last.
+        """Return the waiting `any_order` lines that may overtake a request, prefill-heavy ones last.
 
-        Those that go on from another site are not among them: they are next in any case.
+        Resumed lines are left out, since they come first in the queue anyway.
         """
         if self._overtaking[0] is not request:
             level = self._levels.get((request.lane, request.priority))
@@ -291,7 +296,7 @@ class AdmissionQueue:
         return sum(len(level.waiting.get(tenant, ())) for level in self._levels.values())
 
     def _starving(self, lane: int, now: float) -> dict[str, Request]:
-        """Return the oldest starving request of each tenant, oldest first."""
+        """Return the oldest starving request of each tenant in a lane, oldest first."""
         found: dict[str, Request] = {}
         left = {each for key, level in self._levels.items() if key[0] == lane for each in level.waiting}
         for request in self:
@@ -306,7 +311,7 @@ class AdmissionQueue:
         return max(self._clocks.get(tenant, self._floor), self._floor)
 
     def take(self, request: Request) -> None:
-        """Remove a request that starts and charge its tenant the expected cost."""
+        """Remove a request that starts, and charge its tenant the expected work in tokens."""
         level = self._levels[request.lane, request.priority]
         self._floor = level.behind(self._clocks, self._floor)
         self._taken += 1
@@ -316,13 +321,13 @@ class AdmissionQueue:
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
 
     def charge(self, request: Request, prompt_work: float = 0.0) -> None:
-        """Charge the tenant the tokens that a request is expected to take, until it is settled."""
+        """Charge the tenant for the tokens that a request is expected to generate, until `settle`."""
         request.charged = request.generated + request.expected_remaining()
         start = self._clock(request.tenant)
         self._clocks[request.tenant] = start + request.expected_remaining() + prompt_work
 
     def settle(self, request: Request) -> None:
-        """Charge the tenant of an ended request for its real tokens instead of the expected ones."""
+        """Correct the charge of an ended request from the expected to the generated tokens."""
         owed = self._clock(request.tenant) + request.generated - request.charged
         request.charged = request.generated
         if owed > self._floor:
@@ -331,7 +336,7 @@ class AdmissionQueue:
             self._clocks.pop(request.tenant, None)
 
     def remove(self, request_id: str) -> Request | None:
-        """Remove and return a request that was cancelled or given up; return None if it does not wait."""
+        """Remove and return a waiting request; return None if it is not in the queue."""
         entry = self._waiting.pop(request_id, None)
         if entry is None:
             return None

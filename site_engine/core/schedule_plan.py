@@ -1,6 +1,6 @@
 """The plan of one iteration: which tokens of which requests are computed.
 
-Plain values: the scheduler makes them, and what computes them needs nothing else of it.
+Plain values, made by the scheduler. A runner needs nothing else from the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from site_engine.core.request import Request
 
 
 class ScheduledChunk(NamedTuple):
-    """`length` tokens of a request from `start` on; `samples` if they yield its next token."""
+    """`length` tokens of a request from index `start` on; `samples` if they yield its next token."""
 
     request: Request
     start: int
@@ -23,7 +23,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """The chunks of one iteration: `decodes` compute one token each and all sample; `prefills` are longer."""
+    """The chunks of one iteration: `decodes` of one token each, which all sample, and `prefills`."""
 
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
@@ -41,7 +41,7 @@ class SchedulePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Return the tokens whose keys and values are read, new ones included."""
+        """Return the number of tokens whose keys and values attention reads, new ones included."""
         return sum([entry.start + entry.length for entry in self.chunks])
 
     @property
@@ -49,6 +49,6 @@ class SchedulePlan:
         return len(self.decodes) + sum([entry.samples for entry in self.prefills])
 
     def of(self, wanted: Callable[[Request], bool]) -> SchedulePlan:
-        """Return the chunks of some requests."""
+        """Return a plan with only the chunks of the requests for which `wanted` is true."""
         decodes = [chunk for chunk in self.decodes if wanted(chunk.request)]
         return SchedulePlan(decodes, [chunk for chunk in self.prefills if wanted(chunk.request)])

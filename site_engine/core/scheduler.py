@@ -1,6 +1,6 @@
-"""Plan one iteration at a time: running requests first, then new ones, within a token budget and the KV pool.
+"""Plan one iteration: running requests first, then new ones, within the token budget and the KV pages.
 
-Does not run the model or sample, and holds no tensors.
+Runs and samples nothing, and holds no tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 
 
 class Scheduler:
-    """Owns the queue, the running requests and their pages.
+    """Owns the waiting queue, the running and preempted requests, and their pages.
 
-    A running request holds a row and pages; a waiting request holds neither.
+    A running request holds a row and pages. A waiting or preempted request holds neither.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Scheduler:
         write_virtual: Callable[[Request, int], None] = lambda request, first: None,
         fit: CostFit | None = None,
     ) -> None:
-        """Create a scheduler. `share_prefixes` is passed to the KVCacheManager.
+        """Create a scheduler with `slots` rows and at most `token_budget` tokens per iteration.
 
-        Without `adapters` any number of adapters may run at once. `write_virtual` writes the keys and values
-        of a request's virtual tokens, starting at token `first`. `fit` is the fitted cost of iterations.
+        With `share_prefixes` tenants share the prefix cache. `adapters` limits the adapters that run at once;
+        None sets no limit. `write_virtual(request, first)` writes the keys and values of the request's
+        virtual tokens from index `first` on. `fit` is the fitted cost of iterations.
         """
         self.kv_cache_manager = KVCacheManager(pool, prefixes, received, share_prefixes=share_prefixes)
         self.queue = queue
-        self.running: list[Request] = []  # chat lane first, then by start; preemption begins at the end
+        self.running: list[Request] = []  # by lane (chats first), then start order; preempted from the end
         self.preempted: list[Request] = []
         self.reservation = Reservation(pool, policy.remaining, lambda: self.token_budget - len(self.running))
         self.token_budget = token_budget
@@ -62,7 +63,8 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
-        self._decode_heavy: Counter[str] = Counter()  # running lines by tenant; paces its others
+        # running decode-heavy batch lines by tenant: while there are any, its prefill-heavy lines are paced
+        self._decode_heavy: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
@@ -74,16 +76,16 @@ class Scheduler:
 
     @property
     def resident_adapters(self) -> frozenset[str]:
-        """Fingerprints of the variants whose adapters are in slots."""
+        """Fingerprints of the variants whose adapters are loaded in slots."""
         return frozenset() if self._adapters is None else self._adapters.resident
 
     def plan(
         self, now: float, max_new: int | None = None, max_prompt_tokens: int | None = None
     ) -> SchedulePlan:
-        """Plan the next iteration. Allocates pages and moves requests between waiting, running and preempted.
+        """Plan the next iteration: allocate pages, preempt, and start waiting or preempted requests.
 
-        At most `max_new` requests start, which bounds the planning time while a device computes, and at most
-        `max_prompt_tokens` tokens of prompts are computed.
+        At most `max_new` requests start, which bounds the planning time while a device computes. At most
+        `max_prompt_tokens` prompt tokens are planned. None sets no limit.
         """
         plan = SchedulePlan()
         self.reservation.iteration += 1
@@ -95,18 +97,18 @@ class Scheduler:
         has_chats = self.queue.has_lane(Lane.CHAT) or any(one.lane is Lane.CHAT for one in self.running[:1])
         self.prompt_budget.begin(now, len(plan.decodes), budget, has_chats, bool(self._decode_heavy))
         budget = self._plan_prefills(plan, budget)
-        # prefills may hold every page between them; a request in State.LAST is about to free its own
+        # prefills may hold every page, so that none can grow; a request in State.LAST is about to free pages
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        # neither a request preempted in this iteration, whose newest token may still be unknown, nor another
-        # request of its lane starts in the same iteration
+        # a request preempted in this iteration must not restart in it, since its newest token may be unknown
+        # to the host; nor does any other request of its lane or a lower lane start
         preempted_lanes = [one.lane for one in self.preempted[preempted_before:]]
         self._admit(plan, budget, now, max_new, min(preempted_lanes, default=len(Lane)))
         return plan
 
     def advance(self, plan: SchedulePlan) -> None:
-        """Record that a plan was computed and the keys and values of its tokens are in the pages."""
+        """Mark a plan's tokens as computed: their keys and values are in the pages, or are being written."""
         for request, start, _, _ in plan.decodes:
             request.computed = start + 1
         for request, start, length, samples in plan.prefills:
@@ -115,12 +117,12 @@ class Scheduler:
                 request.state = State.DECODE
 
     def restart(self, request: Request) -> None:
-        """Preempt a request and recompute it from its first token."""
+        """Preempt a request and discard its keys and values: all of its tokens are recomputed."""
         self.kv_cache_manager.invalidate(request)
         self._preempt(request)
 
     def release(self, request: Request) -> None:
-        """Remove a request in any state and free its pages and its row."""
+        """Remove a request in any state, free its pages and row, and settle its tenant's charge."""
         if request.charged:
             self.queue.settle(request)
         if request.row >= 0:
@@ -133,14 +135,14 @@ class Scheduler:
         request.state = State.FINISHED
 
     def preempt_beyond(self, page: int) -> None:
-        """Preempt the requests that hold a page numbered above `page`."""
+        """Preempt the running requests that hold a page numbered above `page`."""
         for request in [one for one in self.running if max(one.pages, default=0) > page]:
             self._preempt(request)
 
     def adopt(self, request: Request) -> None:
-        """Accept a request that another engine has started, whose keys and values are in `received`.
+        """Accept a request that another engine has begun and whose keys and values wait in `received`.
 
-        The request starts like a preempted one, and its tenant is charged for the remaining tokens.
+        The request is scheduled like a preempted one. Its tenant is charged the expected remaining tokens.
         """
         self.queue.charge(request)
         self.preempted.append(request)
@@ -167,7 +169,7 @@ class Scheduler:
         return budget
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
-        """Plan as many uncomputed tokens as fit the budget and the pages. Return their number."""
+        """Plan as many of a request's uncomputed tokens as budget and pages allow; return their number."""
         kv, paced = self.kv_cache_manager, self._is_paced(request)
         budget = min(budget, self.prompt_budget.left(request.lane, paced))
         held = len(request.pages)
@@ -196,9 +198,8 @@ class Scheduler:
         return length
 
     def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
-        """Allocate a page for the next token, preempting the last running requests that are not in the plan.
-
-        Return False if the request itself was preempted.
+        """Allocate a page for a request's next token, preempting the latest running requests not in the plan
+        while pages are short. Return False if the request itself was preempted.
         """
         while not self.kv_cache_manager.grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
@@ -211,7 +212,7 @@ class Scheduler:
     # ---- starting and preempting
 
     def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None, before: int) -> None:
-        """Start requests of the lanes above `before`, at most `max_new`, while budget and rows are left."""
+        """Start requests of the lanes ahead of `before` while budget, rows, pages and `max_new` allow it."""
         if self._policy.static and self.running:
             return
         started = self._started
@@ -224,12 +225,11 @@ class Scheduler:
             budget -= self._plan_chunk(plan, request, budget)
 
     def _candidates(self, now: float) -> Iterator[Request]:
-        """Yield the next request, then the batch lines that may overtake it: the longest that fits, and a
-        paced one.
+        """Yield the next request; then, of the batch lines that may overtake it, the first that fits and the
+        first prefill-heavy one.
 
-        Memory that the longest answers need only later serves shorter lines until then. While chats run, no
-        shorter line overtakes: shorter lines would take all memory that chats free, and the longest lines
-        would start last.
+        Shorter lines use the memory that the longest answers need only later. Beside chats they may not
+        overtake: they would take every page that a chat frees, and the longest lines would start last.
         """
         for first in self._next_to_start(now):
             yield first
@@ -237,13 +237,13 @@ class Scheduler:
                 continue
             lines = self.queue.overtaking(first)
             paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
-            if not self.prompt_budget.beside_chats:  # lines are sorted longest first
+            if not self.prompt_budget.beside_chats:  # lines are in descending length, so bisect by fit
                 fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)
                 yield from lines[fitting : min(fitting + 1, paced)]
             yield from lines[paced : paced + 1]
 
     def _claim_prefix(self, request: Request) -> bool:
-        """Share cached prefix pages with a request if it can start now. Return whether it can."""
+        """Return whether a request can start now; if so, attach its pages from the prefix cache."""
         if self.reservation.refused(request) or not self._has_slot(request):
             return False
         if self.prompt_budget.left(request.lane, self._is_paced(request)) <= 0:
@@ -258,10 +258,10 @@ class Scheduler:
         return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
-        """Preempt running requests of lower lanes until the next request has row, pages and adapter slot.
+        """Preempt running requests of a lower lane until the next request has a row, pages and adapter slot.
 
-        Preempting one request per iteration would delay the next request by several iterations when small
-        batch lines fill the memory.
+        Several may be preempted in one iteration: where many small batch lines fill the memory, preempting
+        one per iteration would delay the request by several iterations.
         """
         for first in self._next_to_start(now):
             preempted = False
@@ -284,8 +284,10 @@ class Scheduler:
         return self.running[-1]
 
     def _next_to_start(self, now: float) -> Iterator[Request]:
-        """Yield the request to start next, and those that may overtake it while it waits for a slot."""
-        may_overtake: Callable[[Request], bool] | None = None  # every request that waits for a slot
+        """Yield the request to start next. While it lacks an adapter slot, also yield the next request that
+        may overtake all those yielded before it.
+        """
+        may_overtake: Callable[[Request], bool] | None = None  # true for those that may overtake all of these
         first = _earlier(self.queue.first(now), self.preempted)
         while first is not None:
             yield first
@@ -315,7 +317,9 @@ class Scheduler:
         self.kv_cache_manager.take_received(request)
 
     def _preempt(self, request: Request) -> None:
-        """Free the pages of a request. It restarts before new requests of its lane, from its first token."""
+        """Take a running request's row and pages. It restarts before new requests of its lane, and tokens no
+        longer in the prefix cache are computed again.
+        """
         self._leave(request)
         request.preemptions += 1
         request.state = State.WAITING
@@ -345,6 +349,6 @@ def _both(
 
 
 def _earlier(new: Request | None, preempted: Iterable[Request]) -> Request | None:
-    """Return the request that starts first. Preempted requests precede new ones of the same lane."""
+    """Return the request that starts first: by lane, and preempted before new within a lane."""
     oldest = min(preempted, key=attrgetter("lane"), default=None)
     return new if oldest is None or (new is not None and new.lane < oldest.lane) else oldest

@@ -1,6 +1,6 @@
-"""The engine of a site: iteration-level batching of many requests on one model.
+"""The engine core: continuous batching of requests to one model, one iteration per `step()`.
 
-Synchronous: no threads, no sleeping, no sockets. Except where stated, all methods are called from one thread.
+Synchronous: no threads, no sleeping, no sockets. The owner calls all methods from one thread.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from site_engine.variants.base_alone import BaseAlone
 from site_engine.variants.store import VariantStore
 
 MAX_NEW_WHILE_OVERLAPPED = 32
-"""Limit on requests that start in one overlapped iteration: planning more takes longer than computing it."""
+"""Limit on the requests that start in one overlapped step: planning more takes longer than the device."""
 EXPECTED_WITHIN = 32
-"""Steps for which an engine waits for a request that another engine is about to hand over."""
+"""Steps for which an engine waits for an expected request that another engine is about to export."""
 
 
 class SiteEngine:
     """Schedules requests, runs them through the model and turns tokens into outputs.
 
     `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
-    before the tokens of the previous one are read: sampled tokens stay on the device as the next inputs, so
-    the host plans and publishes while the device computes. The end of a request is then known one iteration
-    late, and its row computes one more token, which is discarded. The mask of a grammar is computed when the
-    previous token is known, while the device computes the logits. Only prompt log probabilities make all rows
-    wait for the host.
+    before the results of the previous one are read: sampled tokens stay on the device as the next inputs, so
+    the host plans and publishes while the device computes. The host then learns one iteration late that a
+    request has ended; the extra token that the request's row computes is discarded. Grammar masks are
+    computed when the previous token has been read, while the device computes the logits. Only prompt log
+    probabilities make the step synchronous for all rows.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class SiteEngine:
         clock: Callable[[], float],
         variants: VariantStore | None = None,
     ) -> None:
-        """Create an engine. Without `variants`, which `runner` must support, only the base is served."""
+        """Create an engine. Without `variants`, which `runner` must support, it serves only the base."""
         self.settings = settings
         self.runner = runner
         self._overlapped = runner if isinstance(runner, OverlappedRunner) else None
         self._kv_cache = runner.kv_cache
-        self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of prompt and response
+        self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # prompt and output of a request
         self._model = model
         self._variants = variants or BaseAlone()
         self._clock = clock
@@ -101,13 +101,13 @@ class SiteEngine:
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
         self._live = LiveRequests(self._scheduler, self._kv_cache, clock)
-        self._unmeasured: tuple[SchedulePlan, float, int] | None = None  # plan, start in s, discarded tokens
-        self._pending: PendingStep | None = None  # the step that the device is computing
-        self._launched_s = self._published_s = 0.0  # of the pending step, and of the newest tokens
-        self._expected_within = 0  # steps left to wait for a request from another engine; 0: none is expected
+        self._unmeasured: tuple[SchedulePlan, float, int] | None = None  # plan, start time, discarded tokens
+        self._pending: PendingStep | None = None  # launched on the device, not read yet
+        self._launched_s = self._published_s = 0.0  # when the newest step was launched, and tokens published
+        self._expected_within = 0  # remaining steps to wait for a moved request; 0: none is expected
 
     def step(self) -> Sequence[Output]:
-        """Run one iteration, or one training slice if no iteration is due. Return the outputs of requests."""
+        """Run one iteration, or a slice of training when serving allows it; return the new outputs."""
         if not (self._run_slice() or self._await_move()):
             if self._overlapped is None:
                 self._step_synchronous()
@@ -116,7 +116,7 @@ class SiteEngine:
         return self._live.take_outputs()
 
     def _run_slice(self) -> bool:
-        """Run a training slice, or publish the step that it would delay. Return whether either was done."""
+        """Run a training slice, or publish the pending step before one; return whether either was done."""
         if not self.training.jobs or self._live.needs_step:
             return False
         self._measure_last(self._clock())
@@ -128,8 +128,9 @@ class SiteEngine:
         return True
 
     def _await_move(self) -> bool:
-        """Hold back the next step while a request from another engine is expected, which would wait for that
-        step. Publish the pending step instead; return whether there was one.
+        """While a moved request is expected, publish the pending step; return whether there was one.
+
+        No further step is launched ahead: the moved request would wait for it.
         """
         if not self._expected_within:
             return False
@@ -140,7 +141,7 @@ class SiteEngine:
         return True
 
     def _step_synchronous(self) -> None:
-        """Run one iteration: control, schedule, run, sample, publish."""
+        """Apply control, schedule, run, sample and publish one iteration."""
         began = self._clock()
         self._measure_last(began)
         self._live.end_due(began)
@@ -163,7 +164,7 @@ class SiteEngine:
             self._measure_last(self._clock())
 
     def _step_overlapped(self, runner: OverlappedRunner) -> None:
-        """Run one iteration: control, schedule, launch, then publish the previous iteration."""
+        """Apply control, schedule and launch one iteration, then publish the previous one."""
         began = self._clock()
         self._measure_last(began)
         self._live.end_due(began)
@@ -181,7 +182,7 @@ class SiteEngine:
                 self._scheduler.advance(plan)
                 for request, start, length, samples in plan.chunks:
                     if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
-                        request.state = State.LAST  # its last token is being computed: not planned again
+                        request.state = State.LAST  # the last token is being computed: no more planning
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before, again_s = None, self._clock()
@@ -191,15 +192,15 @@ class SiteEngine:
                         self._measure(left, self._clock() - again_s, discarded)
         self._publish_step(before, before_s)
         if self._pending is not None:
-            self._pending.finish()  # grammars know the previous token now; later the device would idle
+            self._pending.finish()  # grammars know the last token now; any later, the device would idle
 
     # ---- between iterations
 
     def submit(self, request: Request, moved: Moved | None = None) -> None:
-        """Queue a request. Raises RequestRejected with the reason.
+        """Queue a request. Raises RequestRejected, whose message says what to change.
 
-        `moved`: the state of a request that another engine has started. Such a request was admitted there, so
-        the limit on pending requests does not apply.
+        `moved` is the state of a request that another engine has begun and exported. Such a request was
+        admitted there, so the limit on waiting requests does not apply.
         """
         if request.id in self._live.processors:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
@@ -222,14 +223,14 @@ class SiteEngine:
             self._live.finish(processor, finish)
 
     def _check_place(self, tenant: str) -> None:
-        """Raise RequestRejected if the queue has no place for another request of the tenant."""
+        """Raise RequestRejected if the tenant may not queue another request."""
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if not has_place(queue.waiting_of(tenant), len(queue), max_pending):
             message = f"{len(queue)} requests already wait, of {max_pending} at most"
             raise RequestRejected(RejectionReason.FULL, message)
 
     def _begin(self, request: Request) -> None:
-        """Set the arrival time, the token limit and the grammar position of a valid request."""
+        """Initialize a valid request's arrival time, token limit, grammar position and length forecast."""
         request.state = State.WAITING
         request.arrived_s = self._clock()
         sampling, room = request.sampling, self.limit_tokens - request.prompt_len
@@ -240,7 +241,7 @@ class SiteEngine:
             request.remaining = RemainingCurve.exactly(request.max_tokens)
 
     def _enqueue(self, request: Request, moved: Moved | None) -> None:
-        """Queue a request, with the keys and values received for it if another engine has started it."""
+        """Queue a request; a moved one keeps its history, and its keys and values if they were received."""
         now_s = request.arrived_s
         if moved is not None:
             self._expected_within = 0
@@ -253,24 +254,24 @@ class SiteEngine:
         self._scheduler.queue.push(request, now_s)
 
     def expect(self) -> None:
-        """Hold back steps and new requests until the request that another engine is handing over arrives."""
+        """Expect a moved request: for EXPECTED_WITHIN steps, launch none ahead and start no requests."""
         self._expected_within = EXPECTED_WITHIN
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
-        """Start copying the KV cache of a request to `to`. Return whether to call again after a step."""
+        """Copy computed keys and values to a place; return whether to call again after the next step."""
         processor = self._live.processors.get(request_id)
         return processor is not None and self.inbox.send_ahead(processor.request, to)
 
     def export(self, request_id: str, to: InboxPlace | None = None) -> tuple[Sequence[Output], Moved | None]:
-        """Remove a request in order to hand it over to another engine.
+        """Remove a request so that another engine can continue it; return pending outputs and its state.
 
-        Return the outputs of the pending step, and the state of the request, or None if those outputs end it.
-        The keys and values that were not sent ahead are copied to `to`. The tenant is charged for what the
-        request used here.
+        The state is None if the request is unknown or one of the outputs ends it. The keys and values that
+        were not sent ahead are copied to the place `to`, if one is given. The tenant's charge is settled to
+        the tokens that were generated here.
         """
         processor = self._live.processors.get(request_id)
         computed = 0 if processor is None else self.inbox.send(processor.request, to)
-        self._publish_pending()  # the copies are queued behind this step
+        self._publish_pending()  # the copies are queued behind the pending step
         self.inbox.sent(to)
         outputs = self._live.take_outputs()
         if processor is None or request_id not in self._live.processors:
@@ -280,10 +281,9 @@ class SiteEngine:
         return outputs, moved
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Load, check and certify a variant. May be called from any thread.
+        """Load, check and certify a variant, on any thread; return the function that publishes it.
 
-        Return the function that publishes the variant, to be called from the engine's thread. Both raise
-        VariantRefused.
+        This method and the returned function raise VariantRefused.
         """
         return self._variants.load(variant)
 
@@ -293,30 +293,30 @@ class SiteEngine:
 
     @property
     def variants(self) -> Mapping[str, Chain]:
-        """The variants that take requests, by id."""
+        """The chains of the variants that accept requests, by variant id."""
         return {variant_id: each.chain for variant_id, each in self._variants.served.items()}
 
     def remove_variant(self, variant_id: str) -> None:
-        """Refuse new requests for a variant; those queued or running finish. Raises VariantRefused."""
+        """Refuse new requests of a variant; submitted ones finish with it. Raises VariantRefused."""
         self._variants.remove(variant_id)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in any state, with effect at the next step. An unknown id is ignored."""
+        """End a request in any state at the next step. Unknown ids are ignored."""
         self._live.cancel(request_id)
 
     def end_by_text(self, request_id: str, generated: int) -> None:
-        """End a request whose text, decoded in another process, ended after `generated` tokens."""
+        """End a request whose text, detokenized in another process, stopped after `generated` tokens."""
         processor = self._live.processors.get(request_id)
         if processor is not None:
             self._scheduler.reservation.factors.ended(processor.request, generated)
-            self._live.finish(processor, Finish.CANCELLED)  # before a token of the pending step ends it, too
+            self._live.finish(processor, Finish.CANCELLED)  # now: a pending token may end the request as well
 
     def waits(self, request_id: str) -> bool:
-        """Return whether a request is queued and has not started."""
+        """Return whether a request is waiting in the queue and has never started."""
         return request_id in self._scheduler.queue
 
     def release(self, request_ids: Iterable[str]) -> list[str]:
-        """Remove the requests that have not started, for another site to take. Return their ids."""
+        """Remove the given requests that have not started, for another site to serve; return their ids."""
         released = [request_id for request_id in dict.fromkeys(request_ids) if self.waits(request_id)]
         for request_id in released:
             self._live.forget(self._live.processors[request_id].request)
@@ -328,7 +328,7 @@ class SiteEngine:
         return bool(self._pending is not None or live.processors or live.needs_step or self.training.jobs)
 
     def load(self) -> LoadFigures:
-        """Return running and waiting work, free KV memory and the measured speed."""
+        """Return the load figures: running and waiting requests, free KV memory and measured speed."""
         slots, floor_s = self.settings.slots, self.settings.iteration_floor_s
         return load_figures(self._scheduler, self._meter, self.training, slots=slots, floor_s=floor_s)
 
@@ -352,7 +352,7 @@ class SiteEngine:
         self._publish_step(pending, self._launched_s)
 
     def _publish_step(self, step: PendingStep | None, launched_s: float) -> None:
-        """Wait for a launched step, publish its tokens and measure it. Does nothing for None."""
+        """Wait for a launched step, publish its tokens and measure its duration. None is a no-op."""
         if step is None:
             return
         tokens = step.wait()
@@ -362,15 +362,15 @@ class SiteEngine:
         self._published_s = now
 
     def _publish(self, requests: Sequence[Request], tokens: StepTokens, now: float) -> int:
-        """Turn one token of each request into an output. Return the number of discarded tokens.
+        """Turn one token of each request into an output; return the number of discarded tokens.
 
-        A token is discarded if its request ended before this step was read, has failed, or wanted only its
-        prompt evaluated.
+        A token is discarded if its request has already ended, fails now, or asked for no tokens
+        (`max_tokens` 0: only the prompt is evaluated).
         """
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
         in_columns = not outputs.has_tokens
-        described = {*broken, *(alternatives or ())}  # rows with more than a token id
+        described = {*broken, *(alternatives or ())}  # rows with an error or log probabilities
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             if request.state is State.FINISHED:
                 discarded += 1
@@ -399,22 +399,22 @@ class SiteEngine:
         return discarded
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> int:
-        """Compute the chunks of a failed iteration one by one. Fail the requests whose chunk fails alone.
+        """Run the chunks of a failed iteration one by one; fail each request whose chunk fails again.
 
-        Return the number of the plan's tokens that were discarded or not computed.
+        Returns the number of the plan's tokens that were not sampled or were discarded.
         """
         chunks, made = plan.chunks, 0
-        lost: set[int] = set()  # pages that were not written, which other chunks of the plan may read
+        lost: set[int] = set()  # pages never written, which other chunks of the plan may share
         for chunk in chunks:
             if not lost.isdisjoint(chunk.request.pages):
-                continue  # it starts again below
+                continue  # restarted below
             alone = SchedulePlan([chunk]) if chunk in plan.decodes else SchedulePlan([], [chunk])
             try:
                 if len(chunks) == 1:
                     raise error
                 logits = self.runner.run(alone)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
-            except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
+            except Exception as reason:  # noqa: BLE001 - reported as the request's error
                 lost.update(chunk.request.pages[chunk.start // self._pool.page_size :])
                 self._live.fail(self._live.processors[chunk.request.id], f"{type(reason).__name__}: {reason}")
             else:
@@ -424,9 +424,10 @@ class SiteEngine:
         return plan.samples - made
 
     def _measure_last(self, now: float) -> None:
-        """Measure the last synchronous iteration, up to the start of the next one if there is more work.
+        """Record the duration of the last synchronous iteration, up to `now`.
 
-        The time that the engine's owner spends between two iterations counts for the first of them.
+        While there is work, `now` is the start of the next iteration: the time that the engine's owner spends
+        between two iterations counts toward the first.
         """
         if self._unmeasured is not None:
             plan, began, discarded = self._unmeasured
@@ -445,5 +446,5 @@ class SiteEngine:
 
 
 def _needs_host(request: Request) -> bool:
-    """Return whether the request wants log probabilities of its prompt, which the host computes."""
+    """Return whether the host must read the logits of a request's prompt for its log probabilities."""
     return request.sampling.prompt_logprobs and request.first_token_s is None

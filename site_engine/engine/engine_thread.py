@@ -1,6 +1,6 @@
-"""Run the engine on a thread of its own: operations between iterations, steps while there is work.
+"""Run the engine on its own thread: operations between iterations, and steps while there is work.
 
-The replies and outputs of a pass reach the event loop as one call. Does not know attempts or gateways.
+The replies and outputs of one turn are posted to the event loop as one call. Knows no attempts or gateways.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 LOAD_INTERVAL_S = 0.05
 LOAD_SHARE = 0.05
-"""Reports that admissions want take no more of the thread's time: of 256 requests each takes half a step."""
+"""Largest share of the thread's time for requested load reports: with 256 requests, one takes half a step."""
 MAX_CONSECUTIVE_ERRORS = 3
-"""The engine is broken after this many failed steps in a row, the running requests dropped each time."""
+"""The engine is broken after this many failed steps in a row. Each failed step fails the running requests."""
 MAX_STEPS_WITHOUT_TOKEN = 3
 """After this many iterations with failures and no token, the thread submits a probe request."""
 PROBE_ID = "probe"
 STALLED_AFTER_S = 2.0
-"""An iteration has stalled if it takes so much longer than twice the time that a full batch should take. A
-slow one taken for a stall costs little: the gateways move what others can take, and come back.
+"""An iteration has stalled if it takes this much longer than twice the expected time of a full batch. A false
+alarm costs little: the gateways move the requests that other sites can serve, and use the site again later.
 """
 
 
@@ -46,7 +46,7 @@ class EngineThread:
     """Runs `engine` on a thread from `start` to `stop`.
 
     `post` schedules a call on the event loop (`loop.call_soon_threadsafe`). Iterations start at least
-    `floor_s` apart; operations do not wait for that.
+    `floor_s` seconds apart; operations run without this delay.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class EngineThread:
         self._clock = clock
         self._floor_s = floor_s
         self._operations: deque[Callable[[], None]] = deque()
-        self._after_iteration: list[Callable[[], None]] = []  # operations of the next turn
+        self._after_iteration: list[Callable[[], None]] = []  # operations deferred to the next turn
         self._wakeup = threading.Condition()
         self.listener = Listener(_ignore, _ignore, _ignore)
         self._ending = False
         self._broken = ""
-        self._live: dict[str, int] = {}  # the tokens that each request has got, by id
+        self._live: dict[str, int] = {}  # tokens generated so far, by id of the request
         self._calls: list[Callable[[], None]] = []
         self._consecutive_errors = 0
         self._steps_without_token = 0
         self._ready_s = 0.0
         self._load_s = 0.0
-        self._turn_s: float | None = None  # the start of the turn that runs, None between turns
+        self._turn_s: float | None = None  # when the current turn began, None between turns
         self._longest_iteration_s = 0.0
         self._stall_watch = StallWatch()
         self._load_wanted = True
@@ -87,12 +87,12 @@ class EngineThread:
         self._thread.start()
 
     def stalled_s(self) -> float:
-        """Return how long the turn that runs has taken if that is too long, else 0. Called on the loop."""
+        """Return the seconds that the current turn has taken if it has stalled, else 0. Runs on the loop."""
         taken_s = self._stall_watch.look(self._turn_s, self._clock())
         return taken_s if taken_s > STALLED_AFTER_S + 2 * self._longest_iteration_s else 0.0
 
     def stop(self, within_s: float = 10.0) -> None:
-        """End the thread after the current iteration, waiting at most `within_s`; drop what still runs."""
+        """End the thread after the current iteration, waiting at most `within_s`; drop live requests."""
         with self._wakeup:
             self._ending = True
             self._wakeup.notify()
@@ -102,9 +102,9 @@ class EngineThread:
     def submit(
         self, group: Group, reply: Callable[[NotServed | None], None], moved: Moved | None = None
     ) -> None:
-        """Submit a group, all of its requests or none; reply with the refusal, None if it is admitted.
+        """Submit all requests of a group or none; reply with the refusal, or None if they are admitted.
 
-        `moved`: another engine has begun the one request of the group, and knew this of it.
+        `moved` is the state of the group's only request if another engine has begun and exported it.
         """
 
         def run() -> None:
@@ -114,7 +114,7 @@ class EngineThread:
         self._enqueue(run)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests; those that have ended are ignored."""
+        """Cancel requests. Requests that have ended are ignored."""
         ids = tuple(request_ids)
 
         def run() -> None:
@@ -125,7 +125,7 @@ class EngineThread:
         self._enqueue(run)
 
     def end_by_text(self, request_id: str, generated: int) -> None:
-        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+        """End a request whose text, detokenized in another process, stopped after `generated` tokens."""
 
         def run() -> None:
             if request_id in self._live and not self._broken:
@@ -134,14 +134,14 @@ class EngineThread:
         self._enqueue(run)
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Release groups whose requests all still wait; reply, group by group, whether it was released."""
+        """Release the groups whose requests all still wait; reply for each group whether it was released."""
         self.between(lambda: [self._release_group(each) for each in groups], reply)
 
     def export(self, request_id: str, to: InboxPlace | None, reply: Callable[[Moved | None], None]) -> None:
-        """Take a request out of the engine, for another, where its keys and values have a place, or not. They
-        are sent ahead while it goes on.
+        """Remove a request so that another engine can continue it; reply with its state.
 
-        Replies with nothing if it is not here; nothing is written to the place any more then.
+        With a place `to`, its keys and values are copied there ahead while the request keeps running. Replies
+        with None if the request is unknown or has ended; nothing more is written to the place then.
         """
 
         def run() -> None:
@@ -160,19 +160,19 @@ class EngineThread:
         self._enqueue(run)
 
     def expect(self) -> None:
-        """Be ready for a request that another engine is about to give up."""
+        """Prepare for a request that another engine is about to export."""
         self._enqueue(self._engine.expect)
 
     def meet(self, inboxes: Sequence[InboxAddress]) -> None:
-        """Open the ways to other engines, to which requests may move from here."""
+        """Connect to the inboxes of other engines, to which requests may move."""
         self._enqueue(partial(self._engine.inbox.meet, inboxes))
 
     def request_load(self) -> None:
-        """Report the load with the next pass."""
+        """Report the load soon, after one of the next turns."""
         self._enqueue(partial(setattr, self, "_load_wanted", True))
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
-        """Load a variant beside the iterations and publish it; reply with its chain or the refusal."""
+        """Load a variant concurrently with iterations and publish it; reply with its chain or the refusal."""
 
         def load() -> None:
             try:
@@ -189,16 +189,16 @@ class EngineThread:
         self._load(load)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
-        """Remove a variant: requests that are here end with it, new ones are refused."""
+        """Remove a variant: submitted requests finish with it, new ones are refused."""
 
         self.between(partial(_outcome, partial(self._engine.remove_variant, variant_id)), reply)
 
     def between(self, act: Callable[[], T], reply: Callable[[T], None]) -> None:
-        """Run `act` between two iterations; reply with what it returns."""
+        """Run `act` between two iterations; reply with its result."""
         self._enqueue(lambda: self._calls.append(partial(reply, act())))
 
     def _load(self, load: Callable[[], None]) -> None:
-        """Run `load` on the loader's thread, in turns with the iterations."""
+        """Run `load` on the loader thread, alternating with the iterations."""
         self._loader.submit(self._loader_turns.run, load)
 
     def _enqueue(self, operation: Callable[[], None]) -> None:
@@ -209,7 +209,7 @@ class EngineThread:
     # ---- on the thread
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Have the event loop call something once this pass is over."""
+        """Post a call to the event loop at the end of this turn."""
         self._calls.append(call)
 
     def turn(self) -> None:
@@ -232,7 +232,7 @@ class EngineThread:
                 self._turn_s = self._clock()
                 self.turn()
                 self._turn_s = None
-        except Exception as exc:  # noqa: BLE001 - the thread ends here: every request gets the reason
+        except Exception as exc:  # noqa: BLE001 - the engine is unusable: every request fails with the reason
             self._turn_s = None
             self._break(exc)
             while self._wait():
@@ -242,7 +242,7 @@ class EngineThread:
             self._loader_turns.leave()
 
     def _wait(self) -> bool:
-        """Wait for an operation or a due iteration; return False when the thread is to end."""
+        """Wait for an operation or a due iteration; return False if the thread must end."""
         with self._wakeup:
             while not (self._operations or self._ending):
                 left_s = None
@@ -259,7 +259,7 @@ class EngineThread:
         try:
             outputs: Sequence[Output] = self._engine.step()
             self._consecutive_errors = 0
-        except Exception as exc:  # noqa: BLE001 - an engine's failure costs its requests, not the site
+        except Exception as exc:  # noqa: BLE001 - a failed step fails its requests, not the site
             outputs = self._after_failure(exc)
         self._publish(outputs)
         self._check_health(outputs)
@@ -286,7 +286,7 @@ class EngineThread:
             self._post(partial(_call_all, calls))
 
     def _report_load(self) -> None:
-        """Report the load after a pass, at the rate at which it is sent, and whenever the engine is idle."""
+        """Report the load every LOAD_INTERVAL_S, sooner on request, and whenever the engine is idle."""
         now = self._clock()
         spacing_s = self._load_took_s / LOAD_SHARE if self._load_wanted else LOAD_INTERVAL_S
         if now - self._load_s >= min(spacing_s, LOAD_INTERVAL_S) or not self._engine.has_work:
@@ -326,7 +326,7 @@ class EngineThread:
     # ---- failures
 
     def _check_health(self, outputs: Sequence[Output]) -> None:
-        """Detect a dead device: it fails every request at once and looks idle. Raises EngineBroken."""
+        """Detect a dead device, which fails all requests at once and then looks idle. Raises EngineBroken."""
         failed = [each for each in with_more_than_a_token(outputs) if each.finish is Finish.FAILED]
         for output in failed:
             if output.request_id == PROBE_ID:
@@ -343,7 +343,10 @@ class EngineThread:
                     log.info("the engine could not be probed: %s", refused.message)
 
     def _after_failure(self, exc: Exception) -> list[Output]:
-        """Fail the running requests and keep the waiting ones. Raises EngineBroken after repeated errors."""
+        """Fail the running requests and keep the waiting ones.
+
+        Raises EngineBroken after MAX_CONSECUTIVE_ERRORS failed steps in a row.
+        """
         self._consecutive_errors += 1
         log.error("an iteration of the engine failed (%d in a row)", self._consecutive_errors, exc_info=exc)
         if self._consecutive_errors >= MAX_CONSECUTIVE_ERRORS:
@@ -371,7 +374,7 @@ class EngineThread:
 
 def _openmp_threads() -> int:
     """Return how many OpenMP threads the operations of this thread use."""
-    import torch  # not where a site has its engine in another process
+    import torch  # imported here, so that a site whose engine runs in another process does not load torch
 
     return int(torch.get_num_threads())
 
@@ -379,13 +382,13 @@ def _openmp_threads() -> int:
 def _compute_with(threads: int) -> None:
     """Set how many OpenMP threads the operations of this thread use.
 
-    A thread that loads uses one. If it had more, even idle, there would be more threads than processors, and
-    OpenMP then lets those of the engine's thread sleep between any two operations: on two cores small ones
+    The loader thread uses one. With more, even idle ones, there would be more OpenMP threads than processors,
+    and OpenMP would let the engine's threads sleep between any two operations: on two cores, small operations
     took ten times as long.
     """
     import torch
 
-    torch.get_num_threads()  # the first look of a thread takes what any thread has set last
+    torch.get_num_threads()  # a thread's first call adopts the number that any thread has set last
     torch.set_num_threads(threads)
 
 

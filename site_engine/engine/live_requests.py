@@ -1,7 +1,7 @@
-"""Keep the requests of an engine that have not ended, and end them: each with one last output.
+"""Track the requests of an engine until they end, each with exactly one last output.
 
-A request ends with a token, by its client, at its deadline or with an error; or it leaves for another engine,
-without an output. Whichever it is, the scheduler gets back what the request holds.
+A request ends with a token, by a cancel, at its deadline or with an error. A request that moves to another
+engine leaves without an output. In every case the scheduler frees the request's row and pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from site_engine.model.kv_cache import KVCache
 
 
 class LiveRequests:
-    """`processors` has the requests that have not ended, by id; `outputs` are those not taken yet."""
+    """`processors` holds the live requests' output processors by id, `outputs` the outputs not taken yet."""
 
     def __init__(self, scheduler: Scheduler, kv_cache: KVCache, clock: Callable[[], float]) -> None:
         self.processors: dict[str, OutputProcessor] = {}
@@ -30,7 +30,7 @@ class LiveRequests:
 
     @property
     def needs_step(self) -> bool:
-        """Return whether outputs wait to be taken, or cancelled requests to be ended."""
+        """Return whether there are outputs to take or cancelled requests to end."""
         return bool(self.outputs or self._cancelled)
 
     def add(self, processor: OutputProcessor) -> None:
@@ -40,11 +40,11 @@ class LiveRequests:
             self._deadlines.add(request.deadline_s, request.id, self.processors)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the next `end_due`; ignore an unknown id."""
+        """End a request at the next `end_due`. Unknown ids are ignored."""
         self._cancelled.append(request_id)
 
     def end_due(self, now: float) -> None:
-        """End the requests that were cancelled or are past their deadline."""
+        """End the requests that were cancelled or whose deadline has passed."""
         cancelled, self._cancelled = self._cancelled, []
         for request_id in cancelled:
             if request_id in self.processors:
@@ -59,19 +59,19 @@ class LiveRequests:
         return outputs if outputs.request_ids else outputs.others
 
     def fail(self, processor: OutputProcessor, error: str) -> None:
-        """End a request whose keys and values cannot be trusted: nobody reads them again."""
+        """Fail a request whose keys and values may be corrupt; they leave the prefix cache and are zeroed."""
         request, manager = processor.request, self._scheduler.kv_cache_manager
         manager.invalidate(request)
         self._kv_cache.zero_pages([page for page in request.pages if manager.pool.references(page) == 1])
         self.finish(processor, Finish.FAILED, error)
 
     def finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
-        """End a request with an output of its own."""
+        """End a request with a last output that carries no token."""
         self.outputs.others.append(processor.end(finish, self._clock(), error))
         self.forget(processor.request)
 
     def forget(self, request: Request) -> None:
-        """Let go of a request that has had its last output, or goes on elsewhere."""
+        """Release a request that has had its last output or that another engine or site will serve."""
         self._scheduler.release(request)
         del self.processors[request.id]
-        request.variant = None  # which is in memory as long as something refers to it
+        request.variant = None  # a removed variant is freed with its last reference

@@ -33,7 +33,7 @@ class OutputProcessor:
         self._answer = AnswerText(request, vocabulary, self._ends)
         self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
-        first = request.prompt[:1] if request.sampling.prompt_logprobs else ()  # which nothing predicts
+        first = request.prompt[:1] if request.sampling.prompt_logprobs else ()  # has no log probability
         self._prompt_logprobs = [self._logprob(token_id, None) for token_id in first]
         self._starts_timed = 0  # starts of the request whose timings were sent
 
@@ -49,7 +49,10 @@ class OutputProcessor:
         return self._answer.contradicts_delivered
 
     def take_alone(self, token_id: int) -> int:
-        """Append a token if its output is the token and nothing else; return the tokens generated, else 0."""
+        """Append a token if its output consists of the token id alone; return the number of tokens generated.
+
+        Returns 0 and appends nothing if the output needs more: text, a finish, timings or a grammar.
+        """
         request = self.request
         tokens = request.tokens
         generated = len(tokens) - request.prompt_len + 1
@@ -114,8 +117,8 @@ class OutputProcessor:
         """Record the prompt's log probabilities from logits [positions, vocabulary], from `start` on."""
         request = self.request
         if self._starts_timed:
-            return  # computed again after a preemption: they came with the first token
-        done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption
+            return  # recomputed after a preemption: the log probabilities were sent with the first token
+        done = len(self._prompt_logprobs)  # known already if the prompt is recomputed after a preemption
         chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
         wanted = [request.sampling.logprobs or 0] * len(chosen)
         ranked = rank(torch.log_softmax(logits[: len(chosen)].float(), dim=-1), chosen, wanted)
@@ -125,7 +128,7 @@ class OutputProcessor:
                 self._prompt_logprobs.append(self._logprob(token_id, one))
 
     def _finish(self, token_id: int, generated: int) -> Finish | None:
-        """Return the finish reason if a token ends the response by itself, by the grammar or by the limit."""
+        """Return the finish reason if a token ends the response: by grammar, end token or token limit."""
         guide = self.request.guide
         if guide is not None and guide.take(token_id) and guide.ended:
             return Finish.STOP  # a completed grammar needs no end-of-sequence token
