@@ -1,4 +1,4 @@
-"""Run a gateway as several processes behind one port: replicas of one configuration that end together."""
+"""Run a gateway as several processes behind one port: replicas of one configuration, ended together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gateway.telemetry import logs
 log = logging.getLogger(__name__)
 
 RESTART_S, MAX_RESTART_S = 1.0, 30.0
-"""The first and the longest pause before a worker that ended unexpectedly is restarted."""
+"""Pauses before a worker that has ended by itself is started again: the longer the more often it has."""
 
 
 class Worker(NamedTuple):
-    """A worker process, and the pipe from which the error is read if it could not serve."""
+    """A process, and the pipe that says why it could not serve."""
 
     process: SpawnProcess
     failure: Connection
@@ -35,9 +35,9 @@ class Worker(NamedTuple):
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve with `workers` processes until SIGTERM or SIGINT. Return the exit code.
+    """Serve until SIGTERM or SIGINT with as many processes as `workers` says; return the exit code.
 
-    Raises ConfigError and StoreError.
+    Raises ConfigError, StoreError.
     """
     asyncio.run(store_unread_journals(config.database_url, config.folder, config.workers))
     if config.workers == 1:
@@ -48,13 +48,13 @@ def run(config: GatewayConfig) -> int:
 
 
 class Workers:
-    """Starts the workers, restarts those that died, and ends all of them together."""
+    """Starts the workers, starts one again that died, and ends all of them together."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._live: dict[int, Worker] = {}
-        self._again: dict[int, float] = {}  # by worker: when to restart it, in monotonic seconds
-        self._pauses_s: dict[int, float] = {}  # by worker: the last pause
+        self._again: dict[int, float] = {}  # when to start which, monotonic seconds
+        self._pauses_s: dict[int, float] = {}  # the last one of each
         self._failure: Exception | None = None
         self._stopping = False
         self._code = 0
@@ -100,18 +100,16 @@ class Workers:
                 failure.close()
                 raise
         self._live[number] = Worker(process, failure, first, time.monotonic())
-        if self._stopping:  # a signal arrived meanwhile
+        if self._stopping:  # a signal came meanwhile
             process.terminate()
 
     def _ended(self, number: int) -> None:
-        """Handle the end of a worker. If it could not serve at its first start, all workers are stopped, as
-        none could serve.
-        """
+        """Note the end of a worker. One that cannot serve at its first start ends all, since none could."""
         worker = self._live.pop(number)
         with worker.failure as pipe:
             try:
                 failure = pipe.recv()
-            except EOFError:  # no error was sent
+            except EOFError:  # it served
                 failure = None
         code = worker.process.exitcode
         if self._stopping:
@@ -138,14 +136,14 @@ class Workers:
 
 
 def restart_pause_s(last_s: float, lived_s: float) -> float:
-    """Return the pause in seconds before a worker restarts. It doubles for a worker that ends soon after its
-    start, as each start takes seconds of CPU from the workers that serve.
+    """Return the pause before a worker starts again. One that keeps ending soon gets double the last pause:
+    each start takes seconds of CPU from the workers that serve.
     """
     return RESTART_S if lived_s > MAX_RESTART_S else min(MAX_RESTART_S, max(RESTART_S, 2 * last_s))
 
 
 def _work(config: GatewayConfig, failure: Connection) -> None:
-    """Run one worker. ConfigError and StoreError are sent to the parent process."""
+    """Run one worker; what a single gateway raises goes to the first process."""
     try:
         code = app.run(config)
     except (ConfigError, StoreError) as exc:
@@ -155,7 +153,7 @@ def _work(config: GatewayConfig, failure: Connection) -> None:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise ConfigError if another program uses the port, which workers that share it would not notice."""
+    """Raise ConfigError for a port that another program has: among workers nobody would be told."""
     try:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.create_server(address[:2], family=family):

@@ -1,6 +1,6 @@
 """The usage of every quota on this replica: reserve, top up and settle, all in memory. Does no I/O.
 
-`leases.py` leases the slices from the database.
+Does not lease the slices from the database: `leases.py` does.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from gateway.quotas.meter import Meter, meter_of
 MEASURED = (Unit.TOKENS, Unit.NANO_USD)
 TOP_UP_TOKENS = 64
 OVERDRAFT = 0.05
-"""The share of a slice by which running answers may exceed it before they are truncated."""
+"""The part of a slice by which answers that have begun may exceed it before they are cut."""
 FRESH_S = 1.0
-"""How long the last round's figures of other replicas are valid: two rounds."""
+"""Time for which the last round's news of other replicas counts: two rounds."""
 LIMITS_PER_TURN = 1_000
-"""The limits that are replaced in one turn of the event loop, in a few milliseconds."""
+"""Limits that are replaced before the event loop turns to others: some milliseconds."""
 RETRY_AFTER_S = 1.0
-"""Seconds after which a slice that is too small may have grown."""
+"""Time until a slice that is too small may have grown."""
 
 
 class SliceFull(Exception):
-    """A reservation does not fit the slice leased here. `may_grow`: whether the slice could become large
-    enough. `refusal`: the error for the client.
-    """
+    """A reservation does not fit the slice leased here. `may_grow`: the slice could become large enough."""
 
     def __init__(self, refusal: TooMany, *, may_grow: bool) -> None:
         super().__init__(refusal.message)
@@ -43,17 +41,17 @@ class SliceFull(Exception):
 class LeasedLimit:
     """One limit and the slice of it that this replica has leased.
 
-    `ceiling`: the part of the slice that may be used. `written`, `written_used`: the slice and its use in the
-    database; `written` is -1 if they must be written again. `elsewhere`: the use at other replicas.
-    `reachable`: the largest slice that these leave. Both are as of `settled_at`, in month `settled_period`.
-    `unmet`: the amount that did not fit since the last round. `asked`: the want in the database includes such
-    an amount. `reserved`: the part of the use here that queries in progress may return.
+    Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database;
+    `written` is -1 where they are to be written anew. `elsewhere` is in use at other replicas, `reachable`
+    the largest slice that they leave, both as of `settled_at` in the month `settled_period`. `unmet` did not
+    fit since then: what waits is counted anew after each round. `asked`: the want in the database includes
+    what did not fit. `reserved` is the part of the use here that queries in progress may give back.
     """
 
     id: LimitId
     limit: int
     meter: Meter
-    unit: Unit = field(init=False)  # of the kind; cached, as each query reads it dozens of times
+    unit: Unit = field(init=False)  # of its kind, at hand: each query asks dozens of times
     ceiling: int = 0
     written: int = -1
     written_used: int = 0
@@ -64,7 +62,7 @@ class LeasedLimit:
     unmet: int = 0
     asked: bool = False
     reserved: int = 0
-    active: bool = False  # checked in each round
+    active: bool = False  # looked at in each round
 
     def __post_init__(self) -> None:
         self.unit = self.id.kind.unit
@@ -73,7 +71,7 @@ class LeasedLimit:
         return self.ceiling - self.meter.used(now)
 
     def used_anywhere(self, now: float) -> int:
-        """Return the usage at all replicas. Figures of the others are ignored once they are out of date."""
+        """Return the usage at all replicas. News of the others is forgotten when it can't count any more."""
         if self.id.kind.is_monthly:
             counts = self.meter.period(now) == self.settled_period
         else:
@@ -83,7 +81,7 @@ class LeasedLimit:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """The amount of one unit that a query holds: parts as (time, amount), and their sum."""
+    """What one query holds of one unit: parts, each with the time at which it was taken, and their sum."""
 
     parts: list[tuple[float, int]] = field(default_factory=list)
     total: int = 0
@@ -91,7 +89,7 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What one query holds of its limits: one request, one concurrent query, tokens and their cost."""
+    """The share of one query in every limit that binds it: one request, one place, tokens and money."""
 
     bound: tuple[LeasedLimit, ...] = ()
     held: Mapping[Unit, Held] = field(default_factory=lambda: {unit: Held() for unit in MEASURED})
@@ -108,7 +106,7 @@ class Reservation:
 
 
 class QuotaStatus(NamedTuple):
-    """The tightest limit of one kind over all replicas, as far as is known here, for people and clients."""
+    """The tightest limit of one kind, for people and clients: of the quota as a whole, as far as is known."""
 
     limit: int
     remaining: int
@@ -123,24 +121,22 @@ class QuotaLedger:
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`lapsed` returns whether the leases have expired and must not be used.
+        """`lapsed`: whether the leases have run out and are not to be trusted.
 
-        `clock` is monotonic. `unix_time`, the same at all replicas, determines the month.
+        `clock` is monotonic; `unix_time`, the same at all replicas, says which month it is.
         """
         self.replicas = 1
         self._lapsed = lapsed
         self._clock = clock
         self._unix_time = unix_time
         self._limits: dict[LimitId, LeasedLimit] = {}
-        self._active: list[LeasedLimit] = []  # limits in use, or that differ from the database
+        self._active: list[LeasedLimit] = []  # those in use, or that differ from the database
         self._bound: dict[tuple[Scope, str], tuple[LeasedLimit, ...]] = {}
 
     # ---- a query
 
     def open(self, caller: Caller, prompt_tokens: int) -> Reservation:
-        """Reserve one request, one concurrent query and the prompt. Raises SliceFull, and Overloaded if the
-        leases have lapsed.
-        """
+        """Reserve one request, one place and the prompt. Raises SliceFull; Overloaded if leases lapsed."""
         reservation = Reservation(self._binding(caller), opened_at=self._clock())
         if reservation.bound and self._lapsed():
             raise Overloaded("the database is away and the lease of this caller's quota has run out")
@@ -148,24 +144,22 @@ class QuotaLedger:
         return reservation
 
     def check_together(self, caller: Caller, queries: int) -> None:
-        """Raise BadRequest if the request has more queries than the quota can ever run at once."""
+        """Raise BadRequest if one request asks for more queries at once than may ever run at once."""
         for each in self._binding(caller) if queries > 1 else ():
             if each.id.kind is Kind.QUERIES and 0 < each.limit < queries:
                 quota = f"the quota of {each.id.kind.phrase(each.limit)} of {each.id}"
                 raise BadRequest(f"{queries} prompts in one request are more than {quota}", param="prompt")
 
     def reserve(self, reservation: Reservation, tokens: int, nano_usd: int = 0) -> None:
-        """Reserve the answer's expected tokens, up to a replica's even share of each limit per minute, and
-        the cost of prompt and answer. Raises SliceFull.
+        """Reserve the expected length of the answer, at most an even share of a replica, and its cost with
+        the prompt. Raises SliceFull.
         """
         even = [each.limit // self.replicas for each in reservation.bound if each.id.kind is Kind.TOKENS]
         tokens = min([tokens, *(max(0, share - reservation.tokens) for share in even)])
         self._take(reservation, {Unit.QUERIES: 0, Unit.TOKENS: tokens, Unit.NANO_USD: nano_usd})
 
     def cover(self, reservation: Reservation, tokens: int, nano_usd: int = 0) -> None:
-        """Extend the reservation to at least this many tokens and this cost. Raises SliceFull if that exceeds
-        the slice by more than OVERDRAFT.
-        """
+        """Top the reservation up to this many tokens and this cost at least. Raises SliceFull."""
         held, now = reservation.held, self._clock()
         missing = {
             Unit.TOKENS: tokens - held[Unit.TOKENS].total,
@@ -187,8 +181,10 @@ class QuotaLedger:
     def settle(
         self, reservation: Reservation, tokens: int, nano_usd: int = 0, *, refused: bool = False
     ) -> None:
-        """Replace the reservation by the tokens used and their cost, at the end of the query. A refused query
-        does not count as a request. Further calls do nothing.
+        """Replace the reservation by the tokens used and their cost, at the end of the query; a refused one
+        counts as no request.
+
+        Does nothing the second time.
         """
         if reservation.settled:
             return
@@ -205,10 +201,10 @@ class QuotaLedger:
                 each.meter.give_back(1, reservation.opened_at, now)
 
     def charge(self, caller: Caller, tokens: int, nano_usd: int) -> TooMany | None:
-        """Count tokens that were used outside of any query, and their cost, against the monthly quotas.
+        """Count tokens that were used outside of any query, and their cost, against the month alone.
 
-        Return the error for the first quota that is spent now, even if queries in progress returned all that
-        they have reserved here, or None.
+        Returns the refusal of the first quota that is spent by now, whatever queries in progress give back of
+        what they have reserved here; None if there is none.
         """
         now, amounts = self._clock(), {Unit.TOKENS: tokens, Unit.NANO_USD: nano_usd}
         monthly = [each for each in self._binding(caller) if each.id.kind.is_monthly]
@@ -244,7 +240,7 @@ class QuotaLedger:
                 self._activate(each)
 
     def _give_back(self, reservation: Reservation, unit: Unit, amount: int, now: float) -> None:
-        """Return an amount of a reservation to its limits, the parts that were reserved last first."""
+        """Return a part, what was reserved last first: it was needed least."""
         held = reservation.held[unit]
         while amount > 0:
             taken_at, part = held.parts.pop()
@@ -257,9 +253,9 @@ class QuotaLedger:
                     each.reserved -= back
 
     def _full(self, needs: Sequence[tuple[LeasedLimit, int, int]], now: float) -> SliceFull:
-        """Record the need as unmet in all limits, so that no slice shrinks while the query waits for another.
+        """Note what does not fit, in all limits alike: none is to shrink while the query waits for another.
 
-        `needs`: (limit, needed, free) of each limit. Return the error for the first that is full.
+        `needs`: limits, with what is needed and what is free. Returns the error for the first that is full.
         """
         for each, need, _ in needs:
             each.unmet += need
@@ -275,7 +271,7 @@ class QuotaLedger:
     # ---- shown to people and clients
 
     def status(self, caller: Caller, kind: Kind) -> QuotaStatus | None:
-        """Return the status of the caller's limit of this kind with the least share left, None if none."""
+        """Return the limit of this kind with the least part left, of those that bind the caller."""
         found = [each for each in self._binding(caller) if each.id.kind is kind]
         if not found:
             return None
@@ -287,7 +283,7 @@ class QuotaLedger:
         )
 
     def in_use(self, limit_id: LimitId) -> int:
-        """Return the usage of a limit at all replicas, as far as is known here."""
+        """Return the usage here and elsewhere, as far as is known."""
         leased = self._limits.get(limit_id)
         return 0 if leased is None else leased.used_anywhere(self._clock())
 
@@ -300,12 +296,12 @@ class QuotaLedger:
     # ---- leasing
 
     def set_limits(self, limits: Mapping[LimitId, int]) -> None:
-        """Replace the limits. Those that stay keep their usage; changed ones are settled next."""
+        """Replace the limits. The usage of those that stay is kept; those that change are settled next."""
         for _ in self.replace_limits(limits):
             pass
 
     def replace_limits(self, limits: Mapping[LimitId, int]) -> Iterator[None]:
-        """Replace the limits as `set_limits` does, and yield after every LIMITS_PER_TURN limits."""
+        """Replace the limits, and yield after every LIMITS_PER_TURN of them."""
         for number, gone in enumerate([limit_id for limit_id in self._limits if limit_id not in limits], 1):
             self._bind(gone, without=self._limits.pop(gone))
             if number % LIMITS_PER_TURN == 0:
@@ -330,7 +326,7 @@ class QuotaLedger:
             self._bound[subject] = bound
 
     def unsettled(self) -> list[LimitId]:
-        """Return the limits whose slice differs from the database or may have to change."""
+        """Return the limits whose slice differs from the database, or may have to change."""
         now, active, found = self._clock(), self._active, list[LimitId]()
         self._active = []
         for leased in active:
@@ -349,9 +345,7 @@ class QuotaLedger:
             self._active.append(leased)
 
     def claim(self, limit_id: LimitId) -> Claim | None:
-        """Return this replica's claim on a limit, None if the limit does not exist any more. Each unmet
-        amount is claimed once.
-        """
+        """Return what this replica asks of a limit, None if it is gone. Asks once for what did not fit."""
         leased, now = self._limits.get(limit_id), self._clock()
         if leased is None:
             return None
@@ -362,7 +356,7 @@ class QuotaLedger:
         return Claim(leased.ceiling, used, want, leased.meter.period(now))
 
     def restore(self, limit_id: LimitId, amount: int, used: int, age_s: float) -> None:
-        """Adopt a slice of an earlier process of this replica, with its usage of `age_s` seconds ago."""
+        """Take over a slice, and its usage of `age_s` seconds ago, from the process before this one."""
         leased = self._limits.get(limit_id)
         if leased is not None and leased.written < 0 and limit_id.kind is not Kind.QUERIES:
             leased.ceiling = amount
@@ -370,9 +364,9 @@ class QuotaLedger:
                 leased.meter.take(used, self._clock() - max(0.0, age_s))
 
     def apply_grant(self, limit_id: LimitId, claim: Claim, grant: Grant) -> bool:
-        """Adopt the granted slice, and shrink towards its target: first here, then in the database.
+        """Take the granted slice, and shrink towards its target: first here, then in the database.
 
-        Return whether a part of the slice can now be returned in the database.
+        Return whether there is now something to give back in the database.
         """
         leased = self._limits.get(limit_id)
         if leased is None:
@@ -385,15 +379,15 @@ class QuotaLedger:
         return leased.ceiling < leased.written
 
     def write_anew(self) -> None:
-        """Mark every slice to be settled in the next round, as the database holds figures of another time."""
+        """Settle every slice in the next round: what the database has of them is of another time."""
         for leased in self._limits.values():
             if leased.written >= 0:
                 leased.written = -1
                 self._activate(leased)
 
     def forget_slices(self) -> None:
-        """Drop every slice, and from monthly meters the usage that the database has recorded. Both now belong
-        to another process of this replica's name, or are counted with the replicas that are gone.
+        """Drop every slice, and of a month what the database counts: both are another's now, that of a
+        process with this replica's name or of the replicas that are gone.
         """
         now = self._clock()
         for leased in self._limits.values():
@@ -406,7 +400,7 @@ class QuotaLedger:
 def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> TooMany:
     """Return an error that names the quota and the time to wait, as far as is known here.
 
-    `used_up`: whether the whole quota is used up, and not only the slice leased here.
+    `used_up`: the quota as a whole is, and not only the slice leased here.
     """
     kind = leased.id.kind
     quota = f"the quota of {kind.phrase(leased.limit)} of {leased.id}"
