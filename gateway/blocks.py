@@ -37,7 +37,7 @@ class Block(NamedTuple):
 class Memory(NamedTuple):
     """The bytes of a site's models on each of its devices and in host memory. Shared parts count once.
 
-    `own_bytes`: the parts outside of base and slots. Slots have a fixed size, whatever is in them.
+    `own_bytes`: the parts outside of base and slots. Slots have a fixed size, used or not.
     """
 
     base_bytes: int

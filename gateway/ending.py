@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Ending(NamedTuple):
-    """`operation` is "chat", "text_completion", "embeddings" or "rerank". `finish_reasons`: those of the
-    finished choices. `error_type`: the name of a class in `errors.py`. `cached_tokens` and `reasoning_tokens`
+    """`operation` is "chat", "text_completion", "embeddings" or "rerank". `finish_reasons`: one per
+    finished choice. `error_type`: the name of a class in `errors.py`. `cached_tokens` and `reasoning_tokens`
     are parts of the outcome's prompt and completion tokens.
     """
 
