@@ -1,1 +1,1 @@
-"""HTTP in, the best site chosen, tokens out, nothing lost."""
+"""The gateway: an OpenAI-compatible server that routes each query to a site and records its outcome."""

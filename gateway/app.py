@@ -1,4 +1,4 @@
-"""Compose one gateway process: start its parts in order and end them in the reverse order."""
+"""Compose one gateway process: start its parts in order, and end them in reverse order."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""Time for clients to receive the error that ends their answers, once the time to drain is up."""
+"""Seconds after `drain_s` for clients to receive the error that ends their answers."""
 OPERATORS_CONNECTIONS = 100
 SILENT_S = 2.0
-"""After this long a silence of the database, the readiness answer says that it is away."""
+"""Seconds without an answer of the database after which /ready reports it as unavailable."""
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT, drain queries in flight for at most `drain_s`; return the exit code."""
+    """Serve until SIGTERM or SIGINT, then drain queries in flight for at most `drain_s` seconds. Return the
+    exit code.
+    """
     logs.configure(config.log_level)
     set_up_process()
     try:
@@ -74,7 +76,7 @@ def run(config: GatewayConfig) -> int:
 
 
 async def serve(config: GatewayConfig) -> int:
-    """Serve until a stop signal; return the exit code: 1 if the server for clients never started, else 0."""
+    """Serve until a stop signal. Return the exit code: 1 if the server for clients never started, else 0."""
     stop = stop_event()
     pepper = config.key_pepper or None
     async with (
@@ -107,7 +109,7 @@ async def serve(config: GatewayConfig) -> int:
         await asyncio.wait({serving, serving_operators, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.info("draining %d queries for at most %.0f s", core.query_context.live, config.drain_s)
-            core.publisher.close()  # or listening pages would keep the server from ending
+            core.publisher.close()  # open pages would keep the server from ending
             batches.runner.drain()
             server.should_exit = True
             asyncio.get_running_loop().call_later(config.drain_s, core.query_context.shut_down)
@@ -121,7 +123,7 @@ async def serve(config: GatewayConfig) -> int:
 
 @asynccontextmanager
 async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
-    """Yield None, and import nothing, unless a collector is configured."""
+    """Yield the tracer, or None if no collector is configured, without importing OpenTelemetry."""
     if not config.otlp_url:
         yield None
         return
@@ -138,7 +140,7 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 
 @asynccontextmanager
 async def _admin(core: Core, store: Store, scaler: Scaler) -> AsyncIterator[AdminContext]:
-    """Run the parts behind the operator's API: publisher, orders and the replicas' exchange."""
+    """Run the parts behind the operators' API: publisher, orders and the exchange between replicas."""
     query_context, publisher = core.query_context, core.publisher
     directory, links, clock = query_context.directory, query_context.federation.links, store.clock
     order_service = OrderService(store.orders, directory, links, publisher, unix_time=clock)
@@ -187,7 +189,7 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
 def _tenants_routes(
     backend: Backend, access: Access, batches: Batches, tuning: TuningService
 ) -> list[HTTPRouteHandler]:
-    """Return the routes of files, batches and fine-tuning, of tenants and of the operator."""
+    """Return the routes of files, batches and fine-tuning, for tenants and operators."""
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
@@ -206,7 +208,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store, side_work: SideWor
         if not up:
             return Readiness(False, "no site is ready to serve")
         away = store.recorder.health.failing_since or core.leases.since_renewed_s > SILENT_S
-        # The log says why: whoever asks here has no key, and the reason names the database's address.
+        # The reason is only logged: it names the database's address, and callers of /ready need no key.
         return Readiness(True, ", ".join(up) + ("; degraded: the database is away" if away else ""))
 
     return Backend(

@@ -1,4 +1,4 @@
-"""Describe what the models of a site hold in its memory, as the site announces it, for people. Pure."""
+"""Describe the memory of a site's models for operators, as announced by the site. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 MAX_SHARING = 8
-"""Models that are named as sharing a part of another; the others are counted."""
+"""The number of models that are listed by name as sharing a part; the others are only counted."""
 
 
 class BlockKind(StrEnum):
-    OTHER = "other"  # of a kind that only newer sites know
+    OTHER = "other"  # of a kind unknown to this version
     BASE = "base"  # all weights of a base
-    SLOTS = "slots"  # room for adapters beside them, whatever is in it
+    SLOTS = "slots"  # preallocated room for adapters, used or not
     EMBEDDING = "embedding"
     LAYERS = "layers"
     HEAD = "head"
@@ -21,9 +21,9 @@ class BlockKind(StrEnum):
 
 
 class Block(NamedTuple):
-    """A part of a model that a site stores once. `id` is of its contents, empty if it is nobody else's.
+    """A part of a model that a site stores once. `id` identifies its contents; empty if it is not shared.
 
-    `LAYERS` are decoder layers `first` to `last` - 1. `in_host`: it waits in host memory for a slot.
+    `LAYERS` are decoder layers `first` to `last` - 1. `in_host`: whether it waits in host memory for a slot.
     """
 
     id: bytes
@@ -35,9 +35,9 @@ class Block(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The bytes that the models of a site take on each of its devices, equal parts once, and in host memory.
+    """The bytes of a site's models on each of its devices and in host memory. Shared parts count once.
 
-    `own_bytes` are those of parts that need no slot; slots have one size, whatever is in them.
+    `own_bytes`: the parts outside of base and slots. Slots have a fixed size, used or not.
     """
 
     base_bytes: int
@@ -47,8 +47,8 @@ class Memory(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The parts of a model that others of the site have too. `models`: how many have the most common of them;
-    `names`: of some of those.
+    """The parts of a model that other models of the site share. `bytes`: their size. `models`: how many other
+    models have the most shared part. `names`: the names of up to MAX_SHARING of these.
     """
 
     bytes: int = 0
@@ -57,7 +57,7 @@ class Shared(NamedTuple):
 
 
 def memory(awake: Sequence[tuple[Block, ...]]) -> Memory:
-    """Return the memory of the models that are awake, by the blocks of each."""
+    """Return the memory of the awake models, given the blocks of each."""
     blocks = {each for model in awake for each in model}
     sizes = {kind: sum(each.bytes for each in blocks if each.kind is kind) for kind in BlockKind}
     base_bytes, slots_bytes = sizes[BlockKind.BASE], sizes[BlockKind.SLOTS]
@@ -68,7 +68,7 @@ def memory(awake: Sequence[tuple[Block, ...]]) -> Memory:
 
 
 def sharing(models: Mapping[str, tuple[Block, ...]]) -> dict[str, Shared]:
-    """Return of each model what others have too."""
+    """Return the shared parts of each model, by name."""
     owners: dict[bytes, list[str]] = {}
     for name, blocks in models.items():
         for each in blocks:

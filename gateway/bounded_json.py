@@ -1,4 +1,4 @@
-"""Decodes JSON objects of clients, in a time that their size bounds."""
+"""Decodes JSON objects from clients in bounded time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gateway.errors import BadRequest
 from wire.json_structure import MAX_STRUCTURE, exceeds
 
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-"""msgspec does not wrap the ValueError for bytes that are not UTF-8."""
+"""The errors of msgspec, which does not wrap the ValueError for bytes that are not UTF-8."""
 
 
 def decode(raw: bytes) -> dict[str, object]:
-    """Decode one JSON object. Raises BadRequest."""
+    """Decode one JSON object. Raises BadRequest for invalid JSON, another type, or too many elements."""
     if len(raw) > MAX_STRUCTURE and exceeds(raw, MAX_STRUCTURE):
         raise BadRequest(
             f"The body holds more than {MAX_STRUCTURE} objects, lists and fields.", code="invalid_value"

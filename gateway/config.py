@@ -1,4 +1,4 @@
-"""The configuration of a gateway: TOML, then environment, then flags; the later wins. Frozen after that."""
+"""The configuration of a gateway, from a TOML file, the environment and flags; the last one wins. Frozen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gateway.quotas.limits import WhenAway
 from gateway.routing.policies import POLICIES
 
 SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
-"""Names that Kubernetes sets, behind the prefix, for a service called mico-gateway: not settings."""
+"""The variables, after the prefix, that Kubernetes sets for a service named mico-gateway. Not settings."""
 LAST_PORT = 65_535
 WORKER_PORTS = 2
-"""Of gRPC, of mTLS and of the metrics: a worker's ports are this much above those of the worker before it."""
+"""The offset of a worker's gRPC, mTLS and metrics ports from those of the previous worker."""
 MAX_WORKERS = 64
 MAX_NAME_CHARS = 200
 METRICS_ABOVE = 1_000
@@ -26,19 +26,19 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConfigError(Exception):
-    """Names the setting, its source and the expected value. Ends a process before it serves."""
+    """An invalid setting. The message names the setting, its source and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Ports: HTTP for clients, gRPC for sites, HTTP for metrics. `folder` holds the journal of outcomes not
-    yet in the database.
+    """The settings of a gateway. Ports: HTTP for clients, gRPC for sites, HTTP for metrics. `folder` holds
+    the journal of outcomes that are not in the database yet.
     """
 
     name: str = "gateway-1"
     host: str = "127.0.0.1"
     http_port: int = 8080
-    metrics_host: str = "127.0.0.1"  # whoever reaches it reads /metrics and a detailed /ready, without a key
+    metrics_host: str = "127.0.0.1"  # serves /metrics and a detailed /ready without a key
     metrics_port: int | None = None  # absent: 1,000 above http_port
     grpc_host: str = "127.0.0.1"
     grpc_port: int = 8081
@@ -46,31 +46,31 @@ class GatewayConfig:
     folder: Path = Path(".mico")
     site_tokens: tuple[str, ...] = field(default=(), repr=False)
     site_token_file: Path | None = None
-    tls_cert: Path | None = None  # PEM chain, shown to clients and to sites; without it TLS ends elsewhere
+    tls_cert: Path | None = None  # PEM chain for clients and sites; None: TLS is terminated elsewhere
     tls_key: Path | None = None
-    pki: Path | None = None  # the folder of `mico pki init`: certificates for sites are issued and taken
-    mtls_port: int = 8082  # where sites that have a certificate join; open with `pki`
-    tls_names: tuple[str, ...] = ("localhost", "127.0.0.1")  # of this gateway, where `pki` issues its own
-    key_pepper: str = field(default="", repr=False)  # one for all replicas; empty: a file in `folder`
+    pki: Path | None = None  # the folder of `mico pki init`: issue and accept certificates of sites
+    mtls_port: int = 8082  # where sites with a certificate join; open if `pki` is set
+    tls_names: tuple[str, ...] = ("localhost", "127.0.0.1")  # names in the certificate issued by `pki`
+    key_pepper: str = field(default="", repr=False)  # the same at all replicas; empty: a file in `folder`
     peers: tuple[str, ...] = ()  # host:port at which sites reach the other gateways
     workers: int = 1  # processes that share http_port, each a replica
-    worker: int = 1  # which of them this is; no setting: `of_worker` says it
+    worker: int = 1  # the number of this process; not a setting, but set by `of_worker`
     policy: str = "mico"
-    predictor: Path | None = None  # lexical, small or an artifact's folder; small when not set
-    outcomes: Path | None = None  # a folder for recent prompts and lengths, which update the predictor
-    scaling: Path | None = None  # a TOML file: the pools of machines that this gateway sizes
-    routes: Path | None = None  # a TOML file: names that stand for models; a route of an operator goes first
-    most_live: int = 10_000  # queries in progress
-    most_tries: int = 4  # sites at which a query may fail
-    quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"
+    predictor: Path | None = None  # lexical, small or an artifact's folder; None: small
+    outcomes: Path | None = None  # a folder for recent prompts and lengths, to update the predictor
+    scaling: Path | None = None  # a TOML file with the pools of machines that this gateway resizes
+    routes: Path | None = None  # a TOML file with routes; operators' routes of the same name override them
+    most_live: int = 10_000  # limit of queries in progress
+    most_tries: int = 4  # limit of failed tries per query
+    quotas_when_away: str = "hold"  # for expired leases of quotas: "hold" (keep using them) or "refuse"
     answer_within_s: float = 600.0  # from the arrival of a query to the end of its answer
     body_limit_bytes: int = 8 * 2**20
     keep_alive_s: float = 15.0
-    heartbeat_s: float = 1.0  # between two pings of a site in a small fleet; silent for three, it is down
-    stream_interval_s: float = 0.02  # longest that text waits for the next, while the gateway is busy
-    drain_s: float = 25.0  # how long running answers may take when the process is told to end
+    heartbeat_s: float = 1.0  # between two pings in a small fleet; a site silent for three is down
+    stream_interval_s: float = 0.02  # the longest that text is held back while the gateway is busy
+    drain_s: float = 25.0  # how long running answers may take after a stop signal
     log_level: str = "INFO"
-    otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
+    otlp_url: str = ""  # where traces are sent, such as http://collector:4318; empty: none. Needs extra otel
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -137,7 +137,7 @@ class GatewayConfig:
                 f"port {twice[0]} would be needed twice: a worker's grpc_port, mtls_port and metrics_port "
                 f"are {WORKER_PORTS} above those of the worker before it"
             )
-        self.of_worker(self.workers)  # is checked as this one is
+        self.of_worker(self.workers)  # its construction checks the last worker's ports
 
     def _check_ports(self) -> None:
         for name in ("http_port", "grpc_port", "mtls_port", "own_metrics_port"):
@@ -155,13 +155,13 @@ class GatewayConfig:
 
     @property
     def own_metrics_port(self) -> int:
-        """The port of the metrics; 0, any free one, where the clients' is."""
+        """The port of the metrics; 0 (any free port) if http_port is 0 and metrics_port is not set."""
         if self.metrics_port is not None:
             return self.metrics_port
         return self.http_port + METRICS_ABOVE if self.http_port else 0
 
     def of_worker(self, number: int) -> GatewayConfig:
-        """Return the configuration of a worker, counted from 1; the first has name and ports as set."""
+        """Return the configuration of worker `number`, from 1. The first has the name and ports as set."""
         if number == 1:
             return self
         above = WORKER_PORTS * (number - 1)
@@ -172,16 +172,16 @@ class GatewayConfig:
             grpc_port=self.grpc_port + above,
             mtls_port=self.mtls_port + above,
             metrics_port=self.own_metrics_port + above,
-            outcomes=None,  # a file for one process
+            outcomes=None,  # written by one process only
         )
 
     def worker_ports(self, own: int) -> tuple[int, ...]:
-        """Return the ports of all workers, given the `own` port of this one; none for a single process."""
+        """Return the ports of all workers, given the `own` port of this one; () for a single process."""
         first = own - WORKER_PORTS * (self.worker - 1)
         return tuple(first + WORKER_PORTS * each for each in range(self.workers)) if self.workers > 1 else ()
 
     def tokens(self) -> tuple[str, ...]:
-        """Return every token that lets a site in. Raises ConfigError if no site could join at all."""
+        """Return all site tokens. Raises ConfigError if no site could join at all."""
         try:
             lines = self.site_token_file.read_text().split() if self.site_token_file else []
         except (OSError, UnicodeDecodeError) as exc:
@@ -197,7 +197,7 @@ def load(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> GatewayConfig:
-    """Read the configuration. Raises ConfigError with the key, its source and the key probably meant."""
+    """Read the configuration. Raises ConfigError, for an unknown key with the closest known one."""
     known = {f.name: str(f.type) for f in fields(GatewayConfig) if f.name != "worker"}
     values: dict[str, Any] = {}
     for source, given in _sources(path, env or {}, overrides or {}):
@@ -217,7 +217,7 @@ def _sources(
     if path is not None:
         try:
             sources.append((str(path), tomllib.loads(path.read_text())))
-        except (OSError, ValueError) as exc:  # of TOML, or of UTF-8
+        except (OSError, ValueError) as exc:  # ValueError: invalid TOML or UTF-8
             raise ConfigError(f"{path} can't be read: {exc}") from exc
     prefix = "MICO_GATEWAY_"
     names = (key for key in env if key.startswith(prefix) and not SERVICE_LINK.fullmatch(key, len(prefix)))
@@ -229,7 +229,7 @@ def _convert(key: str, kind: str, value: Any, source: str) -> Any:
     try:
         if kind.startswith("tuple"):
             items = value.split(",") if isinstance(value, str) else map(_text, _list(value))
-            return tuple(item for item in map(str.strip, items) if item)  # an empty one lets every site in
+            return tuple(item for item in map(str.strip, items) if item)  # an empty token admits any site
         if kind.startswith("Path"):
             return Path(value) if value != "" or "None" not in kind else None
         return _KINDS[kind](value)
@@ -251,7 +251,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _integer(value: Any) -> int:
-    """Raises ValueError for a fraction, which would be dropped, and for true, which is no number."""
+    """Convert to an integer. Raises ValueError for fractions and booleans, which `int` would accept."""
     number = int(value)
     if isinstance(value, bool) or (isinstance(value, float) and number != value):
         raise ValueError(value)

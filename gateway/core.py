@@ -1,6 +1,6 @@
-"""Compose the parts that answer queries: the link to the sites, forecasts, quotas, routes and observers.
+"""Compose the parts that answer queries: the links to sites, forecasts, quotas, routes and observers.
 
-Does not know who asks: `app.py` puts HTTP, batches, fine-tuning and the operator's API on top.
+Independent of where queries come from: `app.py` adds HTTP, batches, fine-tuning and the operators' API.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REJOIN_S = 15.0
-"""By then every site has dialled again: the longest pause of a site between two tries, and a little more."""
+"""Seconds in which every site dials again: slightly more than a site's longest pause between two dials."""
 
 
 class Core(NamedTuple):
@@ -58,7 +58,7 @@ class Core(NamedTuple):
 async def open_core(
     config: GatewayConfig, store: Store, credentials: ListenerCredentials, traces: Traces | None
 ) -> AsyncIterator[Core]:
-    """Start these parts; at the end, wait until every query that has ended is recorded."""
+    """Start the parts. At the end, wait until every query that has ended is recorded."""
     directory, clock = Directory(), asyncio.get_running_loop().time
     federation = _federation(config, directory, clock, credentials, lambda: leases.replicas)
     forecasts = _start_forecasts(config, directory, lambda: federation.loop_is_busy)
@@ -78,7 +78,7 @@ async def open_core(
         max_tries=config.most_tries,
         clock=clock,
         wall_clock=store.clock,
-        turns=itertools.count(secrets.randbelow(1 << 32)),  # replicas draw differently
+        turns=itertools.count(secrets.randbelow(1 << 32)),  # so that replicas draw differently
         quotas=leases.quotas,
         lease_more=leases.lease_more,
         routes=lambda: store.routes.current,
@@ -155,10 +155,12 @@ def _outcome_recorder(
     forecasts: ForecastService,
     observers: Sequence[Callable[[Outcome], None]],
 ) -> Callable[[Outcome], None]:
-    """Return the function that records each outcome. Those of shadows go to `forecasts` only."""
+    """Return the function that records each outcome. Observers do not get the outcomes of shadow copies."""
 
     def record(outcome: Outcome) -> None:
-        """Record usage before the answer's end is sent; observers run later and can cost no record."""
+        """Record the outcome before the answer's end is sent. Observers run later, so that their errors can't
+        prevent the record.
+        """
         store.recorder.record(outcome, directory.cloud_of(outcome.site))
         asyncio.get_running_loop().call_soon(observe, outcome)
 
@@ -174,7 +176,7 @@ def _outcome_recorder(
 async def _listen(
     config: GatewayConfig, federation: Federation, credentials: ListenerCredentials
 ) -> Listening:
-    """Start the server that sites join. Raises ConfigError if it cannot listen."""
+    """Start the gRPC server for sites. Raises ConfigError if it cannot listen."""
     address = f"{config.grpc_host}:{config.grpc_port}"
     try:
         listening = await listen(federation, address, credentials.link, credentials.mutual)
@@ -218,7 +220,7 @@ def _outcome_log(config: GatewayConfig) -> OutcomeLog | None:
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
-    """Load the forecaster; without a usable model return the histogram of past answers."""
+    """Load the forecaster, or return the histogram of past answers if no artifact can be loaded."""
     try:
         return HotReloadForecaster(config.predictor)
     except ArtifactError:

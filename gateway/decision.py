@@ -1,4 +1,4 @@
-"""A decision on a site, and the estimates that it compared. Plain values, stored as they are."""
+"""A decision on a site, and the estimates that it compared. Plain values, which are stored unchanged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 
 class PlacementLimits(NamedTuple):
-    """The limits that a request sets to where it is served and what that may cost. None means any."""
+    """The limits that a request sets on the site and the cost of its answer. None means no limit."""
 
     regions: frozenset[str] | None = None
     sites: frozenset[str] | None = None
-    max_usd: float | None = None  # expected, by the forecast of the answer's length
+    max_usd: float | None = None  # expected cost, by the forecast of the answer's length
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A forecast on one site. Seconds from now as the client would see them."""
+    """A forecast on one site. Times are seconds from now, as the client would see them."""
 
     site: str
     wait_s: float
@@ -26,12 +26,12 @@ class Estimate(msgspec.Struct, frozen=True):
     price_usd: float
     kv_tokens: int
     load_age_s: float
-    cached_tokens: float = 0.0  # of the prompt, which are expected in the site's cache
-    cost: float | None = None  # compared by the policy, in its own unit: the least was taken
+    cached_tokens: float = 0.0  # prompt tokens expected in the site's cache
+    cost: float | None = None  # the value that the policy minimized, in its own unit
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Which site serves an attempt, and everything needed to explain or replay it.
+    """The site that serves an attempt, and everything needed to explain or replay the decision.
 
     `began_s` and `decided_s` are seconds since the query was received.
     """

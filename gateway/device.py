@@ -1,4 +1,4 @@
-"""The load of one device of a site that has several, as the site reports it. A pure value."""
+"""The load of one device of a site with several devices, as reported by the site. A pure value."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """`lost`: its engine starts again, and serves nothing. `moved_in` and `losses` count since the boot:
-    running requests that came over from other devices, and engines that were lost here.
+    """`lost`: the device's engine is restarting and serves nothing. `moved_in` and `losses` count since boot:
+    running requests moved here from other devices, and engines lost on this device.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""The facts of a query's end that OpenTelemetry's conventions for generative AI ask beyond its outcome."""
+"""Facts of a query's end that OpenTelemetry's conventions for generative AI require beyond the outcome."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class Ending(NamedTuple):
-    """`operation` is "chat", "text_completion", "embeddings" or "rerank"; `finish_reasons` are those of the
-    choices that ended, `error_type` the class in `errors.py`. The tokens are parts of the outcome's.
+    """`operation` is "chat", "text_completion", "embeddings" or "rerank". `finish_reasons`: one per
+    finished choice. `error_type`: the name of a class in `errors.py`. `cached_tokens` and `reasoning_tokens`
+    are parts of the outcome's prompt and completion tokens.
     """
 
     operation: str = "chat"

@@ -1,4 +1,4 @@
-"""Every way a query can fail, as one tree. `openai/error_body.py` is the only place that maps it to HTTP.
+"""All errors of a query, as one tree. Only `openai/error_body.py` maps them to HTTP statuses.
 
 MicoError
 ├── ClientMistake            4xx, costs no token
@@ -23,7 +23,9 @@ from __future__ import annotations
 
 
 class MicoError(Exception):
-    """`message` is a sentence that a person can act on. `param` names the offending field of the request."""
+    """An error for the client. `message` is a sentence that a person can act on. `param` names the offending
+    field of the request.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -37,7 +39,7 @@ class ClientMistake(MicoError):
 
 
 class BadRequest(ClientMistake):
-    """`code` is OpenAI's error code where it has one for the case, such as `missing_required_parameter`."""
+    """An invalid request. `code`: OpenAI's error code, if any, such as `missing_required_parameter`."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param)

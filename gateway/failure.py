@@ -1,4 +1,4 @@
-"""Values for failover: the failure of an attempt, and the part of the answer that the client has by then."""
+"""Values for failover: the failure of an attempt, and the part of the answer delivered by then."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class FailureCause(StrEnum):
-    """Why an attempt failed. The first two are mistakes of the client: CONTEXT_LENGTH only if no site has a
-    longer context, INVALID at every site. UNSUPPORTED is one if no site can do it. MODEL_UNKNOWN: the site
-    has lost the model since the query was sent there.
+    """Why an attempt failed. CONTEXT_LENGTH is the client's mistake if no site has a longer context,
+    UNSUPPORTED if no site has the ability, and INVALID always. MODEL_UNKNOWN: the site has stopped serving
+    the model since the query was sent.
     """
 
     CONTEXT_LENGTH = "context_length"
@@ -25,11 +25,11 @@ class FailureCause(StrEnum):
 
 
 INABILITIES = frozenset((FailureCause.CONTEXT_LENGTH, FailureCause.UNSUPPORTED, FailureCause.MODEL_UNKNOWN))
-"""Causes for which the query can never be answered at that site, but maybe at another."""
+"""Causes for which a query can't be answered at a site, but may be at another."""
 
 
 class AttemptFailure(NamedTuple):
-    """The failure of an attempt at a site. `preferred_site` is the site that bid for a released attempt."""
+    """The failure of an attempt at a site. `preferred_site`: the site that bid for a released attempt."""
 
     site: str
     cause: FailureCause
@@ -39,10 +39,11 @@ class AttemptFailure(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """The part of an answer that the client has. `token_ids`: all of them, or none where a site named none.
+    """The part of an answer delivered to the client. `token_ids`: all of its tokens, or () if a site sent no
+    token ids. `tokens`: their number.
 
-    `tool_calls` counts the function calls that have begun, `argument_chars` the last one's arguments.
-    `refused`: a refusal was delivered, which no other site can go on from.
+    `tool_calls`: the number of function calls begun. `argument_chars`: the characters of the last one's
+    arguments. `refused`: a part of a refusal was delivered, which no other site can resume.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -55,7 +56,7 @@ class Resume(NamedTuple):
 
     @property
     def beside_text(self) -> bool:
-        """Return whether more was delivered than a text can say."""
+        """Return whether reasoning or a refusal was delivered, which the text does not contain."""
         return bool(self.reasoning_chars or self.refused)
 
     @property

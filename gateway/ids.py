@@ -1,4 +1,4 @@
-"""Make unique ids. They are names, not secrets: knowing one grants nothing."""
+"""Generate unique ids. They are names, not secrets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 
 def hex_ids() -> Callable[[], str]:
-    """Return a function that draws 32 hexadecimal digits a call, from a generator seeded for this process.
+    """Return a function that draws 32 hexadecimal digits per call, from a generator seeded once.
 
-    Asking the operating system each time would cost a system call, which switches to another Python thread.
+    Drawing from the operating system would cost a system call each time, which switches Python threads.
     """
     draw = Random(secrets.randbits(256)).getrandbits
     return lambda: f"{draw(128):032x}"

@@ -13,10 +13,10 @@ from gateway.store.certificates import CertificateRegistry
 
 
 class ListenerCredentials(NamedTuple):
-    """Credentials by listener; None where there is no TLS, or no such port.
+    """The credentials of each listener, None if it has no TLS or does not exist.
 
-    `http` is for clients. `link` is for sites that join with a token; `mutual` is the address for sites with
-    a certificate, and its credentials.
+    `http` is for clients, and `link` for sites that join with a token. `mutual` is the address for sites with
+    a certificate and its credentials.
     """
 
     http: CertificateFiles | None
@@ -26,7 +26,7 @@ class ListenerCredentials(NamedTuple):
 
 
 async def load_credentials(config: GatewayConfig, registry: CertificateRegistry) -> ListenerCredentials:
-    """Read or issue the certificates. Raises ConfigError, StoreUnavailable."""
+    """Read or issue the certificates. Raises ConfigError and StoreUnavailable."""
     files = _files(config)
     if config.pki is None:
         return ListenerCredentials(files, grpc_credentials(files) if files else None, None, None)

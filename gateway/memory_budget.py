@@ -1,18 +1,18 @@
-"""Bounds the memory that many tenants take together, and leaves room for others beside the largest."""
+"""Bounds the memory of all tenants together, and keeps room for others beside the largest tenant."""
 
 from __future__ import annotations
 
 from typing import Self
 
 TENANT_PARTS = 4
-"""A tenant may have this many times what is free: alone it gets four fifths of all, so that
-others always find room (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet
+"""A tenant may use at most this many times the free amount. A single tenant gets four fifths of the total, so
+that others always find room (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet
 switches, 1998).
 """
 
 
 class MemoryBudget:
-    """Counts the bytes that are held, in all and by tenant."""
+    """Counts the bytes in use, in total and by tenant."""
 
     def __init__(self, max_bytes: int) -> None:
         self.used_bytes = 0
@@ -37,7 +37,7 @@ class MemoryBudget:
 
 
 class Hold:
-    """The bytes that one work holds: more with each `take`, until it ends."""
+    """The bytes that one piece of work holds. A context manager: the bytes are returned at its end."""
 
     __slots__ = ("_budget", "_bytes", "_tenant")
 
@@ -45,7 +45,7 @@ class Hold:
         self._budget, self._tenant, self._bytes = budget, tenant, 0
 
     def take(self, count: int) -> bool:
-        """Take more bytes, or return False where they do not fit."""
+        """Take `count` more bytes. Return False if they do not fit."""
         if not self._budget.take(self._tenant, count):
             return False
         self._bytes += count

@@ -1,6 +1,4 @@
-"""Operators' orders for sites, and the standing that they give a site. Pure values; times are unix
-seconds.
-"""
+"""Operators' orders for sites, and the resulting standing of a site. Pure values; times are unix seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from enum import StrEnum
 from gateway.domain import SiteState
 
 SERVICE, WEIGHT, MODEL = "service", "weight", "model "
-"""Subjects of orders: a site has at most one order of each. A model's name follows `MODEL`."""
+"""The subjects of orders. A site has at most one order per subject. A model's name follows `MODEL`."""
 MAX_REASON_CHARS = 300
 
 
@@ -26,7 +24,7 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """All orders of operators for a site. `state` is READY, DRAINING or PAUSED; the default is no order."""
+    """All orders for a site together. `state` is READY, DRAINING or PAUSED. The defaults mean no order."""
 
     state: SiteState = SiteState.READY
     weight: float = 1.0
@@ -35,9 +33,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One act of an operator. `weight` is a percentage. `for_s` 0 means until another act lifts it.
-
-    `within_s` is how long a pause leaves running queries at the site before they move.
+    """One action of an operator. `weight` is a percentage. `for_s`: the duration in seconds; 0 means until
+    another action lifts it. `within_s`: how long running queries stay at a paused site before they move.
     """
 
     verb: Verb
@@ -51,10 +48,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order in force until it is lifted or `until_at` has passed.
-
-    Queries move at `move_at`, if it is set.
-    """
+    """An order, active until it is lifted or `until_at` has passed. Queries move at `move_at`, if set."""
 
     site: str
     subject: str
@@ -71,7 +65,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One entry of the audit: who did what to which site, why, and the values before and after."""
+    """One entry of the audit log: who did what to which site and why, and the values before and after."""
 
     id: str
     at: float
@@ -96,7 +90,7 @@ def subject_of(action: Action) -> str:
 
 
 def order_of(action: Action, who: str, now: float) -> Order | None:
-    """Return the order that replaces the one on the act's subject; None where the act only lifts that one."""
+    """Return the order that replaces the one on the action's subject, None if the action only lifts it."""
     if action.verb in (Verb.RESUME, Verb.UNPIN) or (action.verb is Verb.WEIGHT and action.weight >= 100):
         return None
     values = {Verb.WEIGHT: f"{action.weight:g}", Verb.PIN_OFF: "off"}

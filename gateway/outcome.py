@@ -1,4 +1,4 @@
-"""The end of a query: what is recorded of it, once, and of each of its attempts. Pure values."""
+"""The outcome of a query, recorded once, with each of its attempts. Pure values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from gateway.prices import Prices
 from predictor.forecast import Forecast
 
 CUT_SHORT = frozenset((Finish.LENGTH, Finish.CONTENT_FILTER))
-"""Finish reasons of answers that a limit (of the query, of its site, of a budget) or a filter ended."""
+"""Finish reasons of answers ended by a limit (of the query, the site or a budget) or a filter."""
 
 
 class Status(StrEnum):
     ANSWERED = "answered"
-    CANCELLED = "cancelled"  # the client went away
-    FAILED = "failed"  # accepted, then an error the client could read
+    CANCELLED = "cancelled"  # the client disconnected
+    FAILED = "failed"  # accepted, then ended with an error for the client
     REFUSED = "refused"  # never reached a site, or every site refused it
 
 
 class Attempt(msgspec.Struct, frozen=True):
     """One try of one query on one site, for the record. `ended` is "finished" or the cause of the failure.
 
-    Of `completion_tokens` the first `resumed_tokens` came from sites before, and are input of this one.
-    `cached_tokens` is the part of the prompt that the site had. `prices` None: of before there were any.
+    The first `resumed_tokens` of `completion_tokens` came from earlier sites, and are input for this one.
+    `cached_tokens`: the prompt tokens that the site had cached. `prices` is None in records from before
+    prices existed.
     """
 
     decision: Decision
@@ -43,8 +44,9 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One per query, recorded once. Durations in seconds; `received_at` is unix time. `cheapest_nano_usd` and
-    `dearest_nano_usd`: the cost of the same tokens at other sites that were compared, or here.
+    """The outcome of one query, recorded once. Durations in seconds; `received_at` is unix time.
+    `cheapest_nano_usd` and `dearest_nano_usd`: the least and the greatest cost of the same tokens, of the
+    cost paid and the costs at other sites that were compared.
     """
 
     query_id: str
@@ -64,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
     total_s: float
     forecast_s: float | None = None
     traceparent: str = ""
-    mistaken: bool = False  # it ended by a mistake or a limit of the client: no failure of the gateway
+    mistaken: bool = False  # ended by a mistake or a limit of the client, not by a failure of the gateway
     ending: Ending = Ending()
     asked_model: str = ""
     cheapest_nano_usd: int = 0
@@ -73,7 +75,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def tells_length(self) -> bool:
-        """Return whether its tokens are those of one answer, cut short by the limit of the query at most."""
+        """Return whether `completion_tokens` is the length of one answer, complete or cut at `max_tokens`."""
         reasons = self.ending.finish_reasons
         if self.status is not Status.ANSWERED or len(reasons) > 1:
             return False
@@ -88,5 +90,5 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def nano_usd(self) -> int:
-        """Return the cost of all attempts."""
+        """Return the cost of all attempts, in nano-dollars."""
         return sum([attempt.nano_usd for attempt in self.attempts])

@@ -1,4 +1,4 @@
-"""The prompt of a query: a chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
+"""The prompt of a query: a chat, a text, token ids, or pooling inputs. Only sites have a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 
 
 class Images(NamedTuple):
-    """The images of a message: all parts of its content, texts among them, as OpenAI's array in JSON.
+    """The content of a message with images: all parts, including texts, as OpenAI's JSON array.
 
-    `tokens` is a guess. `fetched`: a server has to fetch one of them from an address.
+    `tokens`: an estimate. `fetched`: whether the server must fetch an image from a URL.
     """
 
     content_json: str
@@ -21,8 +21,8 @@ class Images(NamedTuple):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn of a chat. `content` is text alone. `tool_calls_json` is OpenAI's array as text, empty when
-    there is none.
+    """One turn of a chat. `content` is the text only. `tool_calls_json` is OpenAI's JSON array, empty if
+    there are no tool calls.
     """
 
     role: str
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True):
     name: str = ""
     tool_calls_json: str = ""
     tool_call_id: str = ""
-    reasoning: str = ""  # what the assistant thought before its content
+    reasoning: str = ""  # the assistant's reasoning before its content
     images: Images | None = None
 
     @property
@@ -39,9 +39,9 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """`tools_json` is OpenAI's array as text, empty if no function may be called. `tool_choice` is auto (or
-    empty), required, or named: then `tool_name` must be called. `template_kwargs_json`: arguments of the chat
-    template as a JSON object, empty if there are none. `reasoning_effort` is empty where the model decides.
+    """A chat. `tools_json` is OpenAI's JSON array, empty if no tool may be called. `tool_choice` is auto (or
+    empty), required, or named, which requires a call of `tool_name`. `template_kwargs_json`: arguments for
+    the chat template as a JSON object, or empty. `reasoning_effort`: empty for the model's default.
     """
 
     messages: tuple[Message, ...]
@@ -54,16 +54,16 @@ class Chat(msgspec.Struct, frozen=True):
 
     @property
     def images(self) -> tuple[Images, ...]:
-        """Return the images of each message that has some."""
+        """Return the `images` of each message that has images."""
         return tuple([each.images for each in self.messages if each.images is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Inputs to embed, or documents to rank by a query: nothing is generated.
+    """Inputs to embed, or documents to rank by a query, for which nothing is generated.
 
-    `task` is the feature of a model that can do it. `body_json` is the request as servers read it, without
-    the model. `inputs` is the number of texts to embed or documents to rank; `tokens` is a guess.
+    `task`: the feature that the model needs, EMBED or RERANK. `body_json`: the request body for the server,
+    without the model. `inputs`: the number of texts to embed or documents to rank. `tokens`: an estimate.
     """
 
     task: str
@@ -73,13 +73,13 @@ class Pooling:
 
     @property
     def result_bytes(self) -> int:
-        """Return the most memory that the results take."""
+        """Return the maximum size of the results in bytes."""
         return self.inputs * (MAX_VECTOR_BYTES if self.task == EMBED else SCORE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The result of input `index`: its embedding in float32, little endian, or the score of the document."""
+    """The result of input `index`: its embedding in little-endian float32, or the document's score."""
 
     index: int
     vector: bytes = b""
@@ -94,13 +94,12 @@ SCORE_BYTES = 64
 Prompt = Chat | str | tuple[int, ...] | Pooling
 
 TOKEN_ID_BYTES = 36
-"""A place in a tuple and an integer of its own."""
+"""The memory of a tuple's entry and its integer object."""
 
 
 def memory_bytes(prompt: Prompt) -> int:
-    """Return the memory of the prompt's texts or ids: up to four bytes a character, whatever UTF-8 took.
-
-    Results that come all at once count, too.
+    """Return the bytes of memory of the prompt's texts or ids, at up to four bytes per character. Results of
+    pooling, which arrive all at once, count as well.
     """
     if isinstance(prompt, str):
         return sys.getsizeof(prompt)
@@ -117,8 +116,8 @@ def memory_bytes(prompt: Prompt) -> int:
 
 
 def least_chars(prompt: Prompt) -> int:
-    """Return the characters that a model reads at least. Chat templates may leave out what the assistant
-    said, and white space around a message.
+    """Return the least number of characters that a model reads. Chat templates may drop assistant messages,
+    and white space around messages.
     """
     if isinstance(prompt, Pooling):
         return 0

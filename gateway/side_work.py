@@ -1,4 +1,4 @@
-"""Runs on one thread what would hold the event loop, while streams go on: tenants by turns."""
+"""Runs work that would block the event loop on one thread, tenants in turn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 64 * 1024
-"""Larger bodies are decoded and read beside the event loop, which takes a millisecond for these."""
+"""Larger bodies are decoded on the thread. A body of this size takes about a millisecond."""
 
 
 class SideWork:
-    """One piece of work at a time; then the next of another tenant. Its callers bound how much waits.
+    """Runs one piece of work at a time, tenants in turn. Callers must bound the amount of waiting work.
 
-    Work of a task that is cancelled while it waits is not run. The work should be many short steps: the
-    event loop goes on between two of them, but not within one call of a C function.
+    Work whose task is cancelled while it waits is not run. The work should consist of many short steps: the
+    event loop can run between two steps, but not during one call of a C function.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SideWork:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns, once it is the turn of `tenant`. Raises what `work` raises."""
+        """Run `work` in the turn of `tenant` and return its result. Raises the errors of `work`."""
         if self._busy:
             await self._turn(tenant)
         self._busy = True
@@ -37,7 +37,7 @@ class SideWork:
             self._pass_on()
 
     async def run_if_large(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns: called at once for a small input, else as `run` does."""
+        """Return the result of `work`, called at once for inputs up to INLINE_BYTES, else by `run`."""
         return work() if size_bytes <= INLINE_BYTES else await self.run(tenant, work)
 
     async def _turn(self, tenant: str) -> None:
@@ -46,12 +46,12 @@ class SideWork:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn had come
+            if not turn.cancelled():  # the turn was already given
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
-        """Give the turn to the tenant that has waited longest since its last one."""
+        """Give the turn to the tenant that has waited longest since its last turn."""
         while self._waiting:
             tenant, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()

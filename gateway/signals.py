@@ -1,4 +1,4 @@
-"""Turns the signals that end a process into an event."""
+"""Turns stop signals into an asyncio event."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 
 
 def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM or SIGINT sets, or the end of the process that started this worker."""
+    """Return an event that is set by SIGTERM, SIGINT or the end of the process that started this worker."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     parent = multiprocessing.parent_process()
-    if parent is not None:  # this is a worker, which ends with the first process
+    if parent is not None:  # this is a worker, which ends with its parent process
         sentinel = parent.sentinel
 
         def ended() -> None:

@@ -1,4 +1,4 @@
-"""Keep recent events as sentences: sites that joined, left or went silent, operators' acts, moved queries."""
+"""Keep recent events as sentences: sites that joined, left or went silent, operators' acts, query moves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.domain import SiteState
 
 MAX_EVENTS = 200
 OPERATOR = "operator"
-"""The kind of acts of operators."""
+"""The `kind` of events that are acts of operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ _TEXTS = {
 
 
 class EventLog:
-    """The newest MAX_EVENTS events, and as many acts of operators: no flood of these displaces the others."""
+    """The newest MAX_EVENTS acts of operators and MAX_EVENTS other events, neither displacing the others."""
 
     def __init__(self) -> None:
         self._kept: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -53,8 +53,8 @@ class EventLog:
         kept.append(event)
 
     def newest(self, limit: int = MAX_EVENTS) -> list[Event]:
-        """Return the newest events, newest first. Half of them at most are acts of operators, while there are
-        others.
+        """Return up to `limit` events, newest first. Acts of operators are at most half of them, or more if
+        there are too few other events.
         """
         acts = sorted(self._acts, key=_time)[::-1][: max(limit // 2, limit - len(self._kept))]
         return sorted((*self._kept, *acts), key=_time)[::-1][:limit]
@@ -64,8 +64,8 @@ class EventLog:
     ) -> list[Event]:
         """Record the state changes since the last call as events, and return them.
 
-        `sites` yields (name, boot id, state) of every listed site; `down_reasons` says why sites that are
-        down left, and why others are ejected.
+        `sites` yields (name, boot id, state) of every listed site. `down_reasons`: by name, the reasons why
+        sites are down or ejected.
         """
         seen: dict[str, tuple[str, SiteState]] = {}
         changes: list[Event] = []

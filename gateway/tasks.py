@@ -1,4 +1,4 @@
-"""Ends tasks that run beside others."""
+"""Cancels background tasks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 CANCEL_AGAIN_S = 5.0
-"""A connection that breaks as its task is cancelled raises its own error instead: a task that goes on after
-such an error is cancelled again.
+"""Seconds after which a task that still runs is cancelled again. A connection that breaks during the
+cancellation raises its own error instead of CancelledError, and the task may continue after that.
 """
 
 
 async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks, those there are, and wait until all have ended, however they do."""
+    """Cancel tasks and wait until all have ended. Skips None, and ignores the tasks' errors."""
     live = {task for task in tasks if task is not None}
     while live:
         for task in live:
@@ -20,10 +20,10 @@ async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
         ended, live = await asyncio.wait(live, timeout=CANCEL_AGAIN_S)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # which nobody else asks for
+                task.exception()  # mark as retrieved
 
 
 def is_cancelled() -> bool:
-    """Return whether the current task was cancelled, also where an error hid that."""
+    """Return whether the current task was cancelled, even if another error replaced CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

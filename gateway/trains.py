@@ -1,4 +1,4 @@
-"""Describe what a site can train, as it announces it. A pure value."""
+"""The training abilities that a site announces. A pure value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Trains(NamedTuple):
-    """`runs` at once, the highest rank of an adapter, and the price of a million trained tokens."""
+    """`runs`: the number of concurrent runs. `max_rank`: the highest rank of an adapter. `usd_per_mtok`: the
+    price of a million trained tokens.
+    """
 
     runs: int
     max_rank: int

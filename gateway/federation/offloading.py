@@ -91,8 +91,8 @@ class Offloading:
         return asked.bidder
 
     def offers(self, bidder: Site | None = None) -> Collection[Offer]:
-        """Return the offers of all crowded sites with movable attempts. Recompute those of changed sites,
-        except that offers of many attempts may be out of date (see AGAIN_S).
+        """Return the offers of all crowded sites with movable attempts. The offers of changed sites are
+        recomputed first, except that offers of many attempts may be out of date (see AGAIN_S).
         """
         if self._clock() >= self._oldest_ends_s:
             self._end_late_rounds()

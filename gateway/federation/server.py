@@ -153,8 +153,8 @@ class Federation(rpc.FederationServicer):
             await context.abort(exc.code, str(exc))
 
     async def _welcome(self, context: Any, certificate: SiteCertificate | None) -> tuple[Link, int]:
-        """Exchange Hello and Welcome. Return the link, and the number of attempts that the site must cancel:
-        those of an earlier link, which have been decided again.
+        """Exchange Hello and Welcome. Return the link, and the number of attempts of an earlier link, which
+        the site must cancel because their queries have been decided again.
         """
         first = await _first(context, "Hello")
         if first.WhichOneof("body") != "hello":

@@ -1,6 +1,6 @@
 """The core loop of one query: admit → reserve → forecast → decide → dispatch → relay → settle.
 
-Does not speak HTTP (`gateway/http`), and does not know how a site is chosen (`gateway/routing`).
+HTTP is handled in `gateway/http`, and the choice of a site in `gateway/routing`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ longer crowded, ASK_AGAIN_AFTER_S in any case.
 def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
     """Yield Opening, Delta …, Usage. Raises a MicoError if the answer cannot be completed.
 
-    Closing the generator cancels the query: its slots are freed, and its usage is still recorded. Every query
-    has exactly one outcome recorded, whether it was admitted or refused.
+    Closing the generator cancels the query: its slots are freed, and its usage is still recorded. Exactly one
+    outcome is recorded for each query, admitted or refused.
     """
     return QueryRun(context, query).run()
 

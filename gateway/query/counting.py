@@ -38,7 +38,7 @@ class TokenCounter:
         self._counting: list[str] = []  # the tenants of the counts in progress
 
     async def count(self, query: Query) -> int:
-        """Return the number of tokens of the prompt, with those of the chat template. Raises MicoError.
+        """Return the number of tokens of the prompt, chat template included. Raises MicoError.
 
         For a route, the first target that can count now counts, as the target of the query is drawn later.
         """

@@ -1,7 +1,7 @@
-"""Leases slices of the quotas in the background, ahead of need: no query waits for the database.
+"""Leases slices of the quotas in the background, ahead of need, so that no query waits for the database.
 
-While the database is away the leased slices stay in use. Once the lease has run out, a setting decides: keep
-using them (`hold`), or refuse the callers that have quotas (`refuse`).
+While the database is unavailable, the leased slices stay in use. Once the lease has expired, a setting
+decides whether to keep using them (`hold`) or to refuse callers that have quotas (`refuse`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 ROUND_EVERY_S: Final = 0.5
 MIN_PAUSE_S: Final = 0.1
-"""The shortest pause between two rounds, however many queries find a slice too small."""
+"""The shortest pause between two rounds, in seconds, however many queries find a slice too small."""
 
 
 class Leases:
@@ -35,7 +35,7 @@ class Leases:
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self.quotas = QuotaLedger(lapsed=self._lapsed, clock=clock, unix_time=unix_time)
-        self.replicas: tuple[str, ...] = ()  # that live, by the last round
+        self.replicas: tuple[str, ...] = ()  # the live replicas, as of the last round
         self._slices = slices
         self._when_away = when_away
         self._clock = clock
@@ -46,7 +46,7 @@ class Leases:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, *, background: bool = True) -> None:
-        """Join, restore what an earlier process held, and renew. Raises SlicesUnavailable."""
+        """Join, restore the slices of an earlier process, and renew. Raises SlicesUnavailable."""
         previous = await self._slices.join()
         await self._replace(await self._slices.limits())
         for each in previous:
@@ -57,7 +57,7 @@ class Leases:
 
     @property
     def since_renewed_s(self) -> float:
-        """Return the seconds since the database last answered a round. There are two rounds a second."""
+        """Return the seconds since the last successful round began. There are two rounds per second."""
         return self._clock() - self._renewed_s
 
     async def close(self) -> None:
@@ -66,11 +66,13 @@ class Leases:
         await cancel(self._task)
         self._task = None
         with suppress(SlicesUnavailable, NameTaken):
-            await self._renew_once()  # what was used since the last round counts, of a month at least
+            await self._renew_once()  # record the usage since the last round, for the monthly quotas
             await self._slices.leave()
 
     async def lease_more(self) -> bool:
-        """Wait for one round that begins from now on. Return False, at once, while the database is away."""
+        """Wait for one round that begins after this call. Return whether it succeeded; False at once while
+        the database is unavailable.
+        """
         if self._away:
             return False
         self._round_wanted.set()
@@ -78,7 +80,7 @@ class Leases:
         return not self._away
 
     async def renew(self) -> None:
-        """Run one round. Raises SlicesUnavailable; the leased slices then stay as they are."""
+        """Run one round. Raises SlicesUnavailable, which leaves the leased slices unchanged."""
         try:
             await self._renew_once()
         except NameTaken as exc:
@@ -93,7 +95,7 @@ class Leases:
         self.replicas = done.replicas
         self.quotas.replicas = len(done.replicas)
         surplus = [self.quotas.apply_grant(*each) for each in done.grants]
-        if any(surplus) and len(done.replicas) > 1:  # nobody waits for what the only replica gives back
+        if any(surplus) and len(done.replicas) > 1:  # return the surplus soon, if others can use it
             self._round_wanted.set()
         if done.freed:
             self.quotas.forget_slices()
@@ -102,7 +104,7 @@ class Leases:
         if done.limits is not None:
             await self._replace(done.limits)
         if done.freed or done.restored or done.limits is not None:
-            await self._renew_once()  # settle what is new
+            await self._renew_once()  # settle the new limits and slices
 
     async def _replace(self, limits: Mapping[LimitId, int]) -> None:
         for _ in self.quotas.replace_limits(limits):

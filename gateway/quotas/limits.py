@@ -31,17 +31,17 @@ class Kind(StrEnum):
         return self in (Kind.MONTH, Kind.BUDGET)
 
     def phrase(self, amount: int) -> str:
-        """Return an amount with its kind."""
+        """Return an amount with its unit, as text for people."""
         if self is Kind.BUDGET:
             return f"{dollars(amount)} per month"
         return f"{amount:,} {_PHRASES[self]}"
 
     def counted(self, amount: float) -> int:
-        """Convert an amount of people, dollars of a budget, to what is counted."""
+        """Convert an amount as people give it (dollars, for a budget) to counted units."""
         return round(amount * NANO_USD) if self is Kind.BUDGET else int(amount)
 
     def shown(self, amount: int) -> float:
-        """Convert what is counted to an amount for people."""
+        """Convert counted units to an amount for people (dollars, for a budget)."""
         return amount / NANO_USD if self is Kind.BUDGET else amount
 
 
@@ -61,7 +61,9 @@ _PHRASES = {
 
 
 class LimitId(NamedTuple):
-    """`subject` is a tenant's name, or the first id of a key: keys that replace it share its quotas."""
+    """The key of a limit. `subject` is a tenant's name, or the first id of an API key, whose replacements
+    share its quotas.
+    """
 
     scope: Scope
     subject: str
@@ -72,7 +74,7 @@ class LimitId(NamedTuple):
 
 
 class WhenAway(StrEnum):
-    """Treatment of callers that have quotas once a lease has run out because the database is away."""
+    """What happens to callers with quotas once a lease has expired because the database is unavailable."""
 
     HOLD = "hold"
     REFUSE = "refuse"
@@ -81,8 +83,8 @@ class WhenAway(StrEnum):
 class Claim(NamedTuple):
     """The claim of a replica on its slice of one limit.
 
-    It never uses more than `ceiling` within the limit's window, uses `used` now, and could use `want`.
-    `period` is the month that is counted, 0 for a kind without a calendar.
+    `ceiling`: the most that the replica uses within the limit's window. `used`: its use now. `want`: what it
+    could use. `period`: the month that is counted, 0 for kinds that are not monthly.
     """
 
     ceiling: int
@@ -92,11 +94,11 @@ class Claim(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The slice in the database: the replica owns `amount` from now on, and should shrink to `target` if that
-    is less. `elsewhere` is in use at other replicas.
+    """A slice as granted in the database. The replica owns `amount` from now on, and should shrink to
+    `target` if that is less. `elsewhere`: the use at other replicas.
 
-    `reachable` is the largest slice that the replica could get if it wanted all of the limit, given what the
-    others want. `want` is stored with the slice: more than `amount` asks the others to give up what they can.
+    `reachable`: the largest slice that the replica could get if it wanted the whole limit, given the others'
+    wants. `want` is stored with the slice: a want above `amount` requests the others to shrink.
     """
 
     amount: int

@@ -17,23 +17,23 @@ class Meter(Protocol):
     def take(self, amount: int, now: float) -> None: ...
 
     def give_back(self, amount: int, taken_at: float, now: float) -> None:
-        """Return an amount taken at that time that was not needed."""
+        """Return an unused amount that was taken at `taken_at`."""
 
     def until_less(self, amount: int, now: float) -> float:
-        """Return the seconds until at least `amount` less is in use, if nothing more is taken."""
+        """Return the seconds until the usage is lower by at least `amount`, if nothing more is taken."""
 
     def period(self, now: float) -> int:
-        """Return the month that is counted, 0 if the meter has no calendar."""
+        """Return the month that is counted, 0 if the meter is not monthly."""
 
 
 class Minute:
-    """Counts the last 60 seconds, by the second: in no 60 seconds is the usage above what `used` returned."""
+    """Counts the last 60 seconds, by the second. `used` is never less than the usage in that time."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, int] = {}  # in order
+        self._seconds: dict[int, int] = {}  # amount by second, ascending
         self._total = 0
         self._newest = 0
-        self._oldest_ends = inf  # when the first of the seconds counts no more
+        self._oldest_ends = inf  # when the oldest second expires
 
     def used(self, now: float) -> int:
         while self._oldest_ends <= now:
@@ -42,7 +42,7 @@ class Minute:
         return self._total
 
     def take(self, amount: int, now: float) -> None:
-        second = self._newest = max(int(now), self._newest)  # what was restored comes first
+        second = self._newest = max(int(now), self._newest)  # keeps the order
         self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
         if self._oldest_ends == inf:
@@ -61,7 +61,7 @@ class Minute:
 
     def until_less(self, amount: int, now: float) -> float:
         stays, until = self._total - amount, None
-        for second, taken in reversed(self._seconds.items()):  # most ask until all is gone: the newest tells
+        for second, taken in reversed(self._seconds.items()):  # newest first, as most callers ask for all
             if stays < 0:
                 break
             until, stays = second, stays - taken
@@ -72,7 +72,7 @@ class Minute:
 
 
 class Concurrent:
-    """Counts what runs now."""
+    """Counts the queries in progress."""
 
     RETRY_AFTER_S = 1.0
 
@@ -96,7 +96,7 @@ class Concurrent:
 
 
 class Month:
-    """Counts since the first of the month, in UTC. `unix_time` says when that was."""
+    """Counts since the first of the month in UTC, as determined by `unix_time`."""
 
     def __init__(self, unix_time: Callable[[], float]) -> None:
         self._unix_time = unix_time
@@ -109,7 +109,7 @@ class Month:
         if not month_start(self._month) <= unix_time < month_start(self._month + 1):
             if (month := month_of(unix_time)) > self._month:
                 self._began, self._total = now, 0
-            self._month = month  # that of a clock that was set back goes on with what was used
+            self._month = month  # if the clock was set back, the usage is kept
         return self._total
 
     def take(self, amount: int, now: float) -> None:

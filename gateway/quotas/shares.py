@@ -1,11 +1,11 @@
 """Share one quota between replicas. Pure: every replica computes the same shares for itself.
 
-Each replica holds a slice, and never has more in use within the quota's window than its slice. Slices add up
-to the quota at most: a slice grows only by what is free, and shrinks only by what it does not use. So the
-replicas together never use more than the quota, whatever each of them knows of the others.
+Each replica holds a slice, and never uses more than its slice within the quota's window. The sum of the
+slices is at most the quota: a slice grows only by free amounts, and shrinks only by what it does not use. So
+the replicas together never exceed the quota, whatever each of them knows of the others.
 
-What nobody uses is mostly free, in no slice: a replica that needs more has it after one round of its own, and
-one that dies keeps little from the others.
+Most of the unused quota is free, that is, in no slice. So a replica that needs more gets it after one round
+of its own, and a replica that dies withholds little from the others.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from gateway.quotas.limits import Claim, Grant
 
 STANDING_PARTS = 20
-"""A replica gets this part (one in so many) of its even share beyond what it wants, whatever others want."""
+"""A replica gets 1/STANDING_PARTS of its even share beyond its want, whatever the others want."""
 SPARE_PARTS = 16
-"""Of what is free, a slice has up to this part of the limit more: most queries find room at once."""
+"""A slice gets up to 1/SPARE_PARTS of the limit from the free amount, so that most queries fit at once."""
 
 
 class Slice(NamedTuple):
-    """The slice of a replica in the database. A replica that is not `alive` holds it and wants nothing."""
+    """The slice of a replica in the database. A replica that is not `alive` keeps it but wants nothing."""
 
     replica: str
     amount: int
@@ -32,7 +32,9 @@ class Slice(NamedTuple):
 
 
 def fair_shares(limit: int, wants: Mapping[str, int]) -> dict[str, int]:
-    """Grant the wants, small ones first, as far as the limit goes."""
+    """Return the max-min fair shares of a limit: wants are granted in full, smallest first, until the rest is
+    shared evenly.
+    """
     shares: dict[str, int] = {}
     left, waiting = max(0, limit), sorted(wants, key=lambda name: (wants[name], name))
     for place, name in enumerate(waiting):
@@ -42,7 +44,7 @@ def fair_shares(limit: int, wants: Mapping[str, int]) -> dict[str, int]:
 
 
 def granted(limit: int, me: str, claim: Claim, others: Sequence[Slice], alive: Sequence[str]) -> Grant:
-    """Return the new slice of replica `me`, given those of all others. `alive`: the replicas that share."""
+    """Return the new slice of replica `me`, given the slices of all others. `alive`: the live replicas."""
     wants = dict.fromkeys([me, *alive], 0) | {each.replica: each.want for each in others if each.alive}
     standing = limit // (STANDING_PARTS * len(wants))
     wants = {name: want + standing for name, want in wants.items()}

@@ -1,4 +1,4 @@
-"""The table of slices that replicas share, as leasing needs it. `gateway/store/slices.py` implements it."""
+"""The interface of the table of slices that replicas share. `gateway/store/slices.py` implements it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GrantedSlice(NamedTuple):
 
 
 class PreviousSlice(NamedTuple):
-    """The slice of one limit that an earlier process of the same name held, and its use `age_s` ago."""
+    """The slice of a limit that an earlier process of this replica held, and its use `age_s` seconds ago."""
 
     id: LimitId
     amount: int
@@ -24,13 +24,14 @@ class PreviousSlice(NamedTuple):
 
 
 class LeaseRound(NamedTuple):
-    """The result of one round. `limits` is None if the limits are the same as in the round before.
+    """The result of one round. `limits` is None if they are unchanged since the last round.
 
-    `restored`: the tables are not as this replica left them, as after a backup was restored. `freed`: it
-    was away for so long that its slices were freed, and its use of the month is with that of replicas gone.
+    `restored`: the tables differ from what this replica wrote, as after a backup was restored. `freed`: the
+    replica was away for so long that its slices were freed, and its use of the month is counted with the
+    replicas that are gone.
     """
 
-    replicas: tuple[str, ...]  # that live, this one among them
+    replicas: tuple[str, ...]  # the live replicas, including this one
     grants: list[GrantedSlice]
     limits: dict[LimitId, int] | None = None
     restored: bool = False
@@ -38,7 +39,7 @@ class LeaseRound(NamedTuple):
 
 
 class SlicesUnavailable(Exception):
-    """The database does not answer now: try again later."""
+    """The database does not answer now. The call may be repeated later."""
 
 
 class NameTaken(Exception):
@@ -46,27 +47,27 @@ class NameTaken(Exception):
 
 
 class Slices(Protocol):
-    """Every method but `rename` raises SlicesUnavailable when the database does not answer in time."""
+    """All async methods raise SlicesUnavailable if the database does not answer in time."""
 
     @property
     def lease_s(self) -> float:
-        """Return the time without a renewal after which the slices of a replica are free, in seconds."""
+        """Return the seconds without a renewal after which the slices of a replica are free."""
 
     async def join(self) -> list[PreviousSlice]:
-        """Take this replica's name, and return the slices that an earlier process held under it."""
+        """Register this replica, and return the slices that an earlier process of its name held."""
 
     async def leave(self) -> None:
-        """Free what is leased and not used."""
+        """Free the unused part of the leased slices."""
 
     def rename(self) -> None:
-        """Go on under another name: another process has this one."""
+        """Continue under another name, as another process has this one."""
 
     async def limits(self) -> dict[LimitId, int]: ...
 
     async def round(
         self, unsettled: Iterable[LimitId], claim_of: Callable[[LimitId], Claim | None]
     ) -> LeaseRound:
-        """Renew the lease, and settle the slices of these limits and of those that others want more of.
+        """Renew the lease, and settle the slices of these limits and of limits that others want more of.
 
         Raises NameTaken.
         """

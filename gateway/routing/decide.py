@@ -21,7 +21,7 @@ from gateway.routing.fleet import Figures, Fleet
 from gateway.routing.policies import REPORTS_EVERY_S
 
 MAX_ESTIMATES = 16
-"""The number of sites whose estimates are kept with a decision: those of least cost, or first to finish."""
+"""The number of sites whose estimates are kept with a decision: the least costly, or first to finish."""
 MAX_EXCLUSIONS = 64
 """The number of excluded sites whose reasons are kept with a decision."""
 MIN_DRAWN = 4

@@ -160,7 +160,7 @@ def _after_text(query: Query) -> set[str]:
 
 
 def final_error(failure: AttemptFailure | None, resume: Resume | None, reason: str = "") -> MicoError:
-    """Return the error for a query that no site takes. `failure`: that of the last try, None if no try was
+    """Return the error for a query that no site takes. `failure`: how the last try failed, None if none was
     made. `reason`: why the sites were excluded.
     """
     if resume is not None and failure is not None:

@@ -1,4 +1,4 @@
-"""Read and set the size of the clouds' own groups of machines. One small class per cloud."""
+"""Read and set the sizes of the clouds' machine groups. One small class per cloud."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AZURE_API = "2024-07-01"
 
 
 class GroupFailed(Exception):
-    """The cloud refused or did not answer; the message is the cloud's."""
+    """The cloud refused a request or did not answer. The message is the cloud's."""
 
 
 class Group(Protocol):

@@ -19,8 +19,8 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pool. `group` is the cloud's name of the machine group; the other address fields depend on the
     cloud.
 
-    A pool may be empty only with `fewest = 0`: queries that no site can serve are refused and do not count as
-    load, so an empty pool grows again only by what another pool can't take.
+    A pool may become empty only with `fewest = 0`. Queries that no site can serve are refused and do not
+    count as load, so an empty pool grows again only by load that the other pools can't take.
     """
 
     cloud: Literal["aws", "gcp", "azure"]
@@ -44,7 +44,7 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"a pool of {self.cloud} needs {' and '.join(missing)}")
 
     def bounds(self) -> Bounds:
-        """Return the pool's bounds. Raises ValueError where they contradict each other."""
+        """Return the pool's bounds. Raises ValueError if they contradict each other."""
         return Bounds(self.fewest, self.most, self.usd_per_hour)
 
     def open(self, http: httpx.AsyncClient) -> Group:
@@ -57,7 +57,7 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole plan. Times in seconds. Without a budget only each pool's `most` limits the cost."""
+    """The whole plan, by pool name. Times in seconds. Without a budget, only `most` limits a pool's cost."""
 
     pool: dict[str, PoolPlan] = {}
     budget_usd_per_hour: Positive = math.inf

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 async def scaling(
     sites: Callable[[], Iterable[Site]], plan: ScalingPlan, clock: Callable[[], float]
 ) -> AsyncIterator[Scaler]:
-    """Run a scaler for as long as the context lasts."""
+    """Run a scaler while the context is open."""
     async with httpx.AsyncClient() as http:
         groups = {name: pool.open(http) for name, pool in plan.pool.items()}
         scaler = Scaler(sites, plan, groups, clock)
@@ -60,8 +60,8 @@ class Scaler(Collector):
         self._bounds = {name: pool.bounds() for name, pool in plan.pool.items()}
         self._sizes: dict[str, int] = {}  # of the groups, when their clouds last reported them
         self._stabilizers: dict[str, Stabilizer] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}  # by pool: its cloud has not answered yet
-        self._unseen: dict[str, float] = {}  # since when no machine of a pool is linked; inf once reported
+        self._asking: dict[str, asyncio.Task[None]] = {}  # by pool: requests in progress to its cloud
+        self._unseen: dict[str, float] = {}  # by pool: since when no machine is linked; inf once logged
 
     async def run(self) -> None:
         """Reconcile every `every_s` until cancelled."""
@@ -73,8 +73,8 @@ class Scaler(Collector):
                 task.cancel()
 
     async def reconcile(self) -> None:
-        """Compute and apply the size of every pool once. A cloud's refusal is logged and retried in the next
-        round. A cloud that takes longer than `every_s` is left to its answer, and not asked again before.
+        """Compute and apply the size of every pool once. A refusal of a cloud is logged, and retried in the
+        next round. If a cloud takes longer than `every_s`, its pool is skipped until it has answered.
         """
         for name, work in self.due().items():
             self._asking[name] = asyncio.create_task(work, name=f"size of pool {name}")
@@ -82,10 +82,11 @@ class Scaler(Collector):
             await asyncio.wait([*self._asking.values()], timeout=self._plan.every_s)
 
     def due(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Observe what every pool needs; return the work of applying it, of pools whose cloud has answered.
+        """Observe the need of every pool, and return the coroutines that apply it, by pool. Pools with a
+        request in progress to their cloud are left out.
 
-        Forgets pools that have no site and no plan any more: a machine without a pool is a pool of its own
-        name.
+        Pools that have neither sites nor a plan any more are forgotten, as each machine without a pool is a
+        pool of its own.
         """
         pools = by_pool(self._sites())
         linked = {name: sum(site.state in SERVING_STATES for site in pools[name]) for name in pools}
@@ -99,7 +100,7 @@ class Scaler(Collector):
             stabilizer = self._stabilizers.setdefault(
                 name, Stabilizer(self._plan.up_after_s, self._plan.down_after_s)
             )
-            # also while the cloud refuses: the window has no gap
+            # Also while a request is in progress, so that the window has no gap.
             stabilizer.observe(self._clock(), needed.get(name, 0))
             if name not in self._asking:
                 work[name] = self._reconcile_pool(name, serving, stabilizer)
@@ -139,7 +140,7 @@ class Scaler(Collector):
             self._unseen[name] = inf
 
     def pools(self) -> list[Pool]:
-        """Return all pools for the page, by name."""
+        """Return all pools for the page, sorted by name."""
         return [Pool(name, self.machines[name], size) for name, size in sorted(self.desired.items())]
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Compute how many machines each pool needs from its sites' load. Pure: no clock, no cloud."""
+"""Compute the number of machines that each pool needs from the load of its sites. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bounds:
 
     fewest: int = 0
     most: int = UNBOUNDED
-    usd_per_hour: float = 0.0  # of one machine
+    usd_per_hour: float = 0.0  # per machine
 
     def __post_init__(self) -> None:
         if not 0 <= self.fewest <= self.most:
@@ -41,7 +41,7 @@ def by_pool(sites: Iterable[Site]) -> dict[str, list[Site]]:
 
 
 def busy_machines(sites: Iterable[Site]) -> float:
-    """Return the work in machines: used slots, and waiting tokens as parts of a machine's capacity."""
+    """Return the load in machines: the shares of used slots, and waiting tokens relative to the capacity."""
     return sum(_busy(site) for site in sites if site.state in SERVING_STATES)
 
 
@@ -56,10 +56,10 @@ def _busy(site: Site) -> float:
 def desired_machines(
     busy: Mapping[str, float], bounds: Mapping[str, Bounds], budget_usd_per_hour: float = math.inf
 ) -> dict[str, int]:
-    """Return the machines per pool. Work that a full pool can't take goes to the cheapest pool with room.
+    """Return the machines per pool. Load that a full pool can't take goes to the cheapest pool with room.
 
-    `busy` is by pool, in machines; a pool without bounds may have any number. The budget limits all machines
-    but the fewest of each pool.
+    `busy`: the load by pool, in machines. A pool without bounds may have any number of machines. The budget
+    limits all machines beyond the `fewest` of each pool.
     """
     limits = {name: bounds.get(name, Bounds()) for name in {**bounds, **busy}}
     wanted = {name: min(UNBOUNDED, busy.get(name, 0.0) / BUSY_SHARE) for name in limits}
@@ -120,7 +120,7 @@ class Stabilizer:
         self._since_s: float | None = None
 
     def observe(self, now_s: float, desired_now: int) -> None:
-        """Add what is desired now to the window."""
+        """Add the machines desired now to the window."""
         self._since_s = now_s if self._since_s is None else self._since_s
         self._demand.append((now_s, desired_now))
         keep_s = max(self._up_after_s, self._down_after_s)
@@ -129,16 +129,16 @@ class Stabilizer:
 
     @property
     def newest(self) -> int:
-        """What was desired last."""
+        """The machines desired last."""
         return self._demand[-1][1] if self._demand else 0
 
     def restart(self) -> None:
-        """Forget what was desired: it was not known."""
+        """Clear the window, as the demand was unknown."""
         self._demand.clear()
         self._since_s = None
 
     def size(self, machines: int) -> int:
-        """Return the new size: the smallest change that the whole window agrees on."""
+        """Return the new size: the smallest change that all of the window supports, else `machines`."""
         if self._since_s is None:
             return machines
         now_s = self._demand[-1][0]
