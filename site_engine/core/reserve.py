@@ -1,14 +1,14 @@
-"""Decide whether a request fits beside those that run, by the memory that all of them will need at any time.
+"""Decide whether a request fits in KV memory with the running ones, now and at every later iteration.
 
-A running request takes one more token in each iteration and returns its memory when it ends, so those that
-end make room for those that grow ("Past-Future Scheduler for LLM Serving", 2025). Nobody knows which ends
-when: each likely length of a request holds an equal share of its memory until then. By mean lengths alone
-all requests with like forecasts would be at their longest at one time, and half the memory would stay empty.
-Too many at once cost a preemption, which changes no token of an answer.
+A running request grows by one token per iteration and frees its memory when it ends, so requests that end
+make room for those that grow ("Past-Future Scheduler for LLM Serving", 2025). Lengths are uncertain: a
+request holds an equal share of its memory until each of its likely lengths. With mean lengths alone, all
+requests with similar forecasts would peak at the same time, and half the memory would stay empty. Admitting
+too many costs preemptions, which change no token of an answer.
 
-A chat counts the other chats alone: it starts as soon as its prompt has memory, and lines of batches are
-preempted when it needs more, of which most have ended by then. Lines count the most that the chats will hold,
-and not that those will end, since others come.
+A chat is checked against other chats only: it starts as soon as its prompt has memory. If it needs more
+later, batch lines are preempted, of which most have ended by then. Batch lines are checked against the peak
+that the chats will hold; memory that chats will free is not counted, since other chats arrive.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from site_engine.core.remaining_curve import LIKELY_LENGTHS
 from site_engine.core.request import Lane, Request, State
 
 KEPT_DEVIATIONS = 0.5
-"""Room kept for forecasts that are too short, in standard deviations of what all requests together need.
+"""Memory reserved for forecasts that are too short, in standard deviations of the total need.
 
-A preemption costs less than memory that stays empty: with twice this, four times fewer are preempted, and a
-batch takes up to 5% longer.
+Preemptions cost less than unused memory: with twice this value, a quarter as many requests are preempted, and
+a batch takes up to 5% longer.
 """
 ENDS_LATE = 2
-"""Iterations for which an overlapped step holds the pages of a request that has its last token."""
+"""Iterations for which overlapped steps hold the pages of a request after its last token."""
 REFRESH_EVERY = 16
-"""Iterations after which forecasts are read again: the forecast of an answer grows while it does not end."""
+"""Iterations between updates of the forecasts: a forecast length grows while its answer does not end."""
 
 Remaining = Callable[[Request], Sequence[float]]
-"""Returns equally likely numbers of the remaining tokens of a request, ascending."""
+"""request -> equally likely numbers of remaining tokens, ascending."""
 
 
 class Span(NamedTuple):
-    """A request that ends after one of the iterations `ends`, ascending and equally likely. In iteration t
-    until then it holds `base` + t tokens of memory.
+    """A request that ends after one of the iterations `ends`, which are ascending and equally likely. Until
+    then it holds `base` + t tokens of memory in iteration t.
     """
 
     ends: tuple[float, ...]
@@ -64,14 +64,14 @@ class FuturePeak:
         self._at: dict[object, int] = {}  # owners' places in the tables
         self._free: list[int] = []
         self._ends = np.zeros((0, LIKELY_LENGTHS))
-        self._shares = np.zeros((0, LIKELY_LENGTHS))  # of a request, until each of its ends
-        self._bases = np.zeros((0, LIKELY_LENGTHS))  # the same share of its base
-        self._last = np.zeros((0, 2))  # tokens at the last of its ends, and the variance of its length
-        self._order = np.arange(0)  # of all ends, when they were summed up last
+        self._shares = np.zeros((0, LIKELY_LENGTHS))  # probability of each of a request's ends
+        self._bases = np.zeros((0, LIKELY_LENGTHS))  # the base times these shares
+        self._last = np.zeros((0, 2))  # tokens at the request's last end, and the variance of its length
+        self._order = np.arange(0)  # argsort of all ends at the last `_sum_up`
         self._changed = True
 
     def put(self, spans: Mapping[Any, Span]) -> None:
-        """Enter requests, or change them."""
+        """Add or update the spans of requests."""
         for owner in spans:
             if owner not in self._at:
                 if not self._free:
@@ -104,10 +104,12 @@ class FuturePeak:
         self._order = np.arange(self._ends.size)
 
     def with_one_more(self, span: Span) -> float:
-        """Return the most tokens expected at once until the last of the ends of `span`, and those kept."""
+        """Return the peak of expected tokens, with `span` added, until the last of its ends, plus the reserve
+        of KEPT_DEVIATIONS standard deviations.
+        """
         self._sum_up()
         ends = np.array(span.ends)
-        running = np.arange(len(ends), 0, -1) / len(ends)  # the share of the new one until each of its ends
+        running = np.arange(len(ends), 0, -1) / len(ends)  # share of `span` still held up to each of its ends
         ended = self._times.searchsorted(ends, side="right")
         at_its = self._base_left[ended] + self._left[ended] * ends + running * (span.base + ends)
         times = self._times[: ended[-1]]
@@ -117,16 +119,16 @@ class FuturePeak:
         return most + KEPT_DEVIATIONS * sqrt(self._last[:, 1].sum() + span.variance)
 
     def all_at_last(self, span: Span) -> float:
-        """Return the tokens of all at the last of their ends at once: no less than the peak, and cheaper."""
+        """Return the tokens held if all were at their last ends at once: a cheap upper bound of the peak."""
         return float(self._last[:, 0].sum()) + span.base + span.ends[-1]
 
     def peak(self) -> float:
-        """Return the most tokens expected at once."""
+        """Return the peak of the expected tokens held at once."""
         self._sum_up()
         return float(self._held.max(initial=0.0))
 
     def _sum_up(self) -> None:
-        """Sum up what is left at each end, and after the last."""
+        """Sum the shares and bases that are still held at each end, and after the last end."""
         if not self._changed:
             return
         self._order = self._order[self._ends.ravel()[self._order].argsort(kind="stable")]  # nearly in order
@@ -140,16 +142,14 @@ class FuturePeak:
 
 
 class Reservation:
-    """The future of the running requests, kept as they start and leave.
+    """The expected memory of the running requests, updated as they start and leave.
 
-    Of requests that share pages, the one that is expected to end last is their keeper: its end frees them. If
-    it ends before another, they count as held until all have ended.
+    Each shared page is counted for one request only, its keeper: the sharer that is expected to end last and
+    so to free the page. If the keeper ends before another, its pages count as held until all have ended.
     """
 
     def __init__(self, pool: PagePool, remaining: Remaining, chunk: Callable[[], int]) -> None:
-        """`remaining` returns the likely remaining tokens of a request, `chunk` the prompt tokens that an
-        iteration computes.
-        """
+        """`remaining` returns a request's likely remaining tokens, `chunk` an iteration's prompt tokens."""
         self.iteration = 0
         self.factors = LengthFactors()
         self._pool, self._remaining, self._chunk = pool, remaining, chunk
@@ -160,10 +160,10 @@ class Reservation:
         self._at_limit: dict[Request, int] = {}  # pages of a request that reaches its token limit
         self._all_at_limit = 0
         self._read_at = 0
-        self._refused: set[Request] = set()  # the answer stays no until a request leaves
+        self._refused: set[Request] = set()  # do not fit until a request leaves or forecasts are updated
 
     def fits(self, request: Request) -> bool:
-        """Return whether memory suffices now and later if a request starts. For a lone one it always does."""
+        """Return whether memory suffices now and later if a request starts; True if none runs."""
         if not self._spans:
             return True
         if self.refused(request):
@@ -174,14 +174,14 @@ class Reservation:
         return request.lane is Lane.BATCH or self.has_pages(request)
 
     def has_pages(self, request: Request) -> bool:
-        """Return whether pages are free for a request's tokens, and for all known ones of those that run."""
+        """Return whether free pages hold all current tokens of a request and of the running requests."""
         if self._fits_at_limit(request):
             return True
         missing = sum(map(self._missing_pages, self._spans))
         return self._missing_pages(request) + missing <= self._pool.available
 
     def _fits_at_limit(self, request: Request) -> bool:
-        """Return whether memory suffices even if all reach their token limits, whatever is expected."""
+        """Return whether memory suffices even if all requests reach their token limits."""
         return self._all_at_limit + self._pages_at_limit(request) <= self._pool.capacity
 
     def _pages_at_limit(self, request: Request) -> int:
@@ -192,7 +192,9 @@ class Reservation:
         return max(0, -(-known // self._pool.page_size) - len(request.pages))
 
     def has_room(self, request: Request) -> bool:
-        """Return whether memory suffices at every time for those that count for a request, with it."""
+        """Return whether memory suffices at all times for a request and the running requests that count for
+        its lane (see the module's docstring).
+        """
         if self._fits_at_limit(request) or all(each.lane > request.lane for each in self._spans):
             return True
         self._refresh_forecasts()
@@ -207,11 +209,11 @@ class Reservation:
         return held <= (room + keepers.count(None)) * page_size
 
     def refused(self, request: Request) -> bool:
-        """Return whether a request was just found not to fit, and nothing has changed since."""
+        """Return whether a recent check found that a request does not fit, and nothing has changed since."""
         return request in self._refused and self.iteration - self._read_at < REFRESH_EVERY
 
     def start(self, request: Request) -> None:
-        """Enter a request that starts. The pages that it has by now are from the prefix cache."""
+        """Add a request that starts. The pages that it holds already are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
         self._at_limit[request] = self._pages_at_limit(request)
@@ -220,9 +222,9 @@ class Reservation:
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
-        """Enter pages of the prefix cache, from number `first` of a request on."""
+        """Count a request's pages from index `first` on as shared, since they come from the prefix cache."""
         ends = self._spans[request].expected_end
-        lent: dict[Request, int] = {}  # pages of which another is the keeper, by those that had or have them
+        lent: dict[Request, int] = {}  # pages no longer counted for a request, since another is their keeper
         for page in request.pages[first:]:
             keeper = self._keepers.get(page)
             kept = keeper is not None and self._spans[keeper].expected_end >= ends
@@ -238,12 +240,12 @@ class Reservation:
             self._futures[other.lane].put({other: self._spans[other]})
 
     def computes(self, request: Request, first: int, after: int) -> None:
-        """Enter pages [first, after) of a request, which others can share from now on."""
+        """Make a request the keeper of its pages [first, after), which others can share from now on."""
         for page in request.pages[first:after]:
             self._keepers.setdefault(page, request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request that is about to drop its pages."""
+        """Remove a request that is about to free its pages."""
         self._futures[request.lane].remove(request)
         del self._spans[request], self._shared[request]
         self._all_at_limit -= self._at_limit.pop(request)
@@ -253,7 +255,7 @@ class Reservation:
         self._refused.clear()
 
     def reserved_tokens(self) -> int:
-        """Return the tokens that running requests will hold at once beyond those that they hold now."""
+        """Return the tokens that running requests will hold at their peak beyond those that they hold now."""
         if not self._spans:
             return 0
         self._refresh_forecasts()
@@ -264,7 +266,7 @@ class Reservation:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
     def _refresh_forecasts(self) -> None:
-        """Read the forecasts again unless that was a few iterations ago."""
+        """Update all forecasts, at most once per REFRESH_EVERY iterations."""
         if self.iteration - self._read_at < REFRESH_EVERY:
             return
         self.factors.update(self._spans)
@@ -280,5 +282,5 @@ class Reservation:
         length, size = len(request.tokens), self._pool.page_size
         missing = 0 if request.state is State.DECODE else length - request.computed
         begins = self.iteration + ENDS_LATE + missing / max(1, self._chunk())
-        held = length + size - 1 - shared * size  # of whole pages, one may be nearly empty
+        held = length + size - 1 - shared * size  # whole pages are held: the last may be nearly empty
         return Span(tuple([begins + left for left in self._remaining(request)]), held - self.iteration)

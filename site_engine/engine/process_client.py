@@ -1,6 +1,6 @@
-"""Use an engine in a process of its own: start it, send requests, turn tokens into text, notice its end.
+"""Use an engine in a separate process: start it, send requests, turn tokens into text, detect its end.
 
-Lives on the event loop's thread. The messages are in `process_messages.py`, the other side in
+Runs on the event loop's thread. The messages are in `process_messages.py`, the other side in
 `process_server.py`.
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 10.0
 AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
-"""The timings of an answer that had ended before its request came to the engine."""
+"""The timings of an answer that had ended before its request was admitted."""
 
 
 AdmissionReply: TypeAlias = Callable[[NotServed | None], None]
@@ -45,32 +45,32 @@ ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
 class Orphans(NamedTuple):
-    """The requests of a lost process: answers that it had admitted, and groups that wait for admission."""
+    """The requests of a lost process: admitted answers, and groups that were waiting for admission."""
 
     answers: list[Answer]
     unadmitted: list[tuple[list[Answer], AdmissionReply]]
 
 
 class EngineProcess(asyncio.Protocol):
-    """An engine in a process that this one has started. When the process ends or breaks, each request fails,
-    and the listener is told once.
+    """An engine in a child process. When the process ends or breaks, the listener is notified once and all
+    requests fail, unless `on_lost` takes them.
 
-    A request has a number here. One that goes on in another process leaves its number behind: rows that still
-    name it are dropped.
+    Each request has a number in this process's messages. The number of a request that has moved to another
+    process is forgotten, and rows that still name it are dropped.
     """
 
     def __init__(
         self, process: subprocess.Popen[bytes], clock: Callable[[], float], stream_interval_s: float = 0.0
     ) -> None:
-        """`stream_interval_s`: the longest that tokens wait for the next while the event loop is busy."""
-        self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
-        self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests instead of their failing
+        """`stream_interval_s`: the longest that tokens are held for merging while the event loop is busy."""
+        self.vocabulary: Vocabulary = NoText()  # for detokenizing; set before `start`
+        self.on_lost: Callable[[Orphans], None] | None = None  # if set, takes the requests of a lost process
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self.start_parts: list[Part] = []  # of the engine, once it is ready, as is its inbox
+        self.start_parts: list[Part] = []  # parts of the engine's start; like `inbox`, set once it is ready
         self.inbox: InboxAddress | None = None
-        self.shares = ""  # the device whose memory it shares with engines that other processes have
+        self.shares = ""  # the device whose memory this engine shares with engines of other processes
         self._described: asyncio.Future[pm.Described] = self._loop.create_future()
         self._ready: asyncio.Future[Facts] = self._loop.create_future()
         self._listener: Listener | None = None
@@ -80,7 +80,7 @@ class EngineProcess(asyncio.Protocol):
         self._next_number = count(1)
         self.answers = Answers(lambda number, generated: self._send(pm.EndByText(number, generated)))
         self._pace = SendPace(stream_interval_s)
-        self._reading: asyncio.TimerHandle | None = None  # of tokens that wait
+        self._reading: asyncio.TimerHandle | None = None  # when held tokens are read
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
         self._exports: dict[int, ExportReply] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
@@ -88,7 +88,7 @@ class EngineProcess(asyncio.Protocol):
         self.trainer = RemoteTraining(self._send, self._loop)
         self.sleeper = RemoteSleep(self._send)
         self._stall_watch = StallWatch()
-        self._stalled_s = 0.0  # by the engine's own account
+        self._stalled_s = 0.0  # as reported by the engine
         self._heard_s = clock()
         self._longest_iteration_s = 0.0
         self._broken = ""
@@ -105,8 +105,8 @@ class EngineProcess(asyncio.Protocol):
     ) -> EngineProcess:
         """Start the process, which then loads its model: await `ready`.
 
-        The process ends with this one, however this one ends. `with_others`: requests move to and from
-        engines of other processes.
+        The process ends when this one ends, in whatever way. `with_others`: requests move to and from engines
+        in other processes.
         """
         process, ours = spawn()
         ours.setblocking(False)
@@ -133,7 +133,7 @@ class EngineProcess(asyncio.Protocol):
         """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
         await asyncio.wait((self._described, self._ready), return_when=asyncio.FIRST_COMPLETED)
         if not self._described.done():
-            await self.ready()  # raises why not
+            await self.ready()  # raises the reason
         return self._described.result()
 
     async def ready(self) -> Facts:
@@ -147,7 +147,7 @@ class EngineProcess(asyncio.Protocol):
             listener.broken(self._broken)
 
     def stop(self, within_s: float = STOP_WITHIN_S) -> None:
-        """End the process after the current iteration, waiting at most `within_s`; drop what still runs.
+        """End the process after the current iteration, killing it after `within_s`; drop live requests.
 
         May be called on any thread but the event loop's.
         """
@@ -167,17 +167,17 @@ class EngineProcess(asyncio.Protocol):
         self._loop.call_soon_threadsafe(self._transport.abort)
 
     def give_up(self, reason: str) -> None:
-        """End the process as one that is lost."""
+        """End the process and treat it as lost, for the given reason."""
         self._lose(reason)
 
     def stalled_s(self) -> float:
-        """Return how long the engine has not moved, or its process has said nothing, if that is too long."""
+        """Return the seconds that the engine has stalled or its process was silent, 0 if within limits."""
         silent_s = self._stall_watch.look(self._heard_s, self._clock())
         is_silent = silent_s > STALLED_AFTER_S + 2 * self._longest_iteration_s
         return max(self._stalled_s, silent_s if is_silent else 0.0)
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
-        """Submit a group, all of its requests or none; reply with the refusal, None if it is admitted."""
+        """Submit all requests of a group or none; reply with the refusal, or None if they are admitted."""
         chain = self.variants.chains.get(group[0].chain)
         eos, fingerprint = self._eos_token_ids, ""
         if chain is not None:
@@ -192,8 +192,8 @@ class EngineProcess(asyncio.Protocol):
             self.place(answers, reply)
 
     def place(self, answers: Sequence[Answer], reply: AdmissionReply, moved: Moved | None = None) -> None:
-        """Submit requests whose answers are kept here from now on; one that another engine has begun alone,
-        with what is known of it.
+        """Submit requests and keep their answers here. `moved` is the state of a single request that another
+        engine has begun.
         """
         if self._broken:
             reply(self._refusal())
@@ -206,9 +206,10 @@ class EngineProcess(asyncio.Protocol):
         self._send(packing.to_submit(call, numbers, group, answers[0].token_ids, moved))
 
     def export(self, request_id: str, to: InboxPlace | None, reply: ExportReply) -> None:
-        """Take a request out of the engine; reply with its answer, which is none where it has ended, and with
-        what another engine needs, which is nothing where it stays. Its keys and values go to `to`. A process
-        that is lost replies for those alone that have ended.
+        """Remove a request so that another engine can continue it, and copy its keys and values to `to`.
+
+        Replies with the answer, None if it has ended, and the moved state, None if the request was not
+        removed. A lost process replies only for requests that have ended.
         """
         number = self.answers.number_of(request_id)
         assert number is not None, "the request is here"
@@ -216,22 +217,22 @@ class EngineProcess(asyncio.Protocol):
         self._send(pm.Export(number, to))
 
     def expect(self, request: Request) -> None:
-        """Have the engine ready for a request that another is about to give up."""
+        """Prepare the engine for a request that another engine is about to export."""
         source = "" if request.grammar is None else request.grammar.source
         self._send(pm.Expect(source, request.chain))
 
     def meet(self, others: Iterable[EngineProcess]) -> None:
-        """Have the ways opened by which requests move to other engines."""
+        """Connect the engine to the inboxes of others, to which requests may move."""
         self._send(pm.Meet([each.inbox for each in others if each.inbox is not None]))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests; those that have ended are ignored."""
+        """Cancel requests. Requests that have ended are ignored."""
         known = map(self.answers.number_of, request_ids)
         if numbers := [number for number in known if number is not None]:
             self._send(pm.Cancel(numbers))
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Release groups whose requests all still wait; reply, group by group, whether it was released."""
+        """Release the groups whose requests all still wait; reply for each group whether it was released."""
         if self._broken:
             reply([False] * len(groups))
             return
@@ -248,7 +249,7 @@ class EngineProcess(asyncio.Protocol):
         self.variants.add(variant, reply)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
-        """Remove a variant: requests that are here end with it, new ones are refused."""
+        """Remove a variant: submitted requests finish with it, new ones are refused."""
         self.variants.remove(variant_id, reply)
 
     def _send(self, message: pm.Message) -> None:
@@ -261,7 +262,7 @@ class EngineProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Handle what has come. Tokens alone wait as text does: not at all while the event loop has time."""
+        """Handle received messages. Plain tokens are held for merging only while the event loop is busy."""
         self._heard_s = self._clock()
         outputs: list[Output] = []
         for body in self._frames.feed(data):
@@ -338,7 +339,7 @@ class EngineProcess(asyncio.Protocol):
         decisions = []
         for group, gone in zip(groups, message.decisions, strict=True):
             answers = self.answers.pop(filter(None, map(self.answers.number_of, group))) if gone else []
-            decisions.append(gone and not any(each.ended for each in answers))  # which have had their end
+            decisions.append(gone and not any(each.ended for each in answers))  # ended ones are not released
         reply(decisions)
 
     def _admitted(self, message: pm.Admitted) -> None:
@@ -370,7 +371,7 @@ class EngineProcess(asyncio.Protocol):
     # ---- its end
 
     def _lose(self, reason: str) -> None:
-        """End the process, fail every request, refuse what waits for an answer, tell the listener."""
+        """End the process, fail or hand over its requests, refuse pending calls and notify the listener."""
         if self._broken:
             return
         self._read_tokens()
@@ -378,7 +379,7 @@ class EngineProcess(asyncio.Protocol):
         self._loop.run_in_executor(None, self._reap)
         self._transport.close()
         if self._stopping:
-            self._ready.cancel()  # nobody waits for it
+            self._ready.cancel()  # nothing awaits it
         elif not self._ready.done():
             self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
         orphans = self._orphans()
@@ -399,7 +400,7 @@ class EngineProcess(asyncio.Protocol):
             self._listener.broken(reason)
 
     def _orphans(self) -> Orphans:
-        """Forget every request and return those that have not ended."""
+        """Remove all requests and return those that have not ended."""
         admissions, self._admissions = self._admissions, {}
         unadmitted = [(self.answers.pop(numbers), reply) for numbers, reply in admissions.values()]
         exports, self._exports = self._exports, {}
