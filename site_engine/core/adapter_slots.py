@@ -1,10 +1,10 @@
 """Assign slots on the device to adapters: each rank class has a fixed number of slots.
 
-Does not hold tensors. An adapter keeps its slot while requests of it run, and after them until another needs
-the slot: the adapter that was used least recently makes room. All adapters also lie in host memory. Requests
-of adapters that have a slot, or of another class, start while others wait for one. When the first of those
-that wait has waited for long, no more requests start with the adapter that fewest run with, but for those
-that waited for that adapter when it got its slot.
+Holds no tensors. All adapters are also in host memory. An adapter keeps its slot while its requests run, and
+afterwards until another adapter needs the slot; the least recently used adapter is evicted. While a request
+waits for a slot, requests of adapters with a slot or of another rank class may start. Once it has waited for
+PATIENCE_S, the adapter with the fewest running requests is closed: only as many of its requests still start
+as waited for the adapter when it got its slot.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from site_engine.core.request import Request
 
 RANK_CLASSES = (8, 16, 32, 64)
 PATIENCE_S = 1.0
-"""Time that a request waits for a slot before an adapter is kept from running on for ever."""
+"""Seconds that a request waits for a slot before an adapter in use is closed to new requests."""
 
 
 class AdapterSlots:
-    """`slots` slots in each rank class. `place` copies an adapter into a slot, before the next step."""
+    """Manages `slots` slots in each rank class. `place(variant, slot)` copies an adapter into a slot before
+    the next step.
+    """
 
     def __init__(
         self,
@@ -37,12 +39,12 @@ class AdapterSlots:
         self._free = {size: list(range(slots - 1, -1, -1)) for size in classes}
         self._slots: dict[ServedVariant, int] = {}
         self._held: dict[ServedVariant, int] = {}  # running requests
-        self._expected: dict[ServedVariant, int] = {}  # requests still to come of those it was placed for
+        self._expected: dict[ServedVariant, int] = {}  # requests to start of those the slot was filled for
         self._idle: dict[int, OrderedDict[ServedVariant, None]] = {size: OrderedDict() for size in classes}
         self._forgotten: WeakSet[ServedVariant] = WeakSet()
 
     def _class(self, variant: ServedVariant) -> int:
-        """Return the least class that has room for the rank. Raises ValueError beyond the last."""
+        """Return the smallest class that holds the variant's rank. Raises ValueError if none does."""
         for size in self._classes:
             if variant.rank <= size:
                 return size
@@ -54,7 +56,7 @@ class AdapterSlots:
         return frozenset(each.fingerprint for each in self._slots)
 
     def fits(self, request: Request) -> bool:
-        """Return whether the adapter of a request has a slot, or can have one now."""
+        """Return whether the adapter of a request has a slot or can get one now; True without an adapter."""
         variant = request.variant
         if variant is None or not request.has_adapter or variant in self._slots:
             return True
@@ -62,10 +64,10 @@ class AdapterSlots:
         return bool(self._free[size] or self._idle[size])
 
     def may_overtake(self, first: Request, now: float) -> Callable[[Request], bool]:
-        """Return which requests may start while `first`, which does not fit, waits for a slot.
+        """Return a predicate: whether a request may start while `first` waits for a slot.
 
-        They need no slot of its class, or are of no lower lane and their adapter has a slot that is not to
-        become free.
+        A request may if it needs no slot of the same class, or if its lane is not lower and its adapter has a
+        slot that is not closed.
         """
         assert first.variant is not None
         closed = self._closed_for(first) if now - first.arrived_s > PATIENCE_S else None
@@ -88,15 +90,18 @@ class AdapterSlots:
         return self._class(one.variant) == self._class(other.variant)
 
     def _closed_for(self, first: Request) -> ServedVariant:
-        """Return the adapter of the rank class that fewest requests run with; all its slots are held."""
+        """Return the adapter to close: the one in the rank class with the fewest running requests.
+
+        All slots of the class are held.
+        """
         assert first.variant is not None
         size = self._class(first.variant)
         return min((each for each in self._held if self._class(each) == size), key=self._held.__getitem__)
 
     def hold(self, request: Request, waiting: Iterable[Request], rows: int) -> None:
-        """Hold the slot of a request that starts and fits; its adapter gets a slot if it has none.
+        """Hold a slot for a request that starts and fits; place its adapter if it has no slot yet.
 
-        A new slot is also for the `waiting` requests of the adapter, for as many as there are `rows`.
+        A newly placed adapter is expected to serve its `waiting` requests too, at most `rows` in all.
         """
         variant = request.variant
         if variant is None or not request.has_adapter:
@@ -116,7 +121,7 @@ class AdapterSlots:
         self._held[variant] = self._held.get(variant, 0) + 1
 
     def leave(self, request: Request) -> None:
-        """Give back the hold of a request that stops running."""
+        """Release the slot hold of a request that stops running."""
         variant = request.variant
         if variant is None or not request.has_adapter:
             return
@@ -128,7 +133,7 @@ class AdapterSlots:
                 self.forget(variant)
 
     def forget(self, variant: ServedVariant) -> None:
-        """Free the slot of a removed variant, of which nothing more starts, once nothing of it runs."""
+        """Free the slot of a removed variant once none of its requests runs; no more will start."""
         self._forgotten.add(variant)
         if variant in self._slots and variant not in self._held:
             size = self._class(variant)

@@ -1,9 +1,9 @@
-"""Learn from the lines of a batch that have ended how long its others will be. Pure.
+"""Estimate the lengths of a batch's remaining lines from the lines that have ended. Pure.
 
-The lines of a batch are of one kind, and forecasts may be wrong for all of them by one factor. Lengths are
-taken as lognormal around their forecasts, and the factor is their location given what has ended, and what
-still runs and is longer than it is by now (Tobin, 1958): those that end first are the short ones. Until lines
-have ended it is 1, and eight lines count for that.
+The lines of a batch are similar, so forecasts may be wrong for all of them by a common factor. Lengths are
+modelled as lognormal around their forecasts, and the factor is the location of that distribution. Running
+lines count as censored observations (Tobin, 1958), since short lines end first. The prior is a factor of 1
+with the weight of eight lines.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from site_engine.core.remaining_curve import RemainingCurve, likely_lengths
 from site_engine.core.request import Lane, Request
 
 DOUBTED_LINES = 8
-"""Lines that agree on a factor before it is believed by half."""
+"""Weight of the prior: after this many lines with one factor, half of its logarithm is applied."""
 REMEMBERED_LINES = 256
-"""Ended lines after which the older ones count half: a tenant's next batch may be of another kind."""
+"""Ended lines after which older ones count half, since a tenant's next batch may differ."""
 MAX_KINDS = 256
 MIN_DEVIATION = 0.05
 
 
 class Kind(NamedTuple):
-    """Lines that are corrected together: few tokens after long prompts say nothing of long answers."""
+    """Lines that share a factor. Short answers after long prompts do not predict long answers."""
 
     tenant: str
     prefill_heavy: bool
 
 
 class LengthFactors:
-    """The factor by which lines of each kind are longer than forecast."""
+    """The ratio of actual to forecast length for each kind of line."""
 
     def __init__(self) -> None:
         self._logs: dict[Kind, float] = {}
-        self._ended: dict[Kind, tuple[float, float]] = {}  # number, and the sum of the logarithms of factors
+        self._ended: dict[Kind, tuple[float, float]] = {}  # lines, and the sum of their log factors
 
     def factor(self, request: Request) -> float:
         if request.lane is not Lane.BATCH or not self._logs:
@@ -45,7 +45,7 @@ class LengthFactors:
         return exp(self._logs.get(Kind(request.tenant, request.prefill_heavy), 0.0))
 
     def ended(self, request: Request, generated: int) -> None:
-        """Learn from a line of a batch that has ended by itself, before its limit, after so many tokens."""
+        """Learn from a batch line that has ended before its token limit, after `generated` tokens."""
         if request.lane is not Lane.BATCH or not 0 < generated < request.max_tokens:
             return
         kind = Kind(request.tenant, request.prefill_heavy)
@@ -58,7 +58,7 @@ class LengthFactors:
             del self._ended[next(iter(self._ended))]
 
     def update(self, running: Iterable[Request]) -> None:
-        """Estimate the factors anew by one step of expectation maximization, over ended and running lines."""
+        """Update the factors by one step of expectation maximization over ended and running lines."""
         found = dict(self._ended)
         for request in running if found else ():
             kind = Kind(request.tenant, request.prefill_heavy)
@@ -73,7 +73,7 @@ class LengthFactors:
 
 @lru_cache(maxsize=4096)
 def _log_lengths(curve: RemainingCurve) -> tuple[float, float]:
-    """Return mean and standard deviation of the logarithms of the likely lengths."""
+    """Return the mean and standard deviation of the logarithms of the likely lengths."""
     logs = [log(max(1.0, length)) for length in likely_lengths(curve)]
     return fmean(logs), max(MIN_DEVIATION, pstdev(logs))
 

@@ -28,11 +28,11 @@ class IterationCost(NamedTuple):
 
 
 NO_COST = IterationCost(0.0, 0.0, 0.0, 0.0)
-"""Before any iteration."""
+"""The cost before any iteration was measured."""
 
 
 class DeviceFigures(NamedTuple):
-    """The part of one device of a site that has several. `lost`: its engine starts again. `moved_in` and
+    """The load of one device of a site with several. `lost`: its engine is restarting. `moved_in` and
     `losses` count since the site's start.
     """
 
@@ -44,8 +44,8 @@ class DeviceFigures(NamedTuple):
     kv_tokens: int
     kv_free_tokens: int
     tokens_per_s: float
-    moved_in: int  # requests that came over from other devices
-    losses: int  # engines that were lost here
+    moved_in: int  # requests moved here from other devices
+    losses: int  # engines lost on this device
 
 
 class LoadFigures(NamedTuple):
@@ -55,47 +55,47 @@ class LoadFigures(NamedTuple):
     pending: int
     token_load: float  # predicted tokens still to process: the M_k of the MICO paper (section 3.3)
     kv_free_tokens: int
-    kv_reserved_tokens: int  # that running requests will need at once beyond those written
+    kv_reserved_tokens: int  # that running requests will need at their peak beyond those held now
     tokens_per_s: float
     seconds_per_iteration: float
     iteration: IterationCost
     running_remaining: tuple[int, ...]  # expected remaining tokens, ascending, at most 64 values
-    running_weight: int  # requests each value stands for, rounded up
+    running_weight: int  # requests that each value represents, rounded up
     pending_prompt_tokens: int
     pending_response_tokens: float
     tokens_total: int
     prompt_tokens_total: int
     unread_tokens: int  # of running requests: uncomputed prompt tokens, and the newest token of each
-    longest_iteration_s: float = 0.0  # of a full batch, by the fit; 0: unknown
-    devices: tuple[DeviceFigures, ...] = ()  # of a site that has several
-    training: int = 0  # jobs that are trained here
-    training_s_per_iteration: float = 0.0  # that they add to an iteration, beyond its cost by the fit
-    kv_extra_tokens: int = 0  # for which there is memory beyond the engine's own, of bases that sleep
-    computed_tokens_total: int = 0  # of prompts what was not cached, and of answers; 0: unknown
+    longest_iteration_s: float = 0.0  # fitted time of a full batch; 0: unknown
+    devices: tuple[DeviceFigures, ...] = ()  # of a site with several devices
+    training: int = 0  # running training jobs
+    training_s_per_iteration: float = 0.0  # that training adds to an iteration's fitted cost
+    kv_extra_tokens: int = 0  # capacity beyond the engine's own memory, from bases that sleep
+    computed_tokens_total: int = 0  # uncached prompt tokens and response tokens; 0: unknown
     resident: frozenset[str] = frozenset()  # fingerprints of the variants whose adapters are in slots
 
 
 class CostFit:
     """Non-negative least squares with exponential forgetting over (1, rows, tokens, KV tokens).
 
-    Iterations are forgotten apart by how many prompt tokens they compute, in powers of two: decodes alone,
-    for minutes, say nothing of what a prompt's token costs, and where all iterations have as much of a
-    prompt, nothing of the rest.
+    Iterations are grouped into kinds by their number of prompt tokens, in powers of two, and each kind is
+    forgotten separately. Otherwise minutes of decodes alone would erase the cost of a prompt token, and
+    iterations with equally long prompts would erase all else.
     """
 
     FORGET = 0.995  # per iteration of its kind: an average over the last few hundred
     SCALE = (1.0, 1 / 64, 1 / 512, 1 / 65536)  # scales the features to about 1
     RIDGE = 1e-4
     KINDS = 24
-    FEW = 8  # iterations of a kind that say too little of it
+    FEW = 8  # with fewer iterations of a kind, its fit is not trusted
 
     def __init__(self) -> None:
         self._kinds = [_Sums() for _ in range(self.KINDS)]
         self._cost = NO_COST
-        self._seen = self._unread = 0  # iterations in all, and since the cost was solved
+        self._seen = self._unread = 0  # iterations in total, and since the last solution
 
     def observe(self, rows: int, tokens: int, kv_tokens: int, seconds: float) -> None:
-        """Add one iteration. Plain Python: on four numbers it is several times faster than numpy."""
+        """Add one iteration. Plain Python is several times faster than numpy for four numbers."""
         _, per_row, per_token, per_kv = self.SCALE
         features = (1.0, rows * per_row, tokens * per_token, kv_tokens * per_kv)
         self._kinds[self._kind(tokens - rows)].add(features, seconds, self.FORGET)
@@ -103,13 +103,13 @@ class CostFit:
         self._unread += 1
 
     def cost(self) -> IterationCost:
-        """Return the fit; the last few iterations are not in it yet once many were seen."""
+        """Return the fitted cost. It may lag by up to FEW iterations."""
         if self._unread > min(self.FEW, self._seen / self.FEW):
             self._unread, self._cost = 0, self._solve()
         return self._cost
 
     def _solve(self) -> IterationCost:
-        """Fit, dropping the most negative coefficient until none is: load never lowers a cost."""
+        """Fit, dropping the most negative coefficient until none is negative: load never lowers the cost."""
         squares, products = self._sum(0)
         active = [0, 1, 2, 3]
         solved = np.zeros(4)
@@ -123,10 +123,10 @@ class CostFit:
         return IterationCost(base, row, token, kv)
 
     def saved_s(self, tokens: int) -> float:
-        """Return the seconds that one more iteration with prompts saves, if each computes `tokens` or more.
+        """Return the seconds saved by spreading prompts over one more iteration of at least `tokens` each.
 
-        Some where prompts use the time that an iteration takes anyway; less than none where any prompt makes
-        it longer by more than that. inf if too few iterations of so many tokens were seen.
+        Positive if prompts use time that an iteration takes anyway, negative if any prompt in an iteration
+        costs more than that. inf if too few iterations of so many tokens were measured.
         """
         kind = self._kind(tokens)
         if self._kinds[kind].squares[0][0] < self.FEW:
@@ -142,7 +142,7 @@ class CostFit:
         return min(self.KINDS - 1, prompt_tokens.bit_length())
 
     def _sum(self, first: int) -> tuple[Floats, Floats]:
-        """Return the sums of a kind and all of more prompt tokens."""
+        """Return the sums over kind `first` and all kinds with more prompt tokens."""
         kinds = self._kinds[first:]
         squares: Floats = np.array([each.squares for each in kinds]).sum(axis=0) + np.eye(4) * self.RIDGE
         products: Floats = np.array([each.products for each in kinds]).sum(axis=0)

@@ -1,6 +1,6 @@
 """Allocate KV pages: free lists and reference counts.
 
-Does not hold keys and values; `model/kv_cache.py` does. Page 0 is never allocated: padding reads it.
+The keys and values are in `model/kv_cache.py`. Page 0 is never allocated, since padding reads it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ NULL_PAGE = 0
 
 
 class PoolObserver(Protocol):
-    """Receives every page that changes between free and used; the debug mode poisons freed pages."""
+    """Notified of all pages that are allocated or freed. The debug mode uses it to poison freed pages."""
 
     def taken(self, pages: list[int]) -> None: ...
     def freed(self, pages: list[int]) -> None: ...
 
 
 class ReceivedKV(Protocol):
-    """Keys and values of requests that came from other engines and have not started here."""
+    """Keys and values received with requests from other engines that have not started here."""
 
     def copy_in(self, request_id: str, pages: list[int], skip: int) -> None:
-        """Copy what came of a request into `pages` except the first `skip`, and drop it."""
+        """Copy a request's received keys and values into `pages` except the first `skip`, then drop them."""
         ...
 
     def drop(self, request_id: str) -> None: ...
 
 
 class PagePool:
-    """A pool of reference-counted pages of `page_size` tokens each, up to an end that can move.
+    """A pool of reference-counted pages of `page_size` tokens each. Its size can change.
 
-    The pages that it begins with are its own; extra ones after them come and go with `move_end`. Extra pages
-    are used only when no own ones are free, so that few are in use when the end moves back.
+    The initial pages are the pool's own; `move_end` adds and removes extra pages after them. Extra pages are
+    allocated only when no own page is free, so that few are in use when they must be removed.
     """
 
     def __init__(self, pages: int, page_size: int, observer: PoolObserver | None = None) -> None:
@@ -63,7 +63,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Return the pages that are free or can be evicted."""
+        """Return the number of pages that are free or can be evicted from the prefix cache."""
         return self.free + self.idle
 
     def references(self, page: int) -> int:
@@ -101,7 +101,7 @@ class PagePool:
         self.drop((page,))
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Release one reference per page; a page without references is free again."""
+        """Release one reference per page. Pages without references become free."""
         freed = []
         for page in pages:
             if self._references[page] == 0:
@@ -118,9 +118,9 @@ class PagePool:
             self._observer.freed(freed)
 
     def move_end(self, pages: int) -> None:
-        """Let page number `pages` be the last, at or after the last own page.
+        """Make page number `pages` the last page of the pool.
 
-        Raises ValueError while a page after it is in use.
+        Raises ValueError if it precedes the last own page or if a page after it is in use.
         """
         if pages < self._own or any(self._references[pages + 1 :]):
             raise ValueError(f"the end cannot move from page {self.capacity} to {pages}")

@@ -1,13 +1,13 @@
 """Share the KV pages of common prefixes: a radix tree with one full page of tokens per node.
 
 The tree holds one reference to each of its pages. A page is inserted as soon as its computation is planned:
-an iteration writes all keys and values before it reads any, so requests of the same iteration may share it.
-A request that holds a page of the tree holds all pages before it, so no page in use follows a page that only
-the tree holds, and the last page that a request holds of the tree stands for the path to it.
+an iteration writes all keys and values before it reads any, so requests of the same iteration may share the
+page. A request that holds a page of the tree holds all its ancestors. Hence no page in use descends from a
+page that only the tree holds, and the last tree page of a request identifies the whole path.
 
-The prefill time of a prompt reveals whether its prefix was cached, so tenants do not share with each other,
-and a variant has keys and values of its own: the key of a first page contains its owner. Fingerprints name
-the contents of a variant, so that one that is loaded again under its old name finds nothing stale.
+The key of each first page contains its owner, a tenant and a variant. Tenants do not share pages, since
+prefill time reveals whether a prefix was cached; variants compute different keys and values. A variant is
+named by the fingerprint of its contents, so that other contents loaded under an old name match no stale page.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class PrefixTree:
         owner: Owner = NOBODY,
         first: int | None = None,
     ) -> list[int]:
-        """Return the pages of the longest cached prefix after those already held, with a reference each.
+        """Return the pages of the longest cached prefix beyond those `held`, and add a reference to each.
 
-        Only the `first` tokens are looked up, None for all. Takes time with what is found, not with what is
-        held: a long prompt looks once per chunk.
+        Only the `first` tokens are looked up; None looks up all. The time depends on the pages found, not on
+        those held, since a long prompt is looked up once per chunk.
         """
         node = self._nodes.get(held[-1]) if held else self._root
         pages: list[int] = []
@@ -81,8 +81,8 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = NOBODY, first: int | None = None
     ) -> None:
-        """Insert the full pages of a request's `first` tokens, None for all, up to the first page that
-        another request has computed.
+        """Insert the full pages of a request's `first` tokens (None for all), up to the first page whose
+        contents the tree already has in a page of another request.
         """
         first = len(tokens) if first is None else first
         full = min(len(pages), first // self._page_size)
@@ -100,7 +100,7 @@ class PrefixTree:
             node = child
 
     def evict(self, count: int) -> None:
-        """Free `count` pages that only the tree holds; the pool's `idle` must be at least `count`."""
+        """Free `count` pages that only the tree holds. The pool's `idle` must be at least `count`."""
         while count > 0:
             used, _, node = heappop(self._unused)
             stale = node.used != used or self._nodes.get(node.page) is not node
@@ -115,7 +115,7 @@ class PrefixTree:
             node = self._nodes.get(page)
             if node is not None:
                 subtree = [node]
-                for one in subtree:  # grows while it is walked: parents before children
+                for one in subtree:  # grows during the loop: parents before children
                     subtree.extend(one.children.values())
                 for one in reversed(subtree):
                     self._cut(one)
@@ -133,7 +133,7 @@ class PrefixTree:
             heappush(self._unused, (parent.used, parent.page, parent))
 
     def _keys(self, tokens: Sequence[int], owner: Owner, pages: int, first: int) -> Iterator[Key]:
-        """Yield the keys of the full pages of the `first` tokens, from page number `pages` on."""
+        """Yield the keys of the full pages of the `first` tokens, from page index `pages` on."""
         size = self._page_size
         for at in range(pages * size, first - size + 1, size):
             page = tuple(tokens[at : at + size])

@@ -1,6 +1,6 @@
 """Define requests and outputs: plain values shared by every part of the engine.
 
-Does not hold tensors. Does not know the wire.
+Holds no tensors and knows nothing of the wire format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Grammar(Protocol):
 
     @property
     def source(self) -> str:
-        """The grammar as text, from which another process compiles the same."""
+        """The grammar's source text, from which another process can compile an equal grammar."""
         ...
 
     def start(self) -> Guide: ...
@@ -58,7 +58,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"  # never set by the engine: the tool-call parser outside sets it
-    CONTENT_FILTER = "content_filter"  # of servers alone
+    CONTENT_FILTER = "content_filter"  # set only by remote servers
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -67,7 +67,7 @@ class State(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
-    LAST = "last"  # its last token is being computed: nothing of it is planned again
+    LAST = "last"  # the last token is being computed: no more chunks are planned
     FINISHED = "finished"
 
 
@@ -89,10 +89,10 @@ class RequestRejected(Exception):
 
 
 class Moved(NamedTuple):
-    """The state of a request, beside its tokens, that moves with it from one engine of a host to another.
+    """The state, besides the tokens, of a request that moves from one engine to another of the same host.
 
-    Times are on the host's monotonic clock. Keys and values of the first `computed` tokens are at `place`;
-    without them these tokens are computed again.
+    Times are in seconds on the host's monotonic clock. The keys and values of the first `computed` tokens
+    are at `place`; without a place these tokens are recomputed.
     """
 
     arrived_s: float
@@ -100,24 +100,24 @@ class Moved(NamedTuple):
     first_token_s: float | None = None
     preemptions: int = 0
     cached_tokens: int = 0
-    fingerprint: str = ""  # of the variant that answers
+    fingerprint: str = ""  # of the variant that answers, empty for the base
     computed: int = 0
     place: InboxPlace | None = None
 
 
 MAX_LOGPROBS = 20
-"""Best tokens whose log probabilities an answer may have beside each of its own."""
+"""Limit on the alternative tokens per output token for which log probabilities can be requested."""
 NO_LINE = None, RemainingLine(0, 0, 0.0, 0.0)
-"""Of no curve."""
+"""The initial `Request._line`, which belongs to no curve."""
 MIN_RANDOM = 1e-6
-"""A temperature or top_p below this leaves only the best token, and would underflow in float32."""
+"""Temperature or top_p below this value means greedy; the value would underflow in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling and stopping rules. A rule at its neutral value is off."""
 
-    max_tokens: int | None = None  # None: as the context allows
+    max_tokens: int | None = None  # None: up to the context length
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 0: greedy
     top_k: int = 0
@@ -133,7 +133,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # alternatives per token; 0: only the chosen one
     prompt_logprobs: bool = False
-    left_out: frozenset[str] = frozenset()  # rules that the client did not give: at OpenAI's defaults
+    left_out: frozenset[str] = frozenset()  # fields that the client did not set: they hold OpenAI's defaults
 
     @property
     def greedy(self) -> bool:
@@ -145,21 +145,22 @@ class Sampling:
         return self.ignore_eos and not self.stop and not self.stop_token_ids
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Sampling:
-        """Return these rules with the model's `defaults` of those that the client left out."""
+        """Return these rules with the model's `defaults` for the fields that the client did not set."""
         taken: dict[str, Any] = {name: defaults[name] for name in self.left_out & defaults.keys()}
         return replace(self, **taken) if taken else self
 
     def after(self, tokens: int) -> Sampling:
-        """Return these rules with the token limits reduced by `tokens` that exist already."""
+        """Return these rules with the token limits reduced by `tokens` already generated."""
         max_tokens = None if self.max_tokens is None else max(0, self.max_tokens - tokens)
         return replace(self, max_tokens=max_tokens, min_tokens=max(0, self.min_tokens - tokens))
 
 
 class Thinking(NamedTuple):
-    """The marks around what a response thinks before its text.
+    """The marks around the reasoning that precedes a response's text.
 
-    `opened`: the prompt has begun the thought. `closed`: it has ended it, so that none is expected. `call`:
-    the mark of a call of a function, which ends a thought, too; empty where it is a part of the thought.
+    `opened`: the prompt already contains the begin mark. `closed`: the prompt already contains the end mark,
+    so no reasoning is expected. `call`: the mark of a tool call, which also ends the reasoning; empty if
+    tool calls may be part of the reasoning.
     """
 
     begin: str
@@ -183,34 +184,34 @@ class Request:
     deadline_s: float | None = None  # on the engine's clock
     choice: int = 0  # of n: part of the seed
     resumed: Sequence[int] = ()  # tokens generated at another site, never emitted again
-    resumed_chars: int = 0  # characters of the output that were delivered already
-    resumed_reasoning_chars: int = 0  # of its thought, likewise
+    resumed_chars: int = 0  # characters of the output text that were already delivered
+    resumed_reasoning_chars: int = 0  # characters of the reasoning that were already delivered
     thinking: Thinking | None = None
-    grammar: Grammar | None = None  # that the response must follow
+    grammar: Grammar | None = None  # which the response must follow
     shown: Mapping[int, str] = field(default_factory=dict)  # text of special tokens that this response shows
     follows: bool = False  # the response continues the text of the prompt (completions)
     chain: str = ""  # the variant that answers; empty: the base
-    any_order: bool = False  # of a line of a batch: those of its tenant that say so may overtake one another
-    prefill_heavy: bool = False  # of such a line: it takes computing rather than memory, and is paced
-    # ---- the engine's own
+    any_order: bool = False  # batch lines of a tenant that set this may overtake one another
+    prefill_heavy: bool = False  # an any_order line that needs compute more than memory: it is paced
+    # ---- set by the engine
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
     prompt_len: int = field(default=0, init=False)
-    max_tokens: int = field(default=0, init=False)  # after clipping
-    computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
-    received: int = field(default=0, init=False)  # leading tokens whose keys and values came and are not used
+    max_tokens: int = field(default=0, init=False)  # clipped to the context length
+    computed: int = field(default=0, init=False)  # leading tokens whose keys and values are in the pages
+    received: int = field(default=0, init=False)  # leading tokens with received, still unused keys and values
     pages: list[int] = field(default_factory=list, init=False)
-    row: int = field(default=-1, init=False)  # place in the runner's tables while running
-    cached_tokens: int = field(default=0, init=False)  # prefix-cache hits when its prompt was read first
+    row: int = field(default=-1, init=False)  # index in the runner's tables while running, else -1
+    cached_tokens: int = field(default=0, init=False)  # prefix-cache hits of the first prefill
     preemptions: int = field(default=0, init=False)
     charged: float = field(default=0.0, init=False)  # output tokens charged to its tenant
-    length_factor: float = field(default=1.0, init=False)  # by which those like it are longer than forecast
+    length_factor: float = field(default=1.0, init=False)  # length over forecast of requests like this one
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
-    guide: Guide | None = field(default=None, init=False)  # its position in the grammar
-    variant: ServedVariant | None = field(default=None, init=False)  # of its chain
-    _line: tuple[RemainingCurve | None, RemainingLine] = field(default=NO_LINE, init=False)  # that it is on
+    guide: Guide | None = field(default=None, init=False)  # the answer's position in the grammar
+    variant: ServedVariant | None = field(default=None, init=False)  # of `chain`; None: the base
+    _line: tuple[RemainingCurve | None, RemainingLine] = field(default=NO_LINE, init=False)  # current segment
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.resumed]
@@ -223,35 +224,38 @@ class Request:
 
     @property
     def virtual_tokens(self) -> int:
-        """Return the tokens before the prompt of which the variant has keys and values; their ids are 0."""
+        """Return the number of tokens before the prompt whose keys and values the variant supplies.
+
+        Their ids are 0.
+        """
         return self.prompt_len - len(self.prompt)
 
     def answered_by(self, variant: ServedVariant | None) -> None:
-        """Let a variant answer, or the base."""
+        """Set the variant that answers, None for the base, and prepend its virtual tokens."""
         self.variant = variant
         more = 0 if variant is None else variant.virtual_tokens - self.virtual_tokens
         self.tokens[:0] = [0] * more
         self.prompt_len += more
 
     def to_move(self) -> Moved:
-        """Return what another engine has to know to go on, without keys and values."""
+        """Return the state that another engine needs to continue, without keys and values."""
         fingerprint = "" if self.variant is None else self.variant.fingerprint
         times = self.arrived_s, self.started_s, self.first_token_s
         return Moved(*times, self.preemptions, self.cached_tokens, fingerprint)
 
     def take_up(self, moved: Moved) -> None:
-        """Go on as what another engine has begun."""
+        """Restore the times and counts of a request that another engine has begun."""
         self.arrived_s, self.started_s, self.first_token_s = moved[:3]
         self.preemptions, self.cached_tokens = moved.preemptions, moved.cached_tokens
 
     @property
     def reads_again(self) -> bool:
-        """Return whether the prompt was read before, so that what is cached of it is its own."""
+        """Return whether this is not the first prefill, so that cached pages may be the request's own."""
         return self.preemptions > 0 or self.first_token_s is not None
 
     @property
     def has_adapter(self) -> bool:
-        """Return whether an adapter answers, which needs a slot while the request runs."""
+        """Return whether an adapter answers, which needs an adapter slot while the request runs."""
         return self.variant is not None and self.variant.rank > 0
 
     @property
@@ -259,7 +263,10 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     def expected_remaining(self) -> float:
-        """Return the tokens that are expected to come, at least 1. A load report asks all that run."""
+        """Return the expected number of remaining tokens, at least 1.
+
+        Written for speed: each load report calls it for all running requests.
+        """
         generated = len(self.tokens) - self.prompt_len
         curve, line = self._line
         if curve is not self.remaining or not line.begins <= generated < line.ends:
@@ -280,7 +287,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its bytes (possibly part of a character) and its log probability, None for the first token."""
+    """A token, its bytes (possibly part of a character) and its log probability.
+
+    The log probability is None for the first token of a prompt.
+    """
 
     token: str
     raw: bytes
@@ -290,7 +300,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """An increment of one tool call: id and name when it begins, then its arguments in pieces."""
+    """A delta of one tool call: first its id and name, then pieces of its arguments."""
 
     index: int
     id: str = ""
@@ -316,12 +326,12 @@ class Timings:
     decode_s: float  # from the first token until the last
     cached_prompt_tokens: int
     preemptions: int
-    cached_unknown: bool = False  # the server behind the site does not tell what it had
+    cached_unknown: bool = False  # the server behind the site does not report its cache hits
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The result of input `index`: its embedding in float32, little endian, or the score of the document."""
+    """The result of input `index`: its embedding (float32, little endian) or the document's score."""
 
     index: int
     vector: bytes = b""
@@ -331,7 +341,7 @@ class Pooled:
 class Output(NamedTuple):
     """The tokens and text of one request in one iteration. `finish` is set exactly once, in the last output.
 
-    `timings` come with it, and with the first token of each start.
+    `timings` are set in the last output and with the first token after each start.
 
     A tuple, since every row of every iteration creates one: a frozen dataclass takes five times as long.
     """
@@ -347,8 +357,8 @@ class Output(NamedTuple):
     completion_tokens: int = 0
     prompt_tokens: int = 0  # set by engines that count prompts only at the end
     tool_calls: tuple[ToolCall, ...] = ()  # set by engines that parse tool calls themselves
-    reasoning: str = ""  # what was thought before the text
-    refusal: str = ""  # of servers alone
-    reasoning_tokens: int = 0  # so far, of completion_tokens
+    reasoning: str = ""  # the reasoning that precedes the text
+    refusal: str = ""  # set only by remote servers
+    reasoning_tokens: int = 0  # reasoning tokens so far, part of completion_tokens
     stop_sequence: str = ""  # the stop string that ended the response
-    pooled: tuple[Pooled, ...] = ()  # of servers that embed or rank
+    pooled: tuple[Pooled, ...] = ()  # set only by servers that embed or rank

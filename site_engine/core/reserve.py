@@ -1,14 +1,14 @@
-"""Decide whether a request fits beside the running ones, by the memory that all of them will need over time.
+"""Decide whether a request fits in KV memory with the running ones, now and at every later iteration.
 
-A running request takes one more token per iteration and frees its memory when it ends, so requests that end
-make room for requests that grow ("Past-Future Scheduler for LLM Serving", 2025). Lengths are uncertain: each
-of a request's equally likely lengths holds an equal share of its memory until that length is reached. With
-mean lengths, all requests with similar forecasts would peak at the same time and half the memory would stay
-empty. An underestimate costs a preemption, which changes no token of an answer.
+A running request grows by one token per iteration and frees its memory when it ends, so requests that end
+make room for those that grow ("Past-Future Scheduler for LLM Serving", 2025). Lengths are uncertain: a
+request holds an equal share of its memory until each of its likely lengths. With mean lengths alone, all
+requests with similar forecasts would peak at the same time, and half the memory would stay empty. Admitting
+too many costs preemptions, which change no token of an answer.
 
-A chat counts only other chats: it starts as soon as its prompt fits, and preempts batch lines when it needs
-more memory later, when most of those lines have ended. Batch lines count the peak of the running chats and do
-not count on the memory that chats will free, because new chats arrive.
+A chat is checked against other chats only: it starts as soon as its prompt has memory. If it needs more
+later, batch lines are preempted, of which most have ended by then. Batch lines are checked against the peak
+that the chats will hold; memory that chats will free is not counted, since other chats arrive.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from site_engine.core.remaining_curve import LIKELY_LENGTHS
 from site_engine.core.request import Lane, Request, State
 
 KEPT_DEVIATIONS = 0.5
-"""Margin for forecasts that are too short, in standard deviations of the total need of all requests.
+"""Memory reserved for forecasts that are too short, in standard deviations of the total need.
 
-A preemption costs less than unused memory: with twice this margin there are a quarter of the preemptions, and
+Preemptions cost less than unused memory: with twice this value, a quarter as many requests are preempted, and
 a batch takes up to 5% longer.
 """
 ENDS_LATE = 2
-"""Iterations for which an overlapped step keeps the pages of a request after its last token."""
+"""Iterations for which overlapped steps hold the pages of a request after its last token."""
 REFRESH_EVERY = 16
-"""Iterations between refreshes of the forecasts: the forecast of an answer grows while the answer continues.
-"""
+"""Iterations between updates of the forecasts: a forecast length grows while its answer does not end."""
 
 Remaining = Callable[[Request], Sequence[float]]
-"""Return equally likely values of a request's remaining tokens, in ascending order."""
+"""request -> equally likely numbers of remaining tokens, ascending."""
 
 
 class Span(NamedTuple):
-    """A request that ends after one of the iterations `ends`, ascending and equally likely. Until then it
-    holds `base` + t tokens of memory in iteration t.
+    """A request that ends after one of the iterations `ends`, which are ascending and equally likely. Until
+    then it holds `base` + t tokens of memory in iteration t.
     """
 
     ends: tuple[float, ...]
@@ -59,20 +58,20 @@ class Span(NamedTuple):
 
 
 class FuturePeak:
-    """The total memory that requests are expected to hold, at every time until the last of them ends."""
+    """The memory that requests are expected to hold together, at every time until the last of them ends."""
 
     def __init__(self) -> None:
         self._at: dict[object, int] = {}  # owners' places in the tables
         self._free: list[int] = []
         self._ends = np.zeros((0, LIKELY_LENGTHS))
-        self._shares = np.zeros((0, LIKELY_LENGTHS))  # of a request, until each of its ends
-        self._bases = np.zeros((0, LIKELY_LENGTHS))  # the same share of its base
-        self._last = np.zeros((0, 2))  # tokens at the last of its ends, and the variance of its length
-        self._order = np.arange(0)  # of all ends, when they were summed up last
+        self._shares = np.zeros((0, LIKELY_LENGTHS))  # probability of each of a request's ends
+        self._bases = np.zeros((0, LIKELY_LENGTHS))  # the base times these shares
+        self._last = np.zeros((0, 2))  # tokens at the request's last end, and the variance of its length
+        self._order = np.arange(0)  # argsort of all ends at the last `_sum_up`
         self._changed = True
 
     def put(self, spans: Mapping[Any, Span]) -> None:
-        """Add or update requests."""
+        """Add or update the spans of requests."""
         for owner in spans:
             if owner not in self._at:
                 if not self._free:
@@ -105,10 +104,12 @@ class FuturePeak:
         self._order = np.arange(self._ends.size)
 
     def with_one_more(self, span: Span) -> float:
-        """Return the expected peak in tokens until the last end of `span`, and the tokens that stay held."""
+        """Return the peak of expected tokens, with `span` added, until the last of its ends, plus the reserve
+        of KEPT_DEVIATIONS standard deviations.
+        """
         self._sum_up()
         ends = np.array(span.ends)
-        running = np.arange(len(ends), 0, -1) / len(ends)  # the share of the new one until each of its ends
+        running = np.arange(len(ends), 0, -1) / len(ends)  # share of `span` still held up to each of its ends
         ended = self._times.searchsorted(ends, side="right")
         at_its = self._base_left[ended] + self._left[ended] * ends + running * (span.base + ends)
         times = self._times[: ended[-1]]
@@ -118,18 +119,16 @@ class FuturePeak:
         return most + KEPT_DEVIATIONS * sqrt(self._last[:, 1].sum() + span.variance)
 
     def all_at_last(self, span: Span) -> float:
-        """Return an upper bound of the peak that is cheaper to compute: all requests at their last end at
-        once.
-        """
+        """Return the tokens held if all were at their last ends at once: a cheap upper bound of the peak."""
         return float(self._last[:, 0].sum()) + span.base + span.ends[-1]
 
     def peak(self) -> float:
-        """Return the expected peak in tokens."""
+        """Return the peak of the expected tokens held at once."""
         self._sum_up()
         return float(self._held.max(initial=0.0))
 
     def _sum_up(self) -> None:
-        """Compute the remaining totals at each end, and after the last end."""
+        """Sum the shares and bases that are still held at each end, and after the last end."""
         if not self._changed:
             return
         self._order = self._order[self._ends.ravel()[self._order].argsort(kind="stable")]  # nearly in order
@@ -143,16 +142,14 @@ class FuturePeak:
 
 
 class Reservation:
-    """The expected memory use of the running requests, updated as requests start and leave.
+    """The expected memory of the running requests, updated as they start and leave.
 
-    Shared pages are attributed to the request that is expected to end last, their keeper, whose end frees
-    them. If the keeper ends earlier, the pages count as held until all sharing requests have ended.
+    Each shared page is counted for one request only, its keeper: the sharer that is expected to end last and
+    so to free the page. If the keeper ends before another, its pages count as held until all have ended.
     """
 
     def __init__(self, pool: PagePool, remaining: Remaining, chunk: Callable[[], int]) -> None:
-        """`remaining` returns the likely remaining tokens of a request, `chunk` the prompt tokens computed
-        per iteration.
-        """
+        """`remaining` returns a request's likely remaining tokens, `chunk` an iteration's prompt tokens."""
         self.iteration = 0
         self.factors = LengthFactors()
         self._pool, self._remaining, self._chunk = pool, remaining, chunk
@@ -163,10 +160,10 @@ class Reservation:
         self._at_limit: dict[Request, int] = {}  # pages of a request that reaches its token limit
         self._all_at_limit = 0
         self._read_at = 0
-        self._refused: set[Request] = set()  # the answer stays no until a request leaves
+        self._refused: set[Request] = set()  # do not fit until a request leaves or forecasts are updated
 
     def fits(self, request: Request) -> bool:
-        """Return whether memory suffices now and later if a request starts. A single request always fits."""
+        """Return whether memory suffices now and later if a request starts; True if none runs."""
         if not self._spans:
             return True
         if self.refused(request):
@@ -177,7 +174,7 @@ class Reservation:
         return request.lane is Lane.BATCH or self.has_pages(request)
 
     def has_pages(self, request: Request) -> bool:
-        """Return whether free pages suffice for the known tokens of a request and of all running requests."""
+        """Return whether free pages hold all current tokens of a request and of the running requests."""
         if self._fits_at_limit(request):
             return True
         missing = sum(map(self._missing_pages, self._spans))
@@ -195,8 +192,8 @@ class Reservation:
         return max(0, -(-known // self._pool.page_size) - len(request.pages))
 
     def has_room(self, request: Request) -> bool:
-        """Return whether memory suffices at all times for a request together with the requests that it
-        counts.
+        """Return whether memory suffices at all times for a request and the running requests that count for
+        its lane (see the module's docstring).
         """
         if self._fits_at_limit(request) or all(each.lane > request.lane for each in self._spans):
             return True
@@ -212,11 +209,11 @@ class Reservation:
         return held <= (room + keepers.count(None)) * page_size
 
     def refused(self, request: Request) -> bool:
-        """Return whether a request was found not to fit and nothing has changed since."""
+        """Return whether a recent check found that a request does not fit, and nothing has changed since."""
         return request in self._refused and self.iteration - self._read_at < REFRESH_EVERY
 
     def start(self, request: Request) -> None:
-        """Add a starting request. The pages that it holds at this point are from the prefix cache."""
+        """Add a request that starts. The pages that it holds already are from the prefix cache."""
         self._spans[request] = self._span(request, 0)
         self._shared[request] = 0
         self._at_limit[request] = self._pages_at_limit(request)
@@ -225,9 +222,9 @@ class Reservation:
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
-        """Add pages of the prefix cache, starting at page `first` of a request."""
+        """Count a request's pages from index `first` on as shared, since they come from the prefix cache."""
         ends = self._spans[request].expected_end
-        lent: dict[Request, int] = {}  # pages of which another is the keeper, by those that had or have them
+        lent: dict[Request, int] = {}  # pages no longer counted for a request, since another is their keeper
         for page in request.pages[first:]:
             keeper = self._keepers.get(page)
             kept = keeper is not None and self._spans[keeper].expected_end >= ends
@@ -243,7 +240,7 @@ class Reservation:
             self._futures[other.lane].put({other: self._spans[other]})
 
     def computes(self, request: Request, first: int, after: int) -> None:
-        """Add pages [first, after) of a request, which other requests can share from now on."""
+        """Make a request the keeper of its pages [first, after), which others can share from now on."""
         for page in request.pages[first:after]:
             self._keepers.setdefault(page, request)
 
@@ -258,7 +255,7 @@ class Reservation:
         self._refused.clear()
 
     def reserved_tokens(self) -> int:
-        """Return the peak of the running requests beyond the tokens that they hold now."""
+        """Return the tokens that running requests will hold at their peak beyond those that they hold now."""
         if not self._spans:
             return 0
         self._refresh_forecasts()
@@ -269,7 +266,7 @@ class Reservation:
         return sum([len(each.pages) for each in self._spans]) - sum(self._shared.values())
 
     def _refresh_forecasts(self) -> None:
-        """Refresh the forecasts unless they were refreshed a few iterations ago."""
+        """Update all forecasts, at most once per REFRESH_EVERY iterations."""
         if self.iteration - self._read_at < REFRESH_EVERY:
             return
         self.factors.update(self._spans)
@@ -285,5 +282,5 @@ class Reservation:
         length, size = len(request.tokens), self._pool.page_size
         missing = 0 if request.state is State.DECODE else length - request.computed
         begins = self.iteration + ENDS_LATE + missing / max(1, self._chunk())
-        held = length + size - 1 - shared * size  # of whole pages, one may be nearly empty
+        held = length + size - 1 - shared * size  # whole pages are held: the last may be nearly empty
         return Span(tuple([begins + left for left in self._remaining(request)]), held - self.iteration)

@@ -1,4 +1,4 @@
-"""The engine as its thread uses it."""
+"""The interface of the engine that its thread uses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Inbox(Protocol):
-    """Where keys and values of requests come from other engines, and go to them."""
+    """Transfers keys and values of requests from and to other engines."""
 
     def meet(self, inboxes: Iterable[InboxAddress]) -> None:
-        """Open the ways into inboxes of other engines before a request waits for that."""
+        """Connect to the inboxes of other engines ahead of time, so that no request waits for it."""
 
 
 class Engine(Protocol):
-    """Synchronous, called by one thread only."""
+    """A synchronous engine, called by one thread only."""
 
     @property
     def has_work(self) -> bool: ...
@@ -30,31 +30,31 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> object: ...
 
     def end_by_text(self, request_id: str, generated: int) -> None:
-        """End a request whose text, which is read elsewhere, has ended after so many tokens."""
+        """End a request whose text, detokenized in another process, stopped after `generated` tokens."""
 
     def expect(self) -> None:
-        """Be ready for a request that another engine is about to give up."""
+        """Prepare for a request that another engine is about to export."""
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
-        """Begin to copy the keys and values of a request to the place `to` while it goes on; return whether
-        that is under way.
+        """Start copying a request's keys and values to the place `to` while it runs; return whether to call
+        again after the next step.
         """
 
     def export(self, request_id: str, to: InboxPlace | None) -> tuple[Sequence[Output], Moved | None]:
-        """Take a request out, for another engine, and copy the rest to the place `to`, if any; return also
-        what was under way, which may end it.
+        """Remove a request so that another engine can continue it, and copy the remaining keys and values to
+        the place `to`, if given; return pending outputs, which may end the request, and its state.
         """
 
     def waits(self, request_id: str) -> bool:
-        """Return whether a request is here and has not started."""
+        """Return whether a request is waiting in the queue and has never started."""
 
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...
 
     def load_variant(self, variant: Variant) -> Callable[[], Chain]:
-        """Load and certify a variant, on any thread and for long; return what publishes it between two
-        iterations. Both raise VariantRefused.
+        """Load and certify a variant, on any thread; return the function that publishes it between two
+        iterations. Both raise VariantRefused. Loading may take long.
         """
 
     def remove_variant(self, variant_id: str) -> None: ...
@@ -64,4 +64,4 @@ class Engine(Protocol):
 
     @property
     def training(self) -> TrainingLoop:
-        """The training of this engine; the thread calls nothing of it while there are no jobs."""
+        """The training loop of this engine. The thread does not call it while there are no jobs."""

@@ -11,8 +11,8 @@ from site_engine.text.detokenize import Vocabulary
 
 
 class Answer:
-    """The text of one request. A stop string ends it here: the engine has to be told, and what it still
-    computes is dropped.
+    """The answer to one request. A stop string ends it in this process: the engine must then be notified, and
+    tokens that it still computes are dropped.
     """
 
     __slots__ = (
@@ -36,8 +36,8 @@ class Answer:
     ) -> None:
         self.request = request
         self.fingerprint = fingerprint  # of the variant that answers
-        self.ended = False  # by its text
-        self.token_ids: list[int] = []  # of the answer, beyond the resumed ones
+        self.ended = False  # by a stop string in its text
+        self.token_ids: list[int] = []  # generated here, without the resumed ones
         self._vocabulary = vocabulary
         self._ends = end_tokens(request, eos_token_ids)
         self._text = AnswerText(request, vocabulary, self._ends)
@@ -49,7 +49,7 @@ class Answer:
         return len(self.request.resumed) + len(self.token_ids)
 
     def to_move(self) -> Moved:
-        """Return what is known here, for an engine that goes on where another was lost."""
+        """Return the state known in this process, for an engine that continues after another was lost."""
         arrived_s, begun = self.request.arrived_s, self._timings
         if begun is None:
             return Moved(arrived_s, fingerprint=self.fingerprint)
@@ -59,7 +59,7 @@ class Answer:
         return Moved(arrived_s, started_s, first_token_s, begun.preemptions, cached, fingerprint)
 
     def replay(self) -> None:
-        """Read the tokens generated at another site."""
+        """Process the tokens generated at another site."""
         least = self.request.sampling.min_tokens
         for at, token_id in enumerate(self.request.resumed, start=1):
             ends = token_id in self._ends and at >= least
@@ -71,7 +71,7 @@ class Answer:
         return self._text.contradicts_delivered
 
     def take(self, token_ids: Sequence[int], now: float) -> Output:
-        """Return the output of some tokens, of which none ends the answer for the engine."""
+        """Return the output of tokens, none of which ended the answer at the engine."""
         text, finish, count = self._text.take_carried(), None, 0
         before = self.generated
         for count, token_id in enumerate(token_ids, start=1):
@@ -86,7 +86,7 @@ class Answer:
         return self._text.with_thought(output if finish is None else self._ended(output, now))
 
     def take_detailed(self, token_id: int, detail: Detail, now: float) -> Output:
-        """Return the output of a row with details."""
+        """Return the output of a row that has details."""
         if not detail.has_token:
             assert detail.finish is not None, "a row has a token or a finish"
             prompt_logprobs = self._logprobs(detail.prompt_logprobs)
@@ -124,7 +124,7 @@ class Answer:
         return self._text.with_thought(output._replace(text=text, stop_sequence=self._text.stopped))
 
     def _ended(self, output: Output, now: float) -> Output:
-        """Add to the output with a stop string what the engine says of those that it ends itself."""
+        """Mark the answer as ended by its text; add the timings and stop string to its last output."""
         self.ended = True
         begun = self._timings
         timings = None

@@ -1,4 +1,4 @@
-"""The answers that an engine's process computes, by number: turns the rows of its iterations into outputs."""
+"""Turn the rows of an engine process's iterations into outputs of the answers that it computes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from site_engine.engine.process_messages import Step
 
 
 class Answers:
-    """A request has a number in the process; rows that name one which is gone are dropped.
+    """The answers by request number. Rows whose number is unknown are dropped.
 
-    A token alone waits to be read with those that follow it: to read ten tokens of an answer costs little
-    more than to read one. `end` is called with the number of an answer that its text has ended, and with its
-    number of tokens.
+    Tokens without details are held and read together, since detokenizing ten tokens of an answer costs little
+    more than one. `end(number, generated)` is called when an answer's text ends it.
     """
 
     def __init__(self, end: Callable[[int, int], None]) -> None:
@@ -41,11 +40,11 @@ class Answers:
         return self._numbers.get(request_id)
 
     def of(self, request_id: str) -> Answer:
-        """Return the answer to a request that is here."""
+        """Return the answer to a known request."""
         return self._answers[self._numbers[request_id]]
 
     def pop(self, numbers: Iterable[int]) -> list[Answer]:
-        """Remove answers, and what of them is not read; return them."""
+        """Remove answers and their unread tokens; return the answers."""
         answers = []
         for number in numbers:
             self._unread.pop(number, None)
@@ -57,7 +56,7 @@ class Answers:
         return self.pop(list(self._answers))
 
     def take(self, step: Step, now: float) -> list[Output]:
-        """Take the rows of an iteration; return the outputs of those with details and of what they follow."""
+        """Take an iteration's rows; return the outputs of rows with details and of tokens before them."""
         outputs: list[Output] = []
         details = {detail.row: detail for detail in step.details}
         for row, (number, token_id) in enumerate(zip(step.numbers, step.token_ids, strict=True)):
@@ -80,7 +79,7 @@ class Answers:
         return outputs
 
     def read(self, now: float) -> list[Output]:
-        """Return the outputs of the tokens that have waited."""
+        """Return the outputs of all unread tokens."""
         unread, self._unread = self._unread, {}
         return [output for each in unread.items() for output in self._read(*each, now)]
 
@@ -89,6 +88,6 @@ class Answers:
         if answer is None or answer.ended:
             return []
         output = answer.take(token_ids, now)
-        if output.finish is not None:  # the engine goes on: its text has ended it
+        if output.finish is not None:  # ended by its text: the engine still computes it
             self._end(number, answer.generated)
         return [output]

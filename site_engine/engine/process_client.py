@@ -1,6 +1,7 @@
-"""Use an engine in a separate process: start it, send requests, detokenize its outputs, detect its end.
+"""Use an engine in a separate process: start it, send requests, turn tokens into text, detect its end.
 
-Runs on the event loop. `process_messages.py` defines the messages, `process_server.py` is the other end.
+Runs on the event loop's thread. The messages are in `process_messages.py`, the other side in
+`process_server.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 10.0
 AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
-"""Timings of an answer that ended before its request reached the engine."""
+"""The timings of an answer that had ended before its request was admitted."""
 
 
 AdmissionReply: TypeAlias = Callable[[NotServed | None], None]
@@ -44,30 +45,30 @@ ExportReply: TypeAlias = Callable[[Answer | None, Moved | None], None]
 
 
 class Orphans(NamedTuple):
-    """The requests of a lost process: admitted answers, and groups that still wait for admission."""
+    """The requests of a lost process: admitted answers, and groups that were waiting for admission."""
 
     answers: list[Answer]
     unadmitted: list[tuple[list[Answer], AdmissionReply]]
 
 
 class EngineProcess(asyncio.Protocol):
-    """Client of an engine in a child process. If the process ends or breaks, every request fails and
-    `listener.broken` is called once.
+    """An engine in a child process. When the process ends or breaks, the listener is notified once and all
+    requests fail, unless `on_lost` takes them.
 
-    Messages identify requests by number. When a request moves to another process its number is retired, and
-    output rows that still carry the number are dropped.
+    Each request has a number in this process's messages. The number of a request that has moved to another
+    process is forgotten, and rows that still name it are dropped.
     """
 
     def __init__(
         self, process: subprocess.Popen[bytes], clock: Callable[[], float], stream_interval_s: float = 0.0
     ) -> None:
-        """`stream_interval_s`: the longest delay of tokens while the event loop is busy, in seconds."""
-        self.vocabulary: Vocabulary = NoText()  # used for all answers; set it before `start`
-        self.on_lost: Callable[[Orphans], None] | None = None  # takes the requests of a lost process
+        """`stream_interval_s`: the longest that tokens are held for merging while the event loop is busy."""
+        self.vocabulary: Vocabulary = NoText()  # for detokenizing; set before `start`
+        self.on_lost: Callable[[Orphans], None] | None = None  # if set, takes the requests of a lost process
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self.start_parts: list[Part] = []  # of the engine; set when it is ready, as is `inbox`
+        self.start_parts: list[Part] = []  # parts of the engine's start; like `inbox`, set once it is ready
         self.inbox: InboxAddress | None = None
         self.shares = ""  # the device whose memory this engine shares with engines of other processes
         self._described: asyncio.Future[pm.Described] = self._loop.create_future()
@@ -79,7 +80,7 @@ class EngineProcess(asyncio.Protocol):
         self._next_number = count(1)
         self.answers = Answers(lambda number, generated: self._send(pm.EndByText(number, generated)))
         self._pace = SendPace(stream_interval_s)
-        self._reading: asyncio.TimerHandle | None = None  # when delayed tokens are read
+        self._reading: asyncio.TimerHandle | None = None  # when held tokens are read
         self._admissions: dict[int, tuple[list[int], AdmissionReply]] = {}
         self._exports: dict[int, ExportReply] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
@@ -87,7 +88,7 @@ class EngineProcess(asyncio.Protocol):
         self.trainer = RemoteTraining(self._send, self._loop)
         self.sleeper = RemoteSleep(self._send)
         self._stall_watch = StallWatch()
-        self._stalled_s = 0.0  # as the engine reports
+        self._stalled_s = 0.0  # as reported by the engine
         self._heard_s = clock()
         self._longest_iteration_s = 0.0
         self._broken = ""
@@ -102,10 +103,10 @@ class EngineProcess(asyncio.Protocol):
         *,
         with_others: bool = False,
     ) -> EngineProcess:
-        """Start the process, which then loads its model; await `ready`.
+        """Start the process, which then loads its model: await `ready`.
 
-        The child process ends whenever this process ends, for any reason. `with_others`: requests can move to
-        and from engines in other processes.
+        The process ends when this one ends, in whatever way. `with_others`: requests move to and from engines
+        in other processes.
         """
         process, ours = spawn()
         ours.setblocking(False)
@@ -129,14 +130,14 @@ class EngineProcess(asyncio.Protocol):
         return bool(self._broken)
 
     async def described(self) -> pm.Described:
-        """Wait until the model is loaded. Raises ConfigError with the reason if loading fails."""
+        """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
         await asyncio.wait((self._described, self._ready), return_when=asyncio.FIRST_COMPLETED)
         if not self._described.done():
             await self.ready()  # raises the reason
         return self._described.result()
 
     async def ready(self) -> Facts:
-        """Wait until the engine can serve. Raises ConfigError with the reason if it cannot."""
+        """Wait until the engine can serve. Raises ConfigError with the reason if it can't."""
         return await asyncio.shield(self._ready)
 
     def start(self, listener: Listener) -> None:
@@ -146,9 +147,9 @@ class EngineProcess(asyncio.Protocol):
             listener.broken(self._broken)
 
     def stop(self, within_s: float = STOP_WITHIN_S) -> None:
-        """End the process after the current iteration and drop running requests. Waits at most `within_s`.
+        """End the process after the current iteration, killing it after `within_s`; drop live requests.
 
-        Blocks, so it must not be called on the event loop's thread.
+        May be called on any thread but the event loop's.
         """
         self._stopping = True
         self._loop.call_soon_threadsafe(self._send, pm.Stop())
@@ -160,23 +161,23 @@ class EngineProcess(asyncio.Protocol):
         self._loop.call_soon_threadsafe(self._transport.abort)
 
     def kill(self) -> None:
-        """Kill the process. May be called on any thread."""
+        """End the process at once. May be called on any thread."""
         self._stopping = True
         self._process.kill()
         self._loop.call_soon_threadsafe(self._transport.abort)
 
     def give_up(self, reason: str) -> None:
-        """Kill the process and treat it as lost."""
+        """End the process and treat it as lost, for the given reason."""
         self._lose(reason)
 
     def stalled_s(self) -> float:
-        """Return the seconds without progress or without a message if the engine has stalled, else 0."""
+        """Return the seconds that the engine has stalled or its process was silent, 0 if within limits."""
         silent_s = self._stall_watch.look(self._heard_s, self._clock())
         is_silent = silent_s > STALLED_AFTER_S + 2 * self._longest_iteration_s
         return max(self._stalled_s, silent_s if is_silent else 0.0)
 
     def submit(self, group: Group, reply: AdmissionReply) -> None:
-        """Submit all requests of a group, or none. Calls `reply` with the refusal, or None if admitted."""
+        """Submit all requests of a group or none; reply with the refusal, or None if they are admitted."""
         chain = self.variants.chains.get(group[0].chain)
         eos, fingerprint = self._eos_token_ids, ""
         if chain is not None:
@@ -191,8 +192,8 @@ class EngineProcess(asyncio.Protocol):
             self.place(answers, reply)
 
     def place(self, answers: Sequence[Answer], reply: AdmissionReply, moved: Moved | None = None) -> None:
-        """Submit requests and keep their answers here. A request that another engine has started is submitted
-        alone, with its state `moved`.
+        """Submit requests and keep their answers here. `moved` is the state of a single request that another
+        engine has begun.
         """
         if self._broken:
             reply(self._refusal())
@@ -205,10 +206,10 @@ class EngineProcess(asyncio.Protocol):
         self._send(packing.to_submit(call, numbers, group, answers[0].token_ids, moved))
 
     def export(self, request_id: str, to: InboxPlace | None, reply: ExportReply) -> None:
-        """Remove a request from the engine in order to move it; its keys and values are copied to `to`.
+        """Remove a request so that another engine can continue it, and copy its keys and values to `to`.
 
-        Calls `reply` with its answer, or None if it has ended, and with the state that another engine needs,
-        or None if the request stays. A lost process replies only for requests that have ended.
+        Replies with the answer, None if it has ended, and the moved state, None if the request was not
+        removed. A lost process replies only for requests that have ended.
         """
         number = self.answers.number_of(request_id)
         assert number is not None, "the request is here"
@@ -216,12 +217,12 @@ class EngineProcess(asyncio.Protocol):
         self._send(pm.Export(number, to))
 
     def expect(self, request: Request) -> None:
-        """Prepare the engine for a request that another engine is about to hand over."""
+        """Prepare the engine for a request that another engine is about to export."""
         source = "" if request.grammar is None else request.grammar.source
         self._send(pm.Expect(source, request.chain))
 
     def meet(self, others: Iterable[EngineProcess]) -> None:
-        """Open the channels through which requests move to other engines."""
+        """Connect the engine to the inboxes of others, to which requests may move."""
         self._send(pm.Meet([each.inbox for each in others if each.inbox is not None]))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -231,7 +232,7 @@ class EngineProcess(asyncio.Protocol):
             self._send(pm.Cancel(numbers))
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Release the groups of which no request has started. Calls `reply` with a bool for each group."""
+        """Release the groups whose requests all still wait; reply for each group whether it was released."""
         if self._broken:
             reply([False] * len(groups))
             return
@@ -244,11 +245,11 @@ class EngineProcess(asyncio.Protocol):
         self._send(pm.WantLoad())
 
     def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
-        """Load a variant and publish it. Calls `reply` with its chain or the refusal."""
+        """Load a variant and publish it; reply with its chain or the refusal."""
         self.variants.add(variant, reply)
 
     def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
-        """Remove a variant. Running requests finish with it, new ones are refused."""
+        """Remove a variant: submitted requests finish with it, new ones are refused."""
         self.variants.remove(variant_id, reply)
 
     def _send(self, message: pm.Message) -> None:
@@ -261,9 +262,7 @@ class EngineProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Handle received messages. Tokens may be delayed while the event loop is busy; other messages are
-        not.
-        """
+        """Handle received messages. Plain tokens are held for merging only while the event loop is busy."""
         self._heard_s = self._clock()
         outputs: list[Output] = []
         for body in self._frames.feed(data):
@@ -340,7 +339,7 @@ class EngineProcess(asyncio.Protocol):
         decisions = []
         for group, gone in zip(groups, message.decisions, strict=True):
             answers = self.answers.pop(filter(None, map(self.answers.number_of, group))) if gone else []
-            decisions.append(gone and not any(each.ended for each in answers))  # and published
+            decisions.append(gone and not any(each.ended for each in answers))  # ended ones are not released
         reply(decisions)
 
     def _admitted(self, message: pm.Admitted) -> None:
@@ -372,7 +371,7 @@ class EngineProcess(asyncio.Protocol):
     # ---- its end
 
     def _lose(self, reason: str) -> None:
-        """Kill the process, fail every request, refuse pending calls and notify the listener."""
+        """End the process, fail or hand over its requests, refuse pending calls and notify the listener."""
         if self._broken:
             return
         self._read_tokens()
@@ -401,7 +400,7 @@ class EngineProcess(asyncio.Protocol):
             self._listener.broken(reason)
 
     def _orphans(self) -> Orphans:
-        """Drop all requests and return those that have not ended."""
+        """Remove all requests and return those that have not ended."""
         admissions, self._admissions = self._admissions, {}
         unadmitted = [(self.answers.pop(numbers), reply) for numbers, reply in admissions.values()]
         exports, self._exports = self._exports, {}

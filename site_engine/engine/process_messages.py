@@ -1,7 +1,8 @@
-"""The messages between a site's process and the process of its engine: all that crosses is defined here.
+"""The messages between a site's process and the process of its engine.
 
-A frame is the length of a message, four bytes, and the message in MessagePack. Tokens cross as ids in
-columns, one row for each; text stays with the site. Requests have numbers, so a row is two small integers.
+A frame is a message's length (4 bytes, little endian) and the message in MessagePack. Tokens are sent as ids
+in columns, one row per request; text stays in the site's process. Requests are numbered, so a row is two
+small integers.
 """
 
 from __future__ import annotations
@@ -25,30 +26,33 @@ _LENGTH = struct.Struct("<I")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Base of all messages; the class's name says which it is."""
+    """Base of all messages, tagged with the class name."""
 
 
 # ---- to the engine
 
 
 class Start(Message, frozen=True):
-    """The settings of SiteConfig, without secrets and paths, by name."""
+    """The settings of SiteConfig by name, without secrets and paths.
+
+    `with_others`: there are engines on other devices, to and from which requests move.
+    """
 
     settings: dict[str, Any]
-    with_others: bool = False  # on other devices, to and from which requests move
+    with_others: bool = False
 
 
 class Submit(Message, frozen=True):
-    """The choices of one attempt. They differ in number, id and choice; all else they share.
+    """The choices of one attempt, which differ only in number, id and choice.
 
-    `moved`: the one request here has been begun by another engine, and `resumed` has all of its tokens.
+    With `moved` there is one request, which another engine has begun; `resumed` holds all its output tokens.
     """
 
     call: int
     numbers: list[int]
     ids: list[str]
     choices: list[int]
-    prompt: bytes  # of 32 bits each
+    prompt: bytes  # token ids of 32 bits each, as in `resumed`
     resumed: bytes
     sampling: Sampling
     remaining: RemainingCurve
@@ -56,7 +60,7 @@ class Submit(Message, frozen=True):
     priority: int
     tenant: str
     deadline_s: float | None
-    grammar: str  # its source, empty if there is none
+    grammar: str  # source text, empty if there is none
     chain: str = ""
     any_order: bool = False
     prefill_heavy: bool = False
@@ -68,7 +72,7 @@ class Cancel(Message, frozen=True):
 
 
 class EndByText(Message, frozen=True):
-    """The site has read the end of an answer in its text, after so many tokens."""
+    """An answer's text has ended it after `generated` tokens."""
 
     number: int
     generated: int
@@ -80,27 +84,27 @@ class Release(Message, frozen=True):
 
 
 class Export(Message, frozen=True):
-    """A request is to go on in another engine, which has a place for its keys and values, or not."""
+    """Remove a request to continue it in another engine. `to`: the place for its keys and values, if any."""
 
     number: int
     to: InboxPlace | None = None
 
 
 class Expect(Message, frozen=True):
-    """A request is about to come that another engine has begun. `grammar`: its source."""
+    """A request that another engine has begun will arrive soon. `grammar`: its source, to compile ahead."""
 
     grammar: str
     chain: str
 
 
 class Meet(Message, frozen=True):
-    """Inboxes of other engines, to which requests may move from here."""
+    """Inboxes of other engines, to which requests may move."""
 
     inboxes: list[InboxAddress]
 
 
 class WantLoad(Message, frozen=True):
-    """The load is to be reported with the next pass."""
+    """Report the load soon."""
 
 
 class AddVariant(Message, frozen=True):
@@ -114,7 +118,7 @@ class RemoveVariant(Message, frozen=True):
 
 
 class Train(Message, frozen=True):
-    """A job. `contents`: the paths of the training file, the validation file and the snapshot."""
+    """Start a training job. `contents`: paths of the training file, validation file and snapshot."""
 
     call: int
     job_id: str
@@ -129,34 +133,34 @@ class StopTraining(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The site has read what was shared as a number."""
+    """The site has read the shared contents with this number."""
 
     number: int
 
 
 class Turn(Message, frozen=True):
-    """Sleep, which gives up memory while nothing runs, or wake."""
+    """Sleep, which frees memory while nothing runs, or wake."""
 
     call: int
     asleep: bool
 
 
 class Hold(Message, frozen=True):
-    """Let keys and values have so many bytes beyond the engine's own, or as many of them as there are."""
+    """Give the KV cache `extra_bytes` bytes beyond the engine's own memory, or as many as are available."""
 
     call: int
     extra_bytes: int
 
 
 class Stop(Message, frozen=True):
-    """The process is to end after the current iteration."""
+    """End the process after the current iteration."""
 
 
 # ---- from the engine
 
 
 class Described(Message, frozen=True):
-    """The model is loaded, and its engine not built yet: what the site's tokenizer needs to know of it."""
+    """What the site's tokenizer needs to know of the model. Sent before the engine is built."""
 
     context_tokens: int
     vocab_size: int
@@ -164,8 +168,8 @@ class Described(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine can serve. `parts`: of its start. `inbox`: for requests that others have begun. `shares`: as
-    `Turns` has it.
+    """The engine can serve. `parts`: the parts of its start. `inbox`: receives requests from other engines.
+    `shares`: as in `Turns`.
     """
 
     facts: Facts
@@ -175,7 +179,7 @@ class Ready(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The model can't be served; the process ends."""
+    """The model cannot be served. The process ends."""
 
     message: str
 
@@ -195,14 +199,16 @@ class Released(Message, frozen=True):
 
 
 class Exported(Message, frozen=True):
-    """The answer to an Export, after the request's last row. No `moved`: it is still here, or has ended."""
+    """The answer to an Export, after the request's last row. `moved` is None if the request was not removed
+    or has ended.
+    """
 
     number: int
     moved: Moved | None
 
 
 class VariantAdded(Message, frozen=True):
-    """The answer to an AddVariant: the chain, or why there is none."""
+    """The answer to an AddVariant: the chain, or None and the reason in `message`."""
 
     call: int
     chain: Chain | None
@@ -217,8 +223,8 @@ class VariantRemoved(Message, frozen=True):
 
 
 class Turned(Message, frozen=True):
-    """The answer to Turn and Hold. `refusal`: why nothing has changed, else empty. `size_bytes`: what sleep
-    has freed, or what is held.
+    """The answer to Turn and Hold. `refusal`: why nothing has changed, else empty. `size_bytes`: the bytes
+    that sleep has freed, or that are held.
     """
 
     call: int
@@ -227,7 +233,7 @@ class Turned(Message, frozen=True):
 
 
 class SavedContent(msgspec.Struct, array_like=True, frozen=True):
-    """A snapshot, at a path that the site reads and then answers with Taken."""
+    """A snapshot in a file at `path`, which the site reads and acknowledges with Taken."""
 
     number: int
     step: int
@@ -244,7 +250,7 @@ class TrainAnswered(Message, frozen=True):
 
 
 class TrainingStopped(Message, frozen=True):
-    """The answer to a StopTraining: neither, if the job is not there."""
+    """The answer to a StopTraining. Both fields are None if the job is unknown."""
 
     call: int
     saved: SavedContent | None
@@ -273,7 +279,7 @@ class RankedToken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Detail(msgspec.Struct, array_like=True, frozen=True):
-    """The rest of a row beside its token, which few rows have. `has_token`: the row's token id counts."""
+    """What a row holds besides its token; few rows have details. `has_token`: the row's token id is valid."""
 
     row: int
     has_token: bool
@@ -285,7 +291,7 @@ class Detail(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """The outputs of one iteration: the request and the token of each row, and the details of some."""
+    """The outputs of one iteration: request number and token id of each row, and details of some rows."""
 
     numbers: list[int]
     token_ids: list[int]
@@ -302,7 +308,7 @@ class Broken(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """Sent a few times a second. `stalled_s`: how long an iteration has taken too long, 0 if it has not."""
+    """Sent a few times per second. `stalled_s`: seconds that a stalled iteration has taken, else 0."""
 
     stalled_s: float
 
@@ -349,19 +355,19 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def frame(message: Message) -> bytes:
-    """Return the message as bytes, with its length before it."""
+    """Return the message encoded, preceded by its length."""
     body = _encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class Frames:
-    """Cuts a stream of bytes into messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the messages that are complete with `data`."""
+        """Append `data` and yield the complete messages."""
         buffer = self._buffer
         buffer += data
         at = 0

@@ -1,6 +1,6 @@
 """Serve an engine to the site's process: messages in, operations on the engine thread, outputs back.
 
-Runs in the engine's process, which has no event loop and does not know attempts or text.
+Runs in the engine's process, which has no event loop and knows neither attempts nor text.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 ALIVE_EVERY_S = 0.25
 RECEIVE_BYTES = 1 << 18
 MAX_BACKLOG_BYTES = 256 << 20
-"""Of outputs that the site has not read: seconds of the fastest engine. Beyond, the site is beyond use."""
+"""Limit on unread outputs, enough for seconds of the fastest engine. Beyond it, the site counts as broken."""
 
 
 class Sender:
-    """Sends at once what the socket takes; a thread sends the rest, so that no iteration waits for the site.
+    """Sends without blocking; a thread sends what the socket does not accept, so no iteration waits.
 
-    May be used by several threads. `max_bytes` bounds the backlog: what was not sent at once.
+    May be used by several threads. `max_bytes` bounds the backlog of data not sent at once.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BACKLOG_BYTES) -> None:
@@ -48,7 +48,7 @@ class Sender:
         threading.Thread(target=self._send_backlog, name="backlog", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Raises ConnectionError if the site does not read."""
+        """Send data. Raises ConnectionError if the backlog exceeds `max_bytes`: the site does not read."""
         with self._changed:
             sent = 0
             if not self._backlog:
@@ -57,7 +57,7 @@ class Sender:
                 except BlockingIOError:
                     pass
                 except OSError:
-                    return  # the site is gone, which `EngineServer.run` sees
+                    return  # the site has disconnected: `EngineServer.run` handles it
             if sent == len(data):
                 return
             self._backlog += data[sent:]
@@ -73,7 +73,7 @@ class Sender:
             try:
                 self._connection.sendall(part)
             except OSError:
-                return  # the site is gone, which `EngineServer.run` sees
+                return  # the site has disconnected: `EngineServer.run` handles it
             with self._changed:
                 del self._backlog[: len(part)]
 
@@ -83,7 +83,10 @@ CompileGrammar: TypeAlias = Callable[[str, tuple[int, ...] | None], Grammar]
 
 
 class EngineServer:
-    """`compile_grammar` makes a grammar of its source; it may take long and raise NotServed."""
+    """Serves one engine on one connection.
+
+    `compile_grammar` compiles a grammar from its source. It may take long, and raises NotServed.
+    """
 
     def __init__(
         self,
@@ -93,17 +96,17 @@ class EngineServer:
         compile_grammar: CompileGrammar,
         sleeper: Turns | None = None,
     ) -> None:
-        """`make_thread` gets the function that runs what the engine thread posts."""
+        """`make_thread(post)` creates the engine thread; `post` runs the callbacks that the thread posts."""
         self._connection = connection
         self._sender = Sender(connection)
         self._clock = clock
         self._compile_grammar = compile_grammar
         self._compiler = ThreadPoolExecutor(1, "grammars")
-        self._compiling: set[int] = set()  # requests that wait for their grammar
-        self._ends: dict[str, tuple[int, ...]] = {}  # the tokens that end answers of variants
+        self._compiling: set[int] = set()  # numbers of requests whose grammar is being compiled
+        self._ends: dict[str, tuple[int, ...]] = {}  # end-of-sequence token ids by variant id
         self._ids: dict[int, str] = {}
         self._numbers: dict[str, int] = {}
-        self._frames: list[bytes] = []  # of one pass of the engine thread
+        self._frames: list[bytes] = []  # of one turn of the engine thread
         self._thread = make_thread(self._post)
         self._sleep = SleepServer(sleeper, self._thread.between, self._put)
         self._training = TrainingServer(
@@ -111,7 +114,7 @@ class EngineServer:
         )
 
     def run(self) -> bool:
-        """Serve until the site says Stop or is gone; return whether it said so."""
+        """Serve until the site sends Stop or disconnects; return whether it sent Stop."""
         heard = self._training.heard
         self._thread.start(
             Listener(self._outputs, lambda seen: self._put(pm.Load(*seen)), self._broken, heard)
@@ -176,7 +179,7 @@ class EngineServer:
         """Compile the grammar of a group, then submit the group. Called on the compiler's thread."""
         try:
             grammar = self._compile_grammar(message.grammar, self._ends.get(message.chain))
-        except Exception as exc:  # whatever it is, the site waits for an answer
+        except Exception as exc:  # the site waits for an answer in any case
             if not isinstance(exc, NotServed):
                 log.exception("a grammar could not be compiled")
                 exc = NotServed(Reason.INTERNAL, "the grammar could not be compiled")
@@ -197,7 +200,7 @@ class EngineServer:
         self._thread.submit(group, reply, message.moved)
 
     def _cancel(self, numbers: list[int]) -> None:
-        """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""
+        """Cancel requests, after the compilation of their grammars if any is under way."""
         if self._compiling.isdisjoint(numbers):
             found = map(self._ids.get, numbers)  # the engine thread may forget any of them meanwhile
             self._thread.cancel([each for each in found if each is not None])
@@ -232,7 +235,7 @@ class EngineServer:
 
     def _expect(self, message: pm.Expect) -> None:
         def compile_ahead() -> None:
-            with suppress(Exception):  # the request itself will say why
+            with suppress(Exception):  # the error is reported when the request itself is compiled
                 self._compile_grammar(message.grammar, self._ends.get(message.chain))
 
         self._thread.expect()
@@ -269,7 +272,7 @@ class EngineServer:
         self._frames.append(pm.frame(message))
 
     def _post(self, run_pass: Callable[[], None]) -> None:
-        """Run the callbacks of a pass, and send all that they put in one piece."""
+        """Run the callbacks of a turn, and send all their messages at once."""
         run_pass()
         frames, self._frames = self._frames, []
         self._sender.send(b"".join(frames))
