@@ -1,6 +1,6 @@
-"""The memory that an engine can do without while its base sleeps: weights, and pages of keys and values.
+"""The memory that an engine can free while its base sleeps: weights, and pages of keys and values.
 
-It keeps its addresses meanwhile, so that tensors, and CUDA graphs captured on them, are valid again after it.
+The addresses are kept, so that tensors and the CUDA graphs captured on them are valid again after sleep.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ MEMORY_OF_HOST = Path("/proc/meminfo")
 
 
 class AddressRange(Protocol):
-    """A range of addresses. What is taken of them has memory at first, and again after each `map`."""
+    """A range of addresses. Allocated bytes have memory initially and again after each `map`."""
 
     copies_in_host: bool
-    """Whether copies are in host memory; else they are in another GPU's, which engines awake there lack."""
+    """Whether copies are in host memory. Otherwise they use another GPU's memory, at its engines' expense."""
 
     @property
     def mapped_bytes(self) -> int: ...
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return further bytes, at an address for tensors of any type. Raises NoMemory."""
+        """Allocate bytes at an address aligned for tensors of any type. Raises NoMemory."""
 
     def taken(self) -> Iterator[torch.Tensor]:
-        """Yield all bytes that were taken, in the same pieces each time."""
+        """Yield all allocated bytes, in the same pieces each time."""
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return memory that is quickly copied from and to these addresses. Raises NoMemory."""
+        """Return memory with fast copies to and from these addresses. Raises NoMemory."""
 
     def unmap(self) -> None:
-        """Give up the memory, which nothing may use meanwhile."""
+        """Free the memory. Nothing may use the addresses until `map`."""
 
     def map(self) -> None:
-        """Get memory of any contents. Raises NoMemory, with none got."""
+        """Map memory with undefined contents. Raises NoMemory, and then nothing is mapped."""
 
 
 class Room(Protocol):
-    """Addresses of which the front has memory, in parts that come and go whole."""
+    """A range of addresses whose front has memory, in parts that are mapped and unmapped as a whole."""
 
     @property
     def granularity(self) -> int:
@@ -55,11 +55,11 @@ class Room(Protocol):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """Return the bytes of all addresses; nothing may use those without memory."""
+        """Return the bytes of all addresses. Bytes without memory must not be used."""
 
     def resize(self, size_bytes: int) -> None:
-        """Map so many bytes at the front, rounded up. The contents of new bytes, and of a part that is not
-        kept whole, are undefined. Raises NoMemory, with the parts that are kept whole still mapped.
+        """Map `size_bytes` bytes at the front, rounded up. The contents of new bytes, and of a part that is
+        not kept whole, are undefined. Raises NoMemory; parts that are kept whole then stay mapped.
         """
 
 
@@ -126,8 +126,8 @@ def whole(size_bytes: int, memory: Granular) -> int:
 
 
 class SleepMemory:
-    """Gives up a device's memory for sleep: kept tensors are copied elsewhere at the first sleep, to the host
-    or another GPU, and rooms lose their contents.
+    """Frees a device's memory for sleep. Kept tensors are copied to the host or another GPU; rooms lose their
+    contents.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class SleepMemory:
         make_range: Callable[[], AddressRange] = HostRange,
         make_room: Callable[[int], Room] | None = None,
     ) -> None:
-        """`make_range` returns addresses of the device. With `make_room`, which returns so many, each room of
-        keys and values has its own, so that it can grow.
+        """`make_range` creates an address range of the device. With `make_room(max_bytes)`, each room of keys
+        and values has its own addresses, so that it can grow.
         """
         self._device = device
         self._kept, self._rooms = make_range(), make_range()
         self._copies: list[torch.Tensor] = []
         self._make_room = make_room
-        self._growing: dict[Room, int] = {}  # with the bytes that each has after sleep
+        self._growing: dict[Room, int] = {}  # rooms that can grow, with their bytes after sleep
 
     @property
     def grows(self) -> bool:
@@ -152,7 +152,7 @@ class SleepMemory:
 
     @property
     def shares(self) -> str:
-        """Return the device into whose memory rooms can grow, by a name of its own; empty if they can't."""
+        """Return the unique name of the device into whose memory rooms can grow; empty if they cannot."""
         if not self.grows:
             return ""
         if self._device.type == "cuda":
@@ -160,7 +160,7 @@ class SleepMemory:
         return str(self._device.type)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move constant tensors here, in place. Those that share memory go on sharing it.
+        """Move constant tensors into this memory, in place. Tensors that share storage still share it.
 
         Raises NoMemory.
         """
@@ -179,11 +179,11 @@ class SleepMemory:
                 each.data = bytes_of.view(each.dtype).as_strided(*place)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros, which are zeros again after sleep. Raises NoMemory."""
+        """Allocate a tensor of zeros, which is zeroed again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
     def growing_room(self, size_bytes: int, max_bytes: int) -> Room:
-        """Return a room of zeros that its user resizes; after sleep it has `size_bytes` of zeros again.
+        """Return a room of zeros that its user can resize; after sleep it has `size_bytes` of zeros again.
 
         Raises NoMemory.
         """
@@ -195,9 +195,9 @@ class SleepMemory:
         return room
 
     def sleep(self) -> int:
-        """Give up the memory, which nothing may use meanwhile, and return its bytes.
+        """Free the memory, which nothing may use until `wake`, and return the number of bytes freed.
 
-        Raises NoMemory if there is no room for the copy; nothing has changed then.
+        Raises NoMemory if there is no room for the copies; nothing has changed then.
         """
         if not self._copies:
             kept = list(self._kept.taken())
@@ -214,7 +214,7 @@ class SleepMemory:
         return freed
 
     def wake(self) -> None:
-        """Have everything again as it was, and rooms of zeros. Raises NoMemory, and sleeps on."""
+        """Restore the kept tensors, and zero the rooms. Raises NoMemory, and then stays asleep."""
         try:
             self._kept.map()
             self._rooms.map()
@@ -242,7 +242,7 @@ class SleepMemory:
 
 
 def _check_host_memory(size_bytes: int) -> None:
-    """Raise NoMemory if the host has less than that, as far as it says."""
+    """Raise NoMemory if the host reports less available memory than `size_bytes`."""
     try:
         found = dict(line.split(":") for line in MEMORY_OF_HOST.read_text().splitlines())
         free_bytes = int(found["MemAvailable"].split()[0]) << 10
