@@ -1,6 +1,6 @@
-"""Name what one engine serves beside its base: variants, which share the base's weights, as chains of blocks.
+"""Describe the variants that an engine serves beside its base, whose weights they share, as chains of blocks.
 
-Plain values. Does not hold tensors; does not know the wire.
+Plain values. Holds no tensors and knows nothing of the wire format.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 
 class Variant(NamedTuple):
-    """A variant as an operator asks for it: `id` is its model name, one of the folders is given.
+    """A variant to load. `id` is its model name; either `adapter` or `model` is set.
 
-    `adapter` is a folder as peft writes it; `model` is a fine-tuned model of the base's architecture.
-    `fingerprint`: that of the chain which the folder must still hold; empty takes any. `tenant`: whose
-    model it is alone; empty: everyone's.
+    `adapter` is a folder in peft's format; `model` is the folder of a fine-tuned model of the base's
+    architecture. `fingerprint`: the chain's expected fingerprint, empty to accept any. `tenant`: the only
+    tenant that may use the model, empty for all.
     """
 
     id: str
@@ -25,11 +25,11 @@ class Variant(NamedTuple):
 
 
 class ServedVariant(Protocol):
-    """The part of a served variant that the scheduler and the rules of sampling read."""
+    """The part of a served variant that the scheduler and the sampling rules read."""
 
     @property
     def fingerprint(self) -> str:
-        """A name of its contents: keys and values of prefixes belong to it."""
+        """The name of the variant's contents, under which the prefix cache stores its pages."""
         ...
 
     @property
@@ -37,18 +37,18 @@ class ServedVariant(Protocol):
 
     @property
     def rank(self) -> int:
-        """The largest rank of its adapters; 0: it has none, and needs no slot."""
+        """The largest rank of its adapters; 0: it has none and needs no adapter slot."""
         ...
 
     @property
     def virtual_tokens(self) -> int:
-        """The tokens before every prompt that it has keys and values for, and no ids."""
+        """The number of tokens before every prompt that have keys and values but no ids."""
         ...
 
 
 class BlockKind(StrEnum):
     BASE = "base"  # all weights of a base
-    SLOTS = "slots"  # room for adapters beside them, whatever is in it
+    SLOTS = "slots"  # memory of the adapter slots, empty or not
     EMBEDDING = "embedding"
     LAYERS = "layers"
     HEAD = "head"  # with the last norm
@@ -58,7 +58,7 @@ class BlockKind(StrEnum):
 class Block(NamedTuple):
     """A unit of storage, named by a hash of its contents. `LAYERS` are decoder layers `first` to `last`.
 
-    `in_host`: it waits in host memory until requests of it bring it into a slot.
+    `in_host`: the block is in host memory until a request needs it in a slot.
     """
 
     id: str
@@ -70,16 +70,16 @@ class Block(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A served variant. `fingerprint` names its contents: chains of one fingerprint compute the same.
-    `blocks` are those that the variant has beside the base's.
+    """A served variant. Chains with equal fingerprints compute the same. `blocks` are the variant's own,
+    beside the base's.
 
-    `tokenizer` is the folder if its template or end tokens are unlike the base's, else empty; the vocabulary
-    is the base's.
+    `tokenizer` is a folder if the chat template or end tokens differ from the base's, else empty. The
+    vocabulary is always the base's.
     """
 
     id: str
     fingerprint: str
     blocks: tuple[Block, ...]
-    own_bytes: int  # that the variant needs beside the base
+    own_bytes: int  # memory that the variant needs beside the base
     eos_token_ids: tuple[int, ...]
     tokenizer: str = ""

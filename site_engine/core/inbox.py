@@ -1,11 +1,11 @@
-"""Describe inboxes: memory of an engine into which other engines of its host copy keys and values."""
+"""Describe inboxes: memory of an engine into which other engines of the same host copy keys and values."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PLACES = 4
-"""The number of places of an inbox, each for the keys and values of one request that moves."""
+"""Places per inbox. Each holds the keys and values of one moved request."""
 
 
 class InboxAddress(NamedTuple):
@@ -16,7 +16,7 @@ class InboxAddress(NamedTuple):
 
 
 class InboxPlace(NamedTuple):
-    """A place in an inbox, numbered from 0. It belongs to one request until its engine has received that."""
+    """A place in an inbox, numbered from 0. Reserved for one request until the inbox's engine receives it."""
 
     inbox: InboxAddress
     number: int

@@ -1,4 +1,4 @@
-"""Divide the memory of a base that sleeps among the engines that are awake on its device. Pure."""
+"""Divide the memory of a sleeping base among the awake engines on its device. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Lease:
     """The memory that one engine may use: the bytes last allowed, and those it may still hold from before.
 
-    An engine that is allowed less keeps what it holds until it confirms the new size.
+    When the allowance shrinks, the engine may hold the old size until it confirms the new one.
     """
 
     allowed_bytes: int = 0
@@ -22,16 +22,16 @@ class Lease:
         return max(self.allowed_bytes, self.held_bytes)
 
     def confirm(self, size_bytes: int) -> None:
-        """Note that the engine holds `size_bytes` at most; only the size that was allowed last counts."""
+        """Record that the engine holds at most `size_bytes`. Ignored unless that is the last allowed size."""
         if size_bytes == self.allowed_bytes:
             self.held_bytes = size_bytes
 
 
 def divide(size_bytes: int, leases: Collection[Lease]) -> list[Lease]:
-    """Allow each engine an equal part of the memory, or as much of that as others hold no more.
+    """Allow each engine an equal part of the memory, limited to what others no longer hold.
 
-    Returns the leases that changed. Call again whenever an engine has confirmed, was added or was removed:
-    the sum of `max_bytes` never exceeds `size_bytes`.
+    Returns the leases whose allowance changed. Call again whenever an engine has confirmed, was added or was
+    removed. The sum of `max_bytes` never exceeds `size_bytes`.
     """
     before = [each.allowed_bytes for each in leases]
     part = size_bytes // max(1, len(leases))

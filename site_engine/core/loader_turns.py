@@ -1,8 +1,8 @@
-"""Turns of a thread that loads beside an engine's thread.
+"""Alternate a loading thread with an engine's thread.
 
-Both need the interpreter. A thread that computes in Python takes it whenever the other lets go of it, which a
-step of the engine does about ten times, and keeps it for a while each time. So a loading thread stops where
-it calls `pause`, and goes on for a short time between two steps.
+Both need the interpreter lock (GIL). A step of the engine releases the lock about ten times, and a thread
+that computes in Python would take it and hold it for a while each time. So the loading thread stops at a call
+of `pause` once its turn is over, and continues for a short time between two steps.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from contextlib import contextmanager
 from time import perf_counter
 
 TURN_S = 6e-4
-"""After a short step, which the device computes meanwhile."""
+"""Seconds of a turn after a short step; the device computes meanwhile."""
 SHARE = 4
-"""After a long one a turn lasts for this part of it, so that loads beside long steps end."""
+"""After a long wait a turn lasts for the wait divided by this, so that loads beside long steps finish."""
 LONGER, KEPT_STEPS, MAX_WITHOUT = 1.4, 32, 4
-"""After a step that took so many times the usual, a mean over so many, no turn is given, which would delay
-tokens that are late already; after one more than so many such steps it is.
+"""After a step longer than LONGER times the mean of about KEPT_STEPS steps, no turn is given, since its
+tokens are late already. After MAX_WITHOUT such steps without a turn, the next one is followed by a turn.
 """
 LATE_S = 5e-3
-"""An engine's thread waits no longer for one that loads to pause."""
+"""Longest time that the engine's thread waits for the loading thread to pause."""
 LONG_STEP_S = 0.1
-"""A thread that loads takes a turn without being given it when a step takes longer."""
+"""The loading thread takes a turn by itself if a step takes longer than this."""
 
 _here = threading.local()
 
 
 class LoaderTurns:
-    """Turns that an engine's thread gives to one thread that loads."""
+    """Turns that an engine's thread gives to one loading thread."""
 
     def __init__(self) -> None:
         self._given, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._waits = self._holds = False  # the thread that loads, for a turn; a turn that was given to it
+        self._waits = self._holds = False  # whether the loading thread waits for a turn; holds a given turn
         self._idle = True
         self._until_s = 0.0
-        self._began_s = 0.0  # the step that runs now; 0 where none ran before it
-        self._usual_s = 0.0  # of a step
+        self._began_s = 0.0  # when the current step began; 0 after idle time
+        self._usual_s = 0.0  # mean duration of a step
         self._without = 0  # long steps since the last turn
 
     # ---- on the engine's thread
@@ -49,7 +49,7 @@ class LoaderTurns:
         if self._waits and (not was_long or self._without >= MAX_WITHOUT):
             self._without = 0
             while self._back.acquire(blocking=False):
-                pass  # of a turn that it took too long for
+                pass  # left over from a turn that exceeded LATE_S
             self._given.release()
             self._back.acquire(timeout=LATE_S)
         elif was_long:
@@ -105,7 +105,7 @@ class LoaderTurns:
 
 
 def pause() -> None:
-    """Let an engine's step run first, if this thread loads beside it and its turn is over."""
+    """Wait for the next turn if this is a loading thread whose turn is over. Otherwise return at once."""
     turns: LoaderTurns | None = getattr(_here, "turns", None)
     if turns is not None:
         turns._pause()

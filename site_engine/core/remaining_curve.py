@@ -1,4 +1,4 @@
-"""The forecast of what a request still has to generate, and the distribution of its length by that."""
+"""The forecast of a request's remaining tokens, and the distribution of its length derived from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import exp, expm1, inf, log
 from typing import NamedTuple
 
 LIKELY_LENGTHS = 8
-"""Lengths by which the distribution of a length is known to the reservation of memory."""
+"""Equally likely lengths that represent a request's length distribution when memory is reserved."""
 
 
 class RemainingPoint(NamedTuple):
@@ -22,8 +22,8 @@ class RemainingPoint(NamedTuple):
 
 
 class RemainingLine(NamedTuple):
-    """A piece of a curve, from `begins` to before `ends` tokens generated: `expected` tokens remain where it
-    begins, and `slope` more for each token generated since.
+    """A segment of a curve for [begins, ends) generated tokens: `expected` tokens remain at its begin, and
+    `slope` more for each token generated since.
     """
 
     begins: int
@@ -58,7 +58,7 @@ class RemainingCurve:
         return max(1.0, expected + slope * (generated - begins))
 
     def line(self, generated: int) -> RemainingLine:
-        """Return the piece after so many tokens; less than 1 of what it expects means 1."""
+        """Return the segment at `generated` tokens. Callers must clamp its values to at least 1."""
         points = self.points
         after = bisect_right(points, (generated, inf))
         if after == 0:

@@ -1,8 +1,9 @@
 """Decide whether a slice of training runs before the next iteration of an engine. Pure.
 
-Training has the device's time that serving leaves: all of it while nothing runs, and beside answers what
-their time between tokens allows. "iteration" is the rule of the paper, kept to compare with: training runs
-only while nothing is served, in whole micro-batches, as long as the oldest query that waits can bear another.
+Training uses the device time that serving leaves: all of it while nothing is served, and beside decoding
+chats what their limit on the time between tokens allows. The rule "iteration" is the paper's, kept for
+comparison: training runs only while no chat decodes, in whole micro-batches, while the wait of the oldest
+query and another micro-batch stay within a limit.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ from typing import NamedTuple
 
 KEPT_COSTS = 100
 MIN_CHUNK_TOKENS = 16
-"""Tokens of a new prompt for which slices leave time beside answers. Once one waits, slices stop, and the
-next iteration computes more of it.
+"""Prompt tokens of a new request for which slices leave time beside answers. Once a request waits, slices
+stop and the next iteration computes more of its prompt.
 """
 NEWCOMER_SHARE = 0.25
-"""The largest share of the time that the bound leaves which is kept for those tokens."""
+"""Largest share of the time within the bound that is reserved for those tokens."""
 LATE_CHUNK_TOKENS = 128
-"""The least prompt tokens of an iteration where one without prompts takes longer than the bound."""
+"""Least prompt tokens of an iteration if an iteration without prompts already exceeds the bound."""
 KEPT_DELAYS = 400
-"""Times between tokens that are kept: all their delays but the longest fit the bound, so that of new ones
-about one in 200 does not.
-"""
+"""Delays that are remembered. All but the longest fit the bound, so about one in 200 new ones exceeds it."""
 FIRST_DELAY_SHARE, MAX_DELAY_SHARE = 0.2, 0.5
-"""Shares of the bound: the delay expected at first, and the longest delay that time is left for."""
+"""Shares of the bound: the initial expected delay, and the longest delay that time is reserved for."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
 
@@ -38,11 +37,11 @@ class Deferral(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits on what training may cost the requests that are served, as the operator sets them.
+    """The operator's limits on the cost of training to served requests.
 
-    `between_tokens_s`: slices of training may stretch the time between two tokens of a chat to this.
-    `batch_share`: the share of the time that batches keep where no chat is served; `least_share`: the share
-    that training has whatever is served. `wait_s`: the longest wait of a query by the rule "iteration".
+    `between_tokens_s`: the time between two tokens of a chat that training slices may cause, at most.
+    `batch_share`: the share of time that batches keep while no chat is served. `least_share`: the share that
+    training gets in any case. `wait_s`: the longest wait of a query under the rule "iteration".
     """
 
     between_tokens_s: float = 0.02
@@ -59,12 +58,12 @@ class Bounds:
 
 
 class Serving(NamedTuple):
-    """The requests that an engine serves between two iterations, as far as training has to wait for them.
+    """The state of serving between two iterations, as far as it decides about training.
 
-    `chat_waits`: a chat has no slot yet, or its prompt is being read. `batch`: a line of a batch is there.
-    `since_tokens_s`: since answers got their last tokens; `sliced`: a slice ran since then. `iteration_s`:
-    the length of the next iteration; `newcomer_s`: what MIN_CHUNK_TOKENS add to it. `free_share`: the share
-    of the slots that no chat has.
+    `chat_waits`: a chat waits or is in prefill. `batch`: a batch line waits or runs. `since_tokens_s`:
+    seconds since answers got their last tokens; `sliced`: a slice ran since then. `iteration_s`: expected
+    length of the next iteration; `newcomer_s`: seconds that MIN_CHUNK_TOKENS add to it. `free_share`: the
+    share of slots without a chat.
     """
 
     chat_waits: bool = False
@@ -84,7 +83,7 @@ class Serving(NamedTuple):
 
 
 class NextSlice(NamedTuple):
-    """The next slice of training: its seconds, those of a whole micro-batch, and whether it begins one."""
+    """The next training slice: its seconds, those of its micro-batch, and whether it begins a micro-batch."""
 
     seconds: float
     micro_batch_s: float = 0.0
@@ -92,13 +91,12 @@ class NextSlice(NamedTuple):
 
 
 class Slack:
-    """Shares the time of one engine between those that are served and training.
+    """Shares the time of one engine between serving and training.
 
-    Time that training took and that serving took while both wanted the device is counted, so that the shares
-    hold over a second, not in each iteration. Beside answers slices and prompts fill `aim_s`, which is the
-    bound less what tokens were lately delayed by: slices and iterations that took longer than foreseen.
-    Slices have less of it as slots fill, since chats that answer more slowly keep theirs from those to come:
-    with no slot free, one slice between two tokens.
+    The time of each is accounted while both want the device, so that the shares hold over about a second, not
+    in each iteration. Beside answers, slices and prompts fill `aim_s`: the bound less the recent delays of
+    tokens, from slices and iterations that took longer than expected. Slices get less of it as slots fill,
+    since slower chats hold their slots longer: with no slot free, one slice runs between two tokens.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -106,12 +104,12 @@ class Slack:
         first_s = FIRST_DELAY_SHARE * bounds.between_tokens_s
         self._delays_s = deque([first_s], maxlen=KEPT_DELAYS)
         self.aim_s = bounds.between_tokens_s - first_s
-        self._foreseen_s: float | None = None  # time between tokens, with the last slice beside answers
-        self._batch_s = 0.0  # beyond training's, by the shares: start-time fair
-        self._debt_s = 0.0  # that training was promised and did not get
+        self._foreseen_s: float | None = None  # expected time between tokens, if a slice ran beside answers
+        self._batch_s = 0.0  # time of batches beyond training's, weighted by the shares (start-time fair)
+        self._debt_s = 0.0  # time that `least_share` promised to training and that is still due
 
     def takes(self, serving: Serving, following: NextSlice) -> bool:
-        """Return whether the slice runs now, before the next iteration."""
+        """Return whether the slice may run now, before the next iteration."""
         bounds = self.bounds
         if bounds.deferral is Deferral.ITERATION:
             if not following.begins:
@@ -127,13 +125,13 @@ class Slack:
             return True
         if serving.chat_decodes:
             whole_s = self.aim_s - serving.iteration_s
-            kept_s = min(serving.newcomer_s, whole_s * NEWCOMER_SHARE)  # a fit may be far off at first
+            kept_s = min(serving.newcomer_s, whole_s * NEWCOMER_SHARE)  # an early fit may be far off
             share = serving.free_share if serving.sliced else 1.0
             return following.seconds <= share * whole_s - kept_s - serving.since_tokens_s
         return self._batch_s > 0.0
 
     def trained(self, seconds: float, serving: Serving, following: NextSlice) -> None:
-        """Count a slice that ran, as `following` foresaw it."""
+        """Count a slice that took `seconds`; `following` is its forecast."""
         foreseen_s = serving.since_tokens_s + following.seconds + serving.iteration_s
         self._foreseen_s = foreseen_s if serving.chat_decodes else None
         self._debt_s = max(0.0, self._debt_s - (1.0 - self.bounds.least_share) * seconds)
@@ -142,7 +140,7 @@ class Slack:
             self._batch_s = max(-DEBT_LIMIT_S, self._batch_s - seconds * share / (1.0 - share))
 
     def published(self, between_s: float) -> None:
-        """Count the time between two tokens of answers; without slices training delayed nothing."""
+        """Count the time between two tokens of answers. Without slices the delay is 0."""
         bound_s, delay_s = self.bounds.between_tokens_s, 0.0
         if self._foreseen_s is not None:
             delay_s = max(0.0, between_s - max(self._foreseen_s, self.aim_s))
@@ -158,9 +156,9 @@ class Slack:
             self._batch_s = min(DEBT_LIMIT_S, self._batch_s + seconds)
 
     def chunk_tokens(self, serving: Serving, base_s: float, per_token_s: float) -> int | None:
-        """Return the prompt tokens beside answers that decode; None: as many as without training.
+        """Return the limit on prompt tokens of an iteration beside decoding chats; None: no limit.
 
-        `base_s`: of an iteration without prompts. The prompts get what `aim_s` leaves after the slices
+        `base_s`: seconds of an iteration without prompts. Prompts get the rest of `aim_s` after the slices
         since the last tokens.
         """
         if not serving.chat_decodes or self.bounds.deferral is Deferral.ITERATION or per_token_s <= 0.0:
@@ -170,12 +168,13 @@ class Slack:
 
 
 class SliceCosts:
-    """The times that slices took lately, of which the next one's is foreseen.
+    """Recent durations of slices, from which the next slice's duration is predicted.
 
-    Kept by kind and size, in tokens: the launches of a small slice take as long as those of a large one. The
-    first of each, which allocates, is not counted. Of the others a tenth is left out, and at least the
-    longest of several: those of a collection of garbage. All count half for every HALVED_AFTER_S in which no
-    slice ran: one slow slice must not keep training from ever running beside answers.
+    Kept by kind and size in tokens, since time is not proportional to size: a small slice has as many
+    launches as a large one. The first slice of each, which allocates memory, is not counted. Of the others
+    the longest tenth, and at least the longest of several, is left out, such as those with garbage
+    collection. All predictions halve for every HALVED_AFTER_S without a slice, so that one slow slice cannot
+    keep training from ever running beside answers.
     """
 
     def __init__(self) -> None:
@@ -196,7 +195,7 @@ class SliceCosts:
         return size in self._usual_s.get(kind, ())
 
     def adopt(self, rehearsed: SliceCosts) -> None:
-        """Take the least that slices of new kinds and sizes took in a rehearsal, beside anything."""
+        """Adopt, for kinds and sizes not seen yet, the shortest durations of a rehearsal."""
         for (kind, size), taken in rehearsed._taken.items():
             if taken and (kind, size) not in self._taken:
                 self._taken[kind, size] = deque([min(taken)], maxlen=KEPT_COSTS)
@@ -204,9 +203,9 @@ class SliceCosts:
         self._observed_s = max(self._observed_s, rehearsed._observed_s)
 
     def seconds(self, kind: str, size: int, now_s: float) -> float:
-        """Return what a slice of a kind and size takes; 0 if there was none of the kind.
+        """Return the predicted seconds of a slice; 0 if no slice of the kind was measured.
 
-        Of a size that was not seen the next larger one's is an upper bound; beyond the largest it grows.
+        An unknown size takes the next larger known size's time, or scales the largest size's in proportion.
         """
         usual_s = self._usual_s.get(kind)
         if usual_s is None:

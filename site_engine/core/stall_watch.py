@@ -1,13 +1,13 @@
-"""Measure how long something has not moved, in time during which this process ran."""
+"""Measure how long something has made no progress, counting only time in which this process ran."""
 
 from __future__ import annotations
 
 MAX_GAP_S = 1.0
-"""Between two looks no more than this counts: a longer gap means that this process, too, stood still."""
+"""Most seconds counted between two calls: a longer gap means that this process was stopped, too."""
 
 
 class StallWatch:
-    """`look` is to be called a few times a second."""
+    """Detects missing progress. `look` must be called a few times per second."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -15,7 +15,7 @@ class StallWatch:
         self._still_s = 0.0
 
     def look(self, since_s: float | None, now: float) -> float:
-        """Return the seconds without a move. `since_s`: the time of the last one, None if nothing is due."""
+        """Return the seconds without progress. `since_s`: time of the last progress, None if none is due."""
         gap_s, self._looked_s = now - self._looked_s, now
         if since_s is None:
             self._still_s = 0.0

@@ -1,4 +1,4 @@
-"""Time the parts of a start, of which some run at once, in several threads and processes."""
+"""Time the parts of a start, some of which run concurrently in several threads and processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StartUp:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what runs within, also if it fails."""
+        """Time the body of the `with` statement, even if it fails."""
         began_s = self._clock()
         try:
             yield
@@ -34,7 +34,7 @@ class StartUp:
             self.parts.append(Part(name, began_s, self._clock()))
 
     def timed(self, name: str, function: Callable[[], Result]) -> Callable[[], Result]:
-        """Return a function that is a part of the start."""
+        """Return `function` wrapped so that its run is timed as a part of the start."""
 
         def run() -> Result:
             with self.part(name):
@@ -44,7 +44,7 @@ class StartUp:
 
 
 def describe(parts: Iterable[Part], origin_s: float) -> str:
-    """Return the parts in order of their begin, with the seconds from `origin_s` at which each ran."""
+    """Return the parts in order of their begin, with begin and end in seconds since `origin_s`."""
     return ", ".join(
         f"{name} {began_s - origin_s:.1f}-{ended_s - origin_s:.1f}"
         for name, began_s, ended_s in sorted(parts, key=lambda part: part.began_s)

@@ -1,4 +1,4 @@
-"""The outputs of one iteration, with those that are a token and nothing else in columns."""
+"""The outputs of one iteration, with outputs that are only a token stored in columns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from site_engine.core.request import Output
 
 
 class StepOutputs(Sequence[Output]):
-    """The outputs of one iteration. `request_ids`, `token_ids` and `generated` are the columns of requests
-    that got a token and go on, `generated` with it; `others` has all other outputs, which follow those.
+    """The outputs of one iteration. `request_ids`, `token_ids` and `generated` (tokens so far) are columns of
+    the outputs that are only a token; `others` holds all other outputs, which come after the columns.
 
-    Where another process makes the text, most outputs are in the columns: an object for each row took the
-    engine's thread three times as long.
+    If another process detokenizes, most outputs are in the columns: an object per row took the engine's
+    thread three times as long.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StepOutputs(Sequence[Output]):
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether a token is in it, which one of a later iteration must not come before."""
+        """Return whether it holds a token. Tokens of later iterations must not precede it in the columns."""
         return bool(self.request_ids) or any(each.token_ids for each in self.others)
 
     def owners(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Assemble an engine from a loaded model: the KV cache, the runner for the device, and the step loop."""
+"""Assemble an engine from a loaded model: the KV cache, the runner for the device and the step loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def build_engine(
 
 
 def build_follower(model: LoadedModel, settings: EngineSettings) -> tuple[PackedRunner, DeviceRunner | None]:
-    """Build what computes the steps of another rank's engine, of whatever `build_engine` builds there."""
+    """Build the runners with which this rank computes the steps of the first rank's engine.
+
+    Returns the packed runner and, on a GPU, the device runner.
+    """
     if model.device.type != "cuda":
         return packed_runner(model, settings), None
     from site_engine.cuda.forward import fast_forward
@@ -84,7 +87,7 @@ def build_follower(model: LoadedModel, settings: EngineSettings) -> tuple[Packed
 
 
 def _weights(model: LoadedModel) -> list[torch.Tensor]:
-    """Return all that a model computes with, which never changes."""
+    """Return a model's parameters and buffers, which never change."""
     return [*model.model.parameters(), *model.model.buffers()]
 
 
@@ -106,10 +109,10 @@ def overlapped_engine(
     forward: Forward | None = None,
     memory: SleepMemory | None = None,
 ) -> SiteEngine:
-    """Build an engine that launches each step before it reads the one before, with Triton kernels.
+    """Build an engine with Triton kernels that launches each step before it reads the previous one.
 
-    Raises ModelNotSupported unless the device's logits equal those of the packed runner: within the tolerance
-    of the data type, with variants within the limit that certifies variants.
+    Raises ModelNotSupported unless the device's logits equal those of the packed runner, within the tolerance
+    of the data type or, with a variant, within the limit for certifying variants.
     """
     from site_engine.cuda.llama_forward import LlamaForward
 
@@ -118,12 +121,12 @@ def overlapped_engine(
         arenas = forward.arenas(settings.adapter_slots, settings.adapter_rank)
         slots = AdapterSlots(settings.adapter_slots, arenas.place, (arenas.rank,))
         variants = VariantStore(model, slots, arenas.prepare)
-        variants.certifier.ready()  # now, since steps wait for it
+        variants.certifier.ready()  # now: steps would wait for it later
     reference = packed_runner(model, settings, memory)
     runner = device_runner(model, settings, reference, forward, arenas)
     limit_tokens = min(model.context_tokens, reference.kv_cache.tokens)
     trials: Iterable[LoadedVariant] = () if arenas is None else arenas.trials(model)
-    for variant in chain((None,), trials):  # each trial takes the place of the one before
+    for variant in chain((None,), trials):  # each trial replaces the previous one in its slot
         difference = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens, variant)
         limit = certify.limit(model.dtype, len(model.layers))
         if variant is not None and variants is not None:
@@ -140,7 +143,7 @@ def overlapped_engine(
 def packed_runner(
     model: LoadedModel, settings: EngineSettings, memory: SleepMemory | None = None
 ) -> PackedRunner:
-    """Make a runner through PyTorch attention and its KV cache. Raises ValueError and NoMemory."""
+    """Build a runner with PyTorch attention and its KV cache. Raises ValueError and NoMemory."""
     kv_cache = allocate_kv_cache(model, settings, memory)
     return PackedRunner(
         model.forward,
@@ -159,7 +162,7 @@ def device_runner(
     forward: Forward | None = None,
     arenas: AdapterArenas | None = None,
 ) -> DeviceRunner:
-    """Make a runner of Triton kernels over the KV cache of `reference`."""
+    """Build a runner with Triton kernels that uses the KV cache of `reference`."""
     from site_engine.cuda.runner import DeviceRunner
 
     config = model.model.config.get_text_config()
@@ -185,12 +188,12 @@ def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:
 
     assert isinstance(engine.runner, DeviceRunner)
     gc.collect()
-    gc.freeze()  # the collector never scans what is loaded, so no step waits for it
+    gc.freeze()  # the collector never scans the loaded objects, so steps do not wait for it
     return engine.runner.warm(min(longest, engine.limit_tokens))
 
 
 def slots_bytes(engine: SiteEngine) -> int:
-    """Return the memory of the slots for adapters on the device."""
+    """Return the bytes of the adapter slots on the device."""
     from site_engine.cuda.runner import DeviceRunner
 
     return engine.runner.slots_bytes if isinstance(engine.runner, DeviceRunner) else 0
@@ -199,10 +202,10 @@ def slots_bytes(engine: SiteEngine) -> int:
 def allocate_kv_cache(
     model: LoadedModel, settings: EngineSettings, memory: SleepMemory | None = None
 ) -> KVCache:
-    """Allocate pages for `kv_tokens`, or for what fits the free memory. Raises ValueError below one page."""
+    """Allocate pages for `kv_tokens` or, if None, for the free memory. Raises ValueError below one page."""
     tokens = settings.kv_tokens
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # of weights that were joined to others
+        torch.cuda.empty_cache()  # frees the originals of weights that were joined
     if tokens is None:
         needed = _step_bytes(model, settings) if model.device.type == "cuda" else 0
         affordable = affordable_tokens(model.layers, model.dtype, model.device, needed)

@@ -1,4 +1,4 @@
-"""Prepare a process of an engine: it ends with the one that started it, and sees one device alone."""
+"""Prepare a process of an engine: it ends with its parent and sees only its own devices."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends, also where it hangs. Linux only."""
+    """Have this process killed when its parent ends, even if it hangs. No effect except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def see_one_device(name: str, environ: MutableMapping[str, str] = os.environ) -> str:
-    """Hide all GPUs but the named one from this process, and return its new name; others are returned as
-    they are.
+    """Hide all GPUs but the named one from this process and return its new name. Other names are returned
+    unchanged.
 
-    CUDA's current device is each thread's own: what a thread launches that did not choose goes to the first.
-    Has to come before the first use of CUDA. Raises ConfigError for a GPU that is hidden already.
+    CUDA's current device is per thread: threads that set none launch on the first device. Must be called
+    before CUDA is first used. Raises ConfigError if the GPU is already hidden.
     """
     return see_devices([name], environ)[0]
 
 
 def see_devices(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Hide all GPUs but the named ones, of which the first becomes cuda:0; return all names as they are now.
+    """Hide all GPUs but the named ones, the first of which becomes cuda:0; return the new names.
 
-    As `see_one_device`: a name that is no GPU's by number stays, and with it what this process sees.
+    As `see_one_device`. If the first name has no GPU number, nothing is hidden.
     """
     numbered = [re.fullmatch(r"cuda:(\d+)", name) for name in names]
     if not numbered[0]:

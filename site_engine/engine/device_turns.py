@@ -1,6 +1,6 @@
 """Share a device between engines of one process: one iteration at a time, least device time first.
 
-Does not share it between processes: there the device's own driver takes turns.
+Between processes, the device's driver schedules instead.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from site_engine.engine.training_loop import TrainingLoop
 
 
 class DeviceTurns:
-    """Gives each turn to the member that has used the device least of those that wait.
+    """Gives each turn to the waiting member that has used the device least.
 
-    Time in which a member wanted no turn gives it no credit: it comes back with as much used as the member
-    that has used least of the others (start-time fair queuing: Goyal, Vin, Chen, 1996).
+    Idle time earns no credit: a member that returns is charged at least the time that the member of the last
+    turn had used before it (start-time fair queuing: Goyal, Vin, Chen, 1996).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -29,7 +29,7 @@ class DeviceTurns:
         self._used_s: list[float] = []
         self._waiting: set[int] = set()
         self._running = False
-        self._virtual_s = 0.0  # used by the member of the last turn, before it
+        self._virtual_s = 0.0  # device time of the last turn's member before that turn
 
     def join(self) -> int:
         """Return the number of a new member."""
@@ -38,7 +38,7 @@ class DeviceTurns:
 
     @contextmanager
     def turn(self, member: int) -> Iterator[None]:
-        """Wait for a turn of a member and hold the device for it."""
+        """Wait for the member's turn and hold the device during the `with` block."""
         used_s, changed = self._used_s, self._changed
         with changed:
             used_s[member] = max(used_s[member], self._virtual_s)
@@ -60,14 +60,14 @@ class DeviceTurns:
 
 
 class SharedDevice:
-    """Makes engines of one process take turns; `clock` is that of the device's time."""
+    """Makes engines of one process take turns. `clock` measures device time in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._turns = DeviceTurns(clock)
         self._longest_s: list[float] = []
 
     def engine(self, engine: Engine) -> Engine:
-        """Return an engine that takes turns with all others of this device."""
+        """Return a wrapper of an engine that takes turns with all others of this device."""
         self._longest_s.append(0.0)
         return SharedEngine(engine, self._turns, self._turns.join(), self._longest_s)
 
@@ -75,7 +75,7 @@ class SharedDevice:
 class SharedEngine:
     """An engine whose iterations take turns with others on the device.
 
-    `longest_s` is shared with them: the longest iteration of each, by member.
+    `longest_s` is shared by all members: the longest iteration of each, by member number.
     """
 
     def __init__(self, engine: Engine, turns: DeviceTurns, member: int, longest_s: list[float]) -> None:
@@ -111,7 +111,7 @@ class SharedEngine:
             return self._engine.step()
 
     def load(self) -> LoadFigures:
-        """Return the engine's figures; its longest iteration includes the wait for one of each other."""
+        """Return the engine's figures. The longest iteration includes one of each other engine."""
         figures = self._engine.load()
         self._longest_s[self._member] = figures.longest_iteration_s
         return figures._replace(longest_iteration_s=sum(self._longest_s))

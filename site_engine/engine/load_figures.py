@@ -1,4 +1,4 @@
-"""Report the load of an engine: what runs and waits, the free KV memory, the measured speed."""
+"""Compute the load figures of an engine: running and waiting requests, free KV memory, measured speed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from site_engine.engine.training_loop import TrainingLoop
 def load_figures(
     scheduler: Scheduler, meter: Meter, training: TrainingLoop, *, slots: int, floor_s: float
 ) -> LoadFigures:
-    """Return the figures of now. No iteration is shorter than `floor_s`."""
+    """Return the current figures. No iteration is shorter than `floor_s`."""
     queue, pool = scheduler.queue, scheduler.kv_cache_manager.pool
     remaining = [request.expected_remaining() for request in scheduler.running]
-    # at least one each: an overlapped step counts a token as computed before it is there
+    # at least one each: an overlapped step counts a token as computed before its successor is known
     unread = sum([max(1, len(each.tokens) - each.computed) for each in scheduler.running])
     preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
     values, weight = condense(remaining)

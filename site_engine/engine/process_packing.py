@@ -20,9 +20,9 @@ def to_submit(
     generated: Sequence[int] = (),
     moved: Moved | None = None,
 ) -> pm.Submit:
-    """Pack the requests of a group, or the one that another engine has begun and that has `generated` tokens.
+    """Pack the requests of a group, or a single request that another engine has begun.
 
-    The log probabilities of its prompt came with the first of them.
+    `generated` are that request's output tokens; its prompt log probabilities were sent with the first.
     """
     first = group[0]
     sampling = first.sampling
@@ -85,7 +85,7 @@ def from_admitted(message: pm.Admitted) -> NotServed | None:
 
 
 def to_step(outputs: Sequence[Output], numbers: Mapping[str, int]) -> pm.Step:
-    """Pack the outputs of requests, by their numbers. Their log probabilities name tokens by ids."""
+    """Pack outputs. `numbers` maps request ids to numbers; log probabilities name tokens by id."""
     request_ids, token_ids, others = list[str](), list[int](), with_more_than_a_token(outputs)
     if isinstance(outputs, StepOutputs):
         request_ids, token_ids = outputs.request_ids, outputs.token_ids

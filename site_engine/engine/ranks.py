@@ -1,7 +1,7 @@
-"""The processes of a tensor group: start the followers of this one, join them, do what the leader announces.
+"""The processes of a tensor-parallel group: start followers, join the group, run what the leader announces.
 
-A group is one engine for everybody else: its leader's process. The leader's end ends its followers, and a
-follower's end the leader, so that what is started again is the whole group.
+To all others a group is one engine, its leader's process. If the leader ends, its followers end, and if a
+follower ends, the leader ends, so that the group is restarted as a whole.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from site_engine.model.tensor_group import TensorGroup
 
 FOLLOWER = (sys.executable, "-m", "site_engine.follower_process")
-"""Starts a follower's process; the numbers of its socket and of the group's store follow."""
+"""Command that starts a follower; the file descriptors of its socket and the group's store are appended."""
 LOOPBACK = "lo"
 
 
 class Rank(NamedTuple):
-    """The place of a process in its group of `size`. The ranks find each other by `store`, an open file."""
+    """The rank of a process in its group of `size`. `store`: descriptor of the file that joins the ranks."""
 
     number: int
     size: int
@@ -43,7 +43,7 @@ class Rank(NamedTuple):
 def lead(config: SiteConfig, on_lost: Callable[[str], None]) -> Rank | None:
     """Start the processes of the other devices of `config.device`; None if it names one.
 
-    `on_lost` is told, on another thread, why a rank has ended, and has to end this process.
+    `on_lost` is called on another thread with the reason why a rank has ended, and must end this process.
     """
     devices = config.device.split("+")
     if len(devices) == 1:
@@ -72,7 +72,7 @@ def lead(config: SiteConfig, on_lost: Callable[[str], None]) -> Rank | None:
 def _watch(
     number: int, process: subprocess.Popen[bytes], follower: Connection, on_lost: Callable[[str], None]
 ) -> None:
-    """Wait for a follower's end, of which it may give the reason."""
+    """Wait for a follower's end and report it, with the reason if the follower sent one."""
     try:
         reason = str(follower.recv())
     except (EOFError, OSError):
@@ -81,7 +81,7 @@ def _watch(
 
 
 def join(rank: Rank, device: torch.device) -> TensorGroup:
-    """Wait for the other ranks. Sums are NCCL's between GPUs, which CUDA graphs can have, and Gloo's else."""
+    """Wait for the other ranks. Sums use NCCL between GPUs, which CUDA graphs can capture, and Gloo else."""
     from torch import distributed
 
     from site_engine.model.descriptors import DescriptorExchange
@@ -102,7 +102,7 @@ def join(rank: Rank, device: torch.device) -> TensorGroup:
 
 
 def follow(announced: Callable[[], Any], reference: PackedRunner, runner: DeviceRunner | None = None) -> None:
-    """Do what the leader announces until it is gone: steps of both runners, and what lies between."""
+    """Run what the leader announces, steps of both runners and fills of pages, until it disconnects."""
     from site_engine.model.kv_cache import Fill
     from site_engine.model.runner import PackedStep
 

@@ -1,4 +1,4 @@
-"""Let an engine sleep and wake in its process: without memory for weights, keys and values meanwhile."""
+"""Let an engine sleep and wake in its process. Sleep frees the memory of weights, keys and values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """Lets one engine sleep and wake. Use it between two iterations, and to sleep only while nothing runs.
+    """Lets one engine sleep and wake. Must be used between iterations; the engine may sleep only when idle.
 
-    Keys and values of an engine that is awake can have memory beyond its own, of engines that sleep.
+    An awake engine's KV cache can use extra memory, from engines that sleep.
     """
 
     def __init__(
         self, kv_cache: KVCache, memory: SleepMemory, scheduler: Scheduler, settle: Callable[[], None]
     ) -> None:
-        """`settle` waits for what the device still computes."""
+        """`settle` waits for the device's pending step."""
         self._kv_cache = kv_cache
         self._memory = memory
         self._scheduler = scheduler
@@ -37,8 +37,8 @@ class Sleeper:
         return self._memory.shares
 
     def hold(self, extra_bytes: int) -> int:
-        """Have as much of so many bytes beyond the engine's own as there is, none while it sleeps; return how
-        many there are. Requests with pages in memory that is given up are preempted.
+        """Give the KV cache `extra_bytes` bytes of extra memory, or as many as there are; return the bytes
+        held, 0 while asleep. Requests with pages in released memory are preempted.
         """
         if self._asleep:
             return 0
@@ -60,7 +60,7 @@ class Sleeper:
         return kv_cache.extra_bytes
 
     def sleep(self) -> str:
-        """Give up the memory; return why not, or nothing."""
+        """Free the memory; return an empty string, or the reason if it cannot be freed."""
         began_s = time.monotonic()
         self._settle()
         self.hold(0)
@@ -75,7 +75,7 @@ class Sleeper:
         return ""
 
     def wake(self) -> str:
-        """Have the memory again; return why not, or nothing."""
+        """Restore the memory; return an empty string, or the reason if it cannot be restored."""
         began_s = time.monotonic()
         try:
             self._memory.wake()
@@ -87,6 +87,6 @@ class Sleeper:
 
 
 def sleeper_of(kv_cache: KVCache, scheduler: Scheduler, settle: Callable[[], None]) -> Sleeper | None:
-    """Return what lets an engine sleep, if it has memory that can come and go."""
+    """Return a Sleeper, or None if the engine's memory cannot be freed and restored."""
     memory = kv_cache.memory
     return None if memory is None else Sleeper(kv_cache, memory, scheduler, settle)

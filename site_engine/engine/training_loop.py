@@ -1,6 +1,6 @@
-"""The training of one engine: which job has the device next, and whether it has it before what is served.
+"""The training of one engine: which job runs next, and whether a slice of it runs before the next iteration.
 
-Does not start threads and reads no files. While there are jobs its engine asks before each iteration.
+Starts no threads and reads no files. While there are jobs, the engine calls it before each iteration.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from site_engine.training.trainer import Event
 
 MAX_JOBS = 8
-"""Jobs that an engine trains by turns; each keeps its adapter and moments in memory."""
+"""Jobs that an engine trains in turns. Each keeps its adapter and optimizer moments in memory."""
 
 KEPT_ITERATIONS = 32
-"""Over which the time that training adds to an iteration is averaged."""
+"""Iterations over which the time that training adds to an iteration is averaged."""
 QUIET_S = 1.0
-"""Without a chat for so long, the next slice is launched while a GPU computes one: a chat that comes then
-waits for both.
+"""After this many seconds without a chat, the next slice is launched while a GPU still computes one; a chat
+that arrives then waits for both.
 """
 
 
@@ -48,7 +48,7 @@ class Job(Protocol):
 
 
 class JobEvent(NamedTuple):
-    """An event of a job, whose last is `Failed` or the snapshot after its last step."""
+    """An event of a job. Its last event is `Failed` or the snapshot after its last step."""
 
     job_id: str
     event: Event
@@ -60,7 +60,7 @@ class _Running(NamedTuple):
 
 
 class TrainingLoop:
-    """Jobs by turns: the tenant with the least device time has the next micro-batch."""
+    """Runs jobs in turns: the tenant with the least device time gets the next micro-batch."""
 
     def __init__(
         self,
@@ -72,28 +72,28 @@ class TrainingLoop:
     ) -> None:
         self.jobs: dict[str, _Running] = {}
         self.trained_s = 0.0  # device time of all jobs
-        self.prompt_tokens: int | None = None  # of the next iteration; None: as many as without training
+        self.prompt_tokens: int | None = None  # limit for the next iteration; None: no limit
         self._model, self._scheduler, self._fit, self._clock = model, scheduler, fit, clock
         self._name = type(model.model).__name__
         self._slack = Slack(bounds)
-        self._costs: dict[tuple[int, str], SliceCosts] = {}  # by rank and target of an adapter
-        self._train_tokens: int | None = None  # of a micro-batch, once fitted
+        self._costs: dict[tuple[int, str], SliceCosts] = {}  # by rank and target of the adapter
+        self._train_tokens: int | None = None  # tokens of a micro-batch, once fitted
         self._events: list[JobEvent] = []
         self._used_s: dict[str, float] = {}  # device time by tenant, while it has jobs
         self._current = ""
         self._tokens_s = 0.0  # when answers got their last tokens
-        self._chat_s = -inf  # when a chat was served last
-        self._cost: IterationCost | None = None  # of what is served, until the next iteration
-        self._beside_s = 0.0  # of the slices since the last iteration, while something was served
+        self._chat_s = -inf  # when a chat was last served
+        self._cost: IterationCost | None = None  # fitted cost of iterations, cached until the next one
+        self._beside_s = 0.0  # seconds of slices since the last iteration, while requests were served
         self._mean_beside_s = 0.0
 
     @property
     def added_s(self) -> float:
-        """The mean time that slices took lately before an iteration; 0 without a job."""
+        """The mean seconds that slices recently added before an iteration; 0 without a job."""
         return self._mean_beside_s if self.jobs else 0.0
 
     def warm_up(self) -> None:
-        """Compute on a GPU what a job of the usual shape does, so that jobs find kernels and costs ready.
+        """Rehearse a job of the usual shape on a GPU, so that kernels are loaded and costs are known.
 
         Raises TrainingRefused.
         """
@@ -105,10 +105,10 @@ class TrainingLoop:
         self._train_tokens = warm_up(self._model, shape, self._clock, self._costs_of(shape))
 
     def load(self, order: TrainingOrder) -> Callable[[], None]:
-        """Read a job's data and build what trains it, on any thread; return the function that begins it,
+        """Read a job's data and build its trainer, on any thread; return the function that begins the job
         between two steps.
 
-        Raises TrainingRefused, as the returned function does.
+        This method and the returned function raise TrainingRefused.
         """
         from site_engine.training.job import open_job  # imported where jobs are trained
 
@@ -122,7 +122,7 @@ class TrainingLoop:
         return self._costs.setdefault((shape.rank, shape.target), SliceCosts())
 
     def begin(self, job_id: str, tenant: str, job: Job) -> None:
-        """Begin a job; a new tenant has used as much as the one that used least. Raises TrainingRefused."""
+        """Begin a job; a new tenant starts with the least device time of any. Raises TrainingRefused."""
         if job_id in self.jobs:
             raise TrainingRefused(f"{job_id} is trained here already")
         if len(self.jobs) >= MAX_JOBS:
@@ -131,7 +131,7 @@ class TrainingLoop:
         self.jobs[job_id] = _Running(tenant, job)
 
     def stop(self, job_id: str) -> Snapshot | None:
-        """End a job without an event; return its state after its last step, None if it is not here."""
+        """End a job without an event; return its state after its last step, or None if it is unknown."""
         running = self.jobs.get(job_id)
         if running is None:
             return None
@@ -143,15 +143,15 @@ class TrainingLoop:
         return events
 
     def is_due(self, tokens_s: float) -> bool:
-        """Return whether what is served can wait for a slice after the iteration that runs.
+        """Return whether a slice may run after the pending iteration.
 
-        `tokens_s`: when answers got their last tokens. Without a slice that iteration need not be waited for
-        before the next begins.
+        `tokens_s`: when answers got their last tokens. If no slice is due, the engine can launch the next
+        iteration before it reads the pending one.
         """
         return self._due(tokens_s, running=True) is not None
 
     def run_slice(self, tokens_s: float) -> bool:
-        """Run a slice if what is served can wait for it; return whether one ran.
+        """Run a slice if serving allows it; return whether one ran.
 
         `tokens_s`: when answers got their last tokens.
         """
@@ -173,8 +173,8 @@ class TrainingLoop:
         return True
 
     def _due(self, tokens_s: float, *, running: bool) -> tuple[Serving, NextSlice] | None:
-        """Return the slice that is due and what is served beside it; without one, set how many tokens of
-        prompts the next iteration may have.
+        """Return the state of serving and the slice that is due. If none is, set `prompt_tokens`, the limit
+        on prompt tokens of the next iteration, and return None.
         """
         if tokens_s != self._tokens_s:
             self._slack.published(tokens_s - self._tokens_s)
@@ -196,7 +196,7 @@ class TrainingLoop:
         return None
 
     def served(self, plan: SchedulePlan, seconds: float) -> None:
-        """Count an iteration of what is served."""
+        """Count an iteration of serving."""
         self._cost = None
         if self.jobs:
             batch_alone = all(chunk.request.lane is Lane.BATCH for chunk in plan.chunks)
@@ -217,7 +217,7 @@ class TrainingLoop:
 def serving_of(
     scheduler: Scheduler, cost: IterationCost, now: float, tokens_s: float, deferral: Deferral
 ) -> Serving:
-    """Return the requests that an engine serves now. `tokens_s`: when answers got their last tokens."""
+    """Return the current state of serving. `tokens_s`: when answers got their last tokens."""
     running, queue, slots = scheduler.running, scheduler.queue, scheduler.free_slots + len(scheduler.running)
     decoding = [each for each in running if each.state is not State.PREFILL]
     waiting = [each for each in running if each.state is State.PREFILL] + scheduler.preempted

@@ -68,7 +68,7 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 def _lower_bounds(sampling: Sampling) -> dict[str, tuple[float, float]]:
     """Return each numeric field's value and its least allowed value.
 
-    Of biases it is one that is not finite, wherever it stands: a NaN is not always the least.
+    For logit biases the value is one that is not finite, if any, since `min` may miss a NaN.
     """
     biases = sampling.logit_bias.values()
     return {

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32
 RESPONSE_TOKENS = 8
 SOME_TOKENS = (1_200, 2_500, 5_000)
-"""Prompts of which no graph computes the whole, where the budget of an iteration is larger than a graph."""
+"""Lengths of prompts that are too long for a CUDA graph, if the token budget is larger than a graph."""
 FEW_ROWS, MANY_ROWS, LONG_CONTEXT = 8, 128, 600
-"""Answers beside which long prompts run; with a long context an answer has several parts to attend to."""
+"""Decoding rows beside which long prompts run; a long context is split into several parts by attention."""
 
 
 def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int, longest: int = 0) -> None:

@@ -11,16 +11,18 @@ import torch
 
 
 class Scoring(NamedTuple):
-    """How an attention layer turns queries and keys into weights."""
+    """The parameters with which an attention layer turns queries and keys into weights."""
 
     scale: float
-    window: int | None = None  # tokens that a token attends to, itself included
+    window: int | None = None  # tokens that a token attends to, including itself
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [heads]: logits of the weight that goes to no token
+    sinks: torch.Tensor | None = None  # [heads]: logits of attention sinks, whose weight goes to no token
 
 
 class AttentionContext(Protocol):
-    """One forward pass. Layers are counted by their calls, since their own indices differ by family."""
+    """One forward pass. Layers are numbered by the order of calls, since model families index them
+    differently.
+    """
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

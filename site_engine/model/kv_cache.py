@@ -1,4 +1,4 @@
-"""Hold keys and values of every layer in pages: `[pages, page, kv_heads, dim]`, one tensor each."""
+"""Hold the keys and values of all layers in pages: per layer two tensors `[pages, page, kv_heads, dim]`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerShape(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """The order to fill pages with one number."""
+    """A command to other ranks: fill pages with one number."""
 
     pages: list[int]
     number: float
@@ -40,9 +40,9 @@ class KVCache:
     """Pages 0 to `pages` of every layer; page 0 is the null page.
 
     Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
-    is allocated. The ranks of a `group` have pages of the same numbers, each with the heads that it computes.
-    `memory`: whence the pages are, and whither while the base sleeps; where its rooms can grow, there can be
-    memory for pages beyond the first `pages`, too. `copies` makes what copies pages there.
+    is allocated. The ranks of a `group` have the same page numbers, each with the heads that it computes.
+    `memory` allocates the pages and frees them while the base sleeps; if its rooms can grow, pages beyond the
+    first `pages` can be added. `copies` creates the object that packs and unpacks pages.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class KVCache:
 
         page_bytes = numbers_per_token(layers) * page_size * dtype.itemsize
         self._most = max(pages, memory_bytes(device) // max(1, page_bytes))
-        self._rooms: list[tuple[Room, int]] = []  # that can grow, with the bytes of a page
-        self._ends = [pages]  # the last pages of the parts of these
+        self._rooms: list[tuple[Room, int]] = []  # rooms that can grow, each with its bytes per page
+        self._ends = [pages]  # the last page of each part that the rooms were grown by
         self.pages = pages
         self.page_size = page_size
         self.device = device
@@ -100,20 +100,20 @@ class KVCache:
         return self._bytes(self.end) - self._bytes(self.pages)
 
     def pages_with(self, extra_bytes: int) -> int:
-        """Return the number of pages that fit the first `pages` and so many bytes more."""
+        """Return the number of pages that fit in the memory of the first `pages` plus `extra_bytes`."""
         if not (self._rooms and extra_bytes):
             return self.pages
         fit = self._bytes(self.pages) + extra_bytes
         return self.pages + bisect_right(range(self.pages + 1, self._most + 1), fit, key=self._bytes)
 
     def end_within(self, pages: int) -> int:
-        """Return the last page of the parts that are left if no page beyond `pages` is."""
+        """Return the largest page number, at most `pages`, at which a part ends: where `resize` can cut."""
         return max(end for end in self._ends if end <= pages)
 
     def resize(self, pages: int) -> None:
-        """Have memory for so many pages: more than there are, in a new part, or an end within fewer.
+        """Resize to `pages` pages: grow by a new part, or shrink to the end of an earlier part.
 
-        New pages are zeros. Nothing may use those that go. Raises NoMemory, with all as it was.
+        New pages are zeros. Removed pages must not be in use. Raises NoMemory, with the size unchanged.
         """
         before = self.end
         self._wait()
@@ -133,13 +133,13 @@ class KVCache:
         return sum(whole((pages + 1) * row_bytes, room) for room, row_bytes in self._rooms)
 
     def _wait(self) -> None:
-        """Wait for all that the device computes and copies."""
+        """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all heads are here, so that another engine can go on with a copy."""
+        """Whether all heads are in this cache, so that another engine can continue from a copy."""
         return self.group is None
 
     def buffers(self, layer: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ class KVCache:
         self.copies.unpack(kept, self.index(pages))
 
     def write_virtual(self, request: Request, first: int) -> None:
-        """Write the keys and values of a request's virtual tokens into its pages, from number `first` on."""
+        """Write the keys and values of a request's virtual tokens into its pages, from index `first` on."""
         variant: Any = request.variant
         kept: Sequence[torch.Tensor] = variant.virtual
         size, pages = self.page_size, request.pages
@@ -170,7 +170,7 @@ class KVCache:
             room.index_copy_(0, index, one[first:])
 
     def index(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return pages as an index, without waiting for what the device computes."""
+        """Return page numbers as an index tensor, without waiting for the device."""
         return to_device(np.array(pages, dtype=np.int64), self.device)
 
     def fill(self, pages: list[int], number: float) -> None:
@@ -186,7 +186,7 @@ class KVCache:
 
 
 class Poison:
-    """Debug mode of a pool: fills freed pages with NaN, so that any read of them shows in the output."""
+    """Debug mode of a page pool: fills freed pages with NaN, so that any read of them shows in the output."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._kv_cache = kv_cache
@@ -202,7 +202,9 @@ class Poison:
 def affordable_tokens(
     layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, step_bytes: int
 ) -> int:
-    """Return the tokens that fit what iterations leave of a GPU's free memory, or a quarter of the host's."""
+    """Return the tokens that fit in a GPU's free memory beyond an iteration's needs, or in a quarter of the
+    host's free memory.
+    """
     if device.type == "cuda":
         room = kv_room(torch.cuda.mem_get_info(device)[0], step_bytes)
     else:
@@ -215,7 +217,7 @@ def numbers_per_token(layers: Sequence[LayerShape]) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or of the host."""
+    """Return the total memory of a GPU, or of the host, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Move keys and values of requests between engines of one host, straight into the other device's memory."""
+"""Copy keys and values of requests to other engines of this host, directly into their device's memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from site_engine.model.shared_memory import SharedMemory
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 30
-"""Limit on the keys and values moved for a request, in bytes. A request with more is recomputed."""
+"""Limit on the bytes of one request's keys and values. Larger requests are recomputed."""
 FREE_SHARE = 4
-"""An inbox takes at most this fraction (1/n) of a device's free memory."""
+"""An inbox takes at most one part in this many of a device's free memory."""
 TRIAL_PAGES = (1, 32)
-"""Numbers of pages copied as a warm-up: different kernels copy few and many pages."""
+"""Page counts that are copied in rehearsal: few and many pages use different kernels."""
 
 
 class _Ahead(NamedTuple):
-    """The first `size` pages of a request, sent while it runs. `pages` is the request's own page list."""
+    """The first `size` pages of a request, sent while it keeps running. `pages`: the request's own list."""
 
     pages: list[int]
     size: int
@@ -36,24 +36,24 @@ class _Ahead(NamedTuple):
 
 
 class KVInbox:
-    """Memory into which other engines write once it is open, and access to the inboxes of other engines.
+    """Memory into which other engines write once it is open, and access to the inboxes of others.
 
-    Must be used between iterations. A place belongs to one request until the request is received; the caller
-    that assigns places ensures this.
+    Must be used between iterations. A place belongs to one request until that is received; the caller that
+    assigns places must ensure this.
     """
 
     def __init__(self, kv_cache: KVCache, share: Callable[[torch.device], SharedMemory]) -> None:
-        """Create a closed inbox without memory. `share` creates the memory that a device shares."""
+        """Create a closed inbox without memory. `share` creates the shared memory of a device."""
         self._kv_cache = kv_cache
         self._share = share
         self._copies = kv_cache.copies
         self._page_bytes = max(1, kv_cache.copies.page_bytes)
         self._address: InboxAddress | None = None
-        self._others: dict[InboxAddress, torch.Tensor | None] = {}  # memory of other engines; None: no way
+        self._others: dict[InboxAddress, torch.Tensor | None] = {}  # other inboxes; None: not reachable
         self._ahead: dict[InboxPlace, _Ahead] = {}
 
     def open(self) -> InboxAddress | None:
-        """Open the inbox to other engines of this host. Return None if keys and values cannot be moved."""
+        """Let other engines of this host write here; return the address, None if that is not possible."""
         if self._address is None and self._kv_cache.is_whole and self._copies.page_bytes:
             device = self._kv_cache.device
             place_bytes = self._place_bytes()
@@ -71,19 +71,19 @@ class KVInbox:
         return self._address
 
     def close(self) -> None:
-        """Close the inbox to further engines."""
+        """Let no more engines open this inbox."""
         if self._address is not None:
             self._given.close()
 
     def meet(self, inboxes: Iterable[InboxAddress]) -> None:
-        """Open the inboxes of other engines before a request has to wait for that."""
+        """Open the inboxes of other engines ahead of time, so that no request waits for it."""
         if self._address is not None:
             for each in inboxes:
                 self._other(each)
 
     def send_ahead(self, request: Request, to: InboxPlace | None) -> bool:
-        """Start copying the full pages of a running request, which no longer change. Return whether copies
-        are in progress; the method must then be called again after an iteration.
+        """Start copying the full pages of a request, which no longer change, while it keeps running; return
+        whether the copy is under way, in which case the caller must call again after the next iteration.
         """
         pages, count = request.pages, request.computed // self._kv_cache.page_size
         if to in self._ahead:
@@ -103,8 +103,8 @@ class KVInbox:
         return True
 
     def send(self, request: Request, to: InboxPlace | None) -> int:
-        """Queue copies of the remaining pages behind the work of the device. Return the number of tokens
-        moved in all; 0 if they do not fit or the inbox cannot be reached.
+        """Queue copies of the pages that were not sent ahead, behind the device's current work; return the
+        number of tokens in all pages sent, 0 if they do not fit or the inbox is not reachable.
         """
         pages, count = request.pages, -(-request.computed // self._kv_cache.page_size)
         memory = self._way(count, to)
@@ -114,7 +114,7 @@ class KVInbox:
         if ahead is not None and ahead.pages is pages:
             first = ahead.size
         elif ahead is not None and ahead.copied is not None:
-            ahead.copied.synchronize()  # of pages that it has lost since
+            ahead.copied.synchronize()  # a copy of pages that the request has lost since
         self._copies.pack(self._kv_cache.index(pages[first:count]), memory[first:count])
         return request.computed
 
@@ -127,9 +127,10 @@ class KVInbox:
             torch.cuda.current_stream().synchronize()
 
     def receive(self, moved: Moved) -> torch.Tensor | None:
-        """Return the argument of `KVCache.copy_in` for a received request, and free its place.
+        """Return a moved request's packed pages, for `KVCache.copy_in`, and free its place.
 
-        None: nothing was received, for example because it was sent to a previous engine of this process.
+        Returns None if they are not in this inbox, for example if they were sent to a predecessor of this
+        engine.
         """
         if moved.place is None or moved.place.inbox != self._address:
             return None
@@ -138,13 +139,13 @@ class KVInbox:
         if self._side is None:
             return place[:pages].clone()
         with torch.cuda.stream(self._side):
-            kept = torch.empty_like(place)[:pages].copy_(place[:pages])  # of one size, to be used again
-        self._side.synchronize()  # not the step that runs meanwhile
+            kept = torch.empty_like(place)[:pages].copy_(place[:pages])  # one size, so memory is reused
+        self._side.synchronize()  # waits for the copy only, not for the current step
         kept.record_stream(torch.cuda.current_stream())
         return kept
 
     def _rehearse(self, own: InboxAddress) -> None:
-        """Move pages to this inbox itself as a warm-up: the first copy takes ten times as long."""
+        """Send pages to this inbox itself, since the first transfer takes ten times as long."""
         place, trial = InboxPlace(own, 0), Request("rehearsal", ())
         trial.row = 0
         for count in TRIAL_PAGES:
@@ -159,7 +160,7 @@ class KVInbox:
             self._kv_cache.copy_in(kept, trial.pages)
 
     def _place_bytes(self) -> int:
-        """Return the size of a place in bytes: whole pages, at most those of one longest request."""
+        """Return the bytes of a place: whole pages, at most as many as the KV cache has."""
         most = MAX_BYTES
         if self._kv_cache.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._kv_cache.device)
@@ -171,14 +172,14 @@ class KVInbox:
         return memory[begin : begin + place.inbox.place_bytes].view(-1, self._page_bytes)
 
     def _way(self, pages: int, to: InboxPlace | None) -> torch.Tensor | None:
-        """Return the memory of a place, or None if it cannot be reached or `pages` do not fit."""
+        """Return the memory of a place, or None if it is not reachable or `pages` pages do not fit."""
         if to is None or self._address is None or pages * self._page_bytes > to.inbox.place_bytes:
             return None
         memory = self._other(to.inbox)
         return None if memory is None else self._place(memory, to)
 
     def _other(self, inbox: InboxAddress) -> torch.Tensor | None:
-        """Return the bytes of an inbox. Opening a new one releases those of engines that have ended."""
+        """Return the bytes of an inbox, None if not reachable. Opening one closes those of ended engines."""
         if inbox not in self._others:
             known = [each for each in self._others if each != self._address]
             for other in [each for each in known if not is_given(each.name)]:
@@ -187,13 +188,13 @@ class KVInbox:
                     self._shared.close(gone)
             try:
                 self._others[inbox] = self._shared.open(taken(inbox.name), PLACES * inbox.place_bytes)
-            except (NoMemory, OSError, RuntimeError) as exc:  # devices without a way from one to the other
+            except (NoMemory, OSError, RuntimeError) as exc:  # e.g. devices without peer access
                 log.warning("keys and values of requests that move are computed again: %s", exc)
                 self._others[inbox] = None
         return self._others[inbox]
 
 
 def _can_go(request: Request) -> bool:
-    """Return whether another engine can continue from a copy of a request's computed keys and values."""
+    """Return whether another engine can continue from a copy of a request's keys and values."""
     unread_prompt = request.sampling.prompt_logprobs and request.first_token_s is None
     return request.row >= 0 and not unread_prompt

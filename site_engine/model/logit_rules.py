@@ -1,6 +1,6 @@
 """Change logits by the rules of requests: penalties, logit bias, grammars, minimum length.
 
-Never waits for a device: numbers go to it from pinned memory.
+Never waits for a device: numbers are copied to the device from pinned memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NEG_INF = float("-inf")
 
 
 class Edits(NamedTuple):
-    """What is added to single logits of a row. Arrays, since all go to the device with each step."""
+    """Numbers to add to single logits of a row. Arrays, since they are copied to the device in each step."""
 
-    tokens: np.ndarray[Any, np.dtype[np.int32]]  # none twice
+    tokens: np.ndarray[Any, np.dtype[np.int32]]  # token ids, without duplicates
     added: np.ndarray[Any, np.dtype[np.float32]]
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> Edits:
-        """Return the edits that add each token's number to its logit."""
+        """Return the edits that add each token's bias to its logit."""
         count = len(biases)
         return cls(np.fromiter(biases, np.int32, count), np.fromiter(biases.values(), np.float32, count))
 
@@ -43,12 +43,12 @@ class _Rows:
 
     penalised: list[int]
     biased: dict[int, Edits]
-    guided: list[int]  # that follow a grammar
-    least: list[int]  # with a minimum length
+    guided: list[int]  # rows that follow a grammar
+    least: list[int]  # rows with a minimum length
 
 
 class LogitRules:
-    """Applies rules to batches of rows; keeps only which rows of the last batch have any."""
+    """Applies rules to batches of rows. Keeps only which rows of the last batch have rules."""
 
     def __init__(self, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self._eos = tuple(eos_token_ids)
@@ -58,7 +58,7 @@ class LogitRules:
         self.masks: GrammarBitmask | None = None  # created for the first request with a grammar
 
     def start(self, grammar: Grammar, slots: int, vocab_size: int) -> Guide:
-        """Start at a grammar's beginning, also for a resumed request: its tokens are replayed."""
+        """Start at the grammar's beginning, even for a resumed request, whose tokens are then replayed."""
         if self.masks is None:
             from site_engine.model.grammar_bitmask import GrammarBitmask  # imported where grammars are used
 
@@ -88,9 +88,9 @@ class LogitRules:
     def allowed(
         self, requests: Sequence[Request], slots: Sequence[int]
     ) -> dict[int, np.ndarray[Any, np.dtype[np.int32]]]:
-        """Return the bits of the tokens that grammars allow, by row of those that follow one.
+        """Return the bitmask of the allowed tokens by row, for rows that follow a grammar.
 
-        `slots`: those of the requests in the step that is sampled.
+        `slots`: the requests' slots in the step that is sampled.
         """
         guided = self._kinds(requests).guided
         if not guided or self.masks is None:
@@ -101,10 +101,10 @@ class LogitRules:
     def edits(
         self, requests: Sequence[Request], ends: Sequence[int], slots: Sequence[int]
     ) -> dict[int, Edits]:
-        """Return what is added to single logits, by row.
+        """Return the edits of single logits by row.
 
-        `ends` has the tokens of each request, prompt and response, before the one to sample. `slots` are as
-        those of `allowed`, which must have been called.
+        `ends`: the number of tokens of each request, prompt and response, before the token to sample. `slots`
+        are as in `allowed`, which must have been called before.
         """
         rows = self._kinds(requests)
         found = dict(rows.biased)

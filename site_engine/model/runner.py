@@ -1,4 +1,4 @@
-"""Compute plans: the tokens of all rows in one packed sequence through the unmodified model."""
+"""Compute plans: the tokens of all rows in one packed sequence, through the unmodified model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from site_engine.model.sampler import Alternatives
 from site_engine.model.tensor_group import TensorGroup
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
-MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
+MAX_PADDING_TOKENS = 4096  # with more padding, another attention call is cheaper
 NOT_FINITE = "the model's output was not finite"
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,11 +29,11 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 UseVariants = Callable[[SchedulePlan, np.ndarray], AbstractContextManager[None]]
-"""(plan, wanted tokens) -> a context in which the model computes each row of the plan by its variant."""
+"""(plan, wanted tokens) -> a context in which the model computes each row of the plan with its variant."""
 
 
 class Logits(NamedTuple):
-    """`rows[i]` predicts the next token of `sampled[i]`; `prompts` has the logits of whole chunks."""
+    """`rows[i]` are the next-token logits of `sampled[i]`; `prompts` holds the logits of whole chunks."""
 
     sampled: list[Request]
     rows: torch.Tensor
@@ -41,35 +41,35 @@ class Logits(NamedTuple):
 
 
 class Runner(Protocol):
-    """Runs plans through the model, over a KV cache of its own.
+    """Runs plans through the model with its own KV cache.
 
-    A plan that failed may be computed again: it writes the same keys and values.
+    A failed plan may be run again: it writes the same keys and values.
     """
 
     @property
     def kv_cache(self) -> KVCache: ...
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan whose tokens are all known and return the logits that the sampler needs."""
+        """Run a plan whose input tokens are all known; return the logits that the sampler needs."""
         ...
 
 
 class StepTokens(NamedTuple):
-    """One token id per row of a step, why some rows have none, log probabilities by row."""
+    """One token id per row of a step, errors of rows whose token is invalid, log probabilities by row."""
 
     token_ids: list[int]
-    broken: Mapping[int, str]  # the reasons, by row
+    broken: Mapping[int, str]  # error messages by row
     alternatives: dict[int, Alternatives] | None = None
 
 
 class PendingStep(Protocol):
-    """A step that the device computes. `requests[i]` gets the i-th token."""
+    """A step launched on the device. `requests[i]` gets the i-th token."""
 
     plan: SchedulePlan
     requests: list[Request]
 
     def finish(self) -> None:
-        """Queue what had to wait for the tokens of the step before: the sampling of rows with rules."""
+        """Queue the work that needs the previous step's tokens: sampling of rows with rules."""
         ...
 
     def wait(self) -> StepTokens:
@@ -79,24 +79,25 @@ class PendingStep(Protocol):
 
 @runtime_checkable
 class OverlappedRunner(Runner, Protocol):
-    """A runner that samples on the device, so that a step can start before the one before it is read."""
+    """A runner that samples on the device, so that a step can be launched before the previous one is read."""
 
     def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> PendingStep:
-        """Queue a plan and return at once; token ids still unknown are taken from the step before.
+        """Queue a plan and return at once. Unknown token ids are taken from the previous step on the device.
 
-        `rules` change the logits of requests that have any, once the step is finished: until then the step
-        before may be read, and what grammars allow be computed. The next launch finishes it, as waiting does.
+        `rules` are applied to the logits of requests that have any when `finish` is called. Before that, the
+        caller may read the previous step and compute grammar masks. The next `launch` or `wait` also
+        finishes the step.
         """
         ...
 
 
 class PackedStep(NamedTuple):
-    """The numbers of a step of packed tokens: all that a follower needs to compute it."""
+    """A step of packed tokens as arrays: all that a follower rank needs to compute it."""
 
-    ids: np.ndarray  # [tokens], as `positions` and `slots`
+    ids: np.ndarray  # [tokens], as are `positions` and `slots`
     positions: np.ndarray
-    wanted: np.ndarray  # [rows]
-    slots: np.ndarray  # of the cache
+    wanted: np.ndarray  # [rows], packed tokens whose logits are needed
+    slots: np.ndarray  # in the KV cache
     groups: list[tuple[int, int, np.ndarray, np.ndarray]]  # the fields of `Rows`
     chunks: list[tuple[int, int, np.ndarray, int]]  # the fields of `Chunk`
 
@@ -117,9 +118,9 @@ class PackedRunner:
         use_variants: UseVariants | None = None,
         group: TensorGroup | None = None,
     ) -> None:
-        """Create a runner; without `use_variants` every request is the base's.
+        """Create a runner. Without `use_variants` it serves only the base.
 
-        `group`: over which the model's layers are split.
+        `group`: the ranks over which the model's layers are split.
         """
         self._forward = forward
         self._use_variants = use_variants
@@ -127,11 +128,11 @@ class PackedRunner:
         self.kv_cache = kv_cache
         self._device = kv_cache.device
         self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
-        self._lists: list[list[int]] = [[] for _ in range(slots)]  # the page list that each row's table shows
+        self._lists: list[list[int]] = [[] for _ in range(slots)]  # the page list shown in each row's table
         self._shown = [0] * slots
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan and return its logits."""
+        """Run a plan and return its logits."""
         plan.decodes.sort(key=itemgetter(1))  # by length, so that rows of similar length are neighbours
         self._update_tables(plan)
         step = self._numbers(plan)
@@ -141,7 +142,7 @@ class PackedRunner:
         return split_logits(plan, rows)
 
     def play(self, step: PackedStep) -> torch.Tensor:
-        """Compute a step of which only the numbers are known and return the logits of its wanted tokens."""
+        """Run a packed step, without its requests, and return the logits of its wanted tokens."""
         groups = [Rows(begin, end, *map(self._tensor, arrays)) for begin, end, *arrays in step.groups]
         chunks = [Chunk(begin, end, self._tensor(pages), kv_len) for begin, end, pages, kv_len in step.chunks]
         context = ReferenceContext(self.kv_cache, self._tensor(step.slots), groups, chunks)
@@ -154,7 +155,7 @@ class PackedRunner:
         return rows
 
     def _update_tables(self, plan: SchedulePlan) -> None:
-        """Write new pages into the rows' tables; past its pages a row points at the null page."""
+        """Write new pages into the rows' tables. Entries beyond a row's pages are the null page."""
         lists, shown = self._lists, self._shown
         for request, _, _, _ in plan.chunks:
             row, pages = request.row, request.pages
@@ -189,7 +190,7 @@ class PackedRunner:
         return PackedStep(np.array(ids, dtype=np.int64), positions, wanted, slots, groups, chunks)
 
     def _layout(self, plan: SchedulePlan) -> tuple[list[int], np.ndarray]:
-        """Return the first packed token of each chunk, and the tokens whose logits are wanted."""
+        """Return the first packed token of each prefill chunk, and the tokens whose logits are wanted."""
         at = len(plan.decodes)
         wanted, begins = list(range(at)), []
         for chunk in plan.prefills:
@@ -206,7 +207,7 @@ class PackedRunner:
 
 
 def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np.ndarray]]:
-    """Group rows of ascending length so that padding to the longest costs less than another call.
+    """Group rows of ascending length so that padding to a group's longest costs less than another call.
 
     Returns (begin, end, pages of the longest, lengths) for each group.
     """
@@ -243,6 +244,6 @@ def split_logits(plan: SchedulePlan, rows: torch.Tensor) -> Logits:
 
 
 def wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
-    """Return whether log probabilities of the prompt need the logits of the whole chunk."""
+    """Return whether prompt log probabilities need the logits of the whole chunk."""
     request = chunk.request
     return request.sampling.prompt_logprobs and chunk.start < request.prompt_len - 1

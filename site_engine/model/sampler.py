@@ -1,7 +1,7 @@
 """Sample one token per row. A row's token depends only on its own logits, rules, seed and position.
 
-Order of the rules: penalties, grammar, logit bias, minimum length, temperature, top-k, top-p, min-p. Log
-probabilities are those of the model before any rule.
+Rules apply in this order: penalties, grammar, logit bias, minimum length, temperature, top-k, top-p, min-p.
+Log probabilities are the model's, before any rule.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from site_engine.core.request import Request
 from site_engine.model.logit_rules import LogitRules
 
-TOP_P_CANDIDATES = 64  # tokens that usually hold the nucleus; else a full sort
+TOP_P_CANDIDATES = 64  # usually enough to contain the nucleus; otherwise a full sort follows
 
 
 class Alternatives(NamedTuple):
-    """The chosen token's log probability under the unmodified model, and the best tokens beside it."""
+    """The chosen token's log probability before any rule, and the best tokens with theirs."""
 
     chosen: float
     token_ids: list[int]
@@ -29,7 +29,7 @@ class Alternatives(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token per row. The logits of `broken` rows were not finite; their tokens are meaningless."""
+    """One token per row. Rows in `broken` had logits that are not finite; their tokens are invalid."""
 
     token_ids: list[int]
     broken: list[int]
@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """The rules of the random rows of a batch as tensors, reused while the same rows run."""
+    """The sampling rules of a batch's random rows as tensors, reused while the batch has the same rows."""
 
     seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]
     random: list[int]  # rows that are not greedy
@@ -50,7 +50,7 @@ class _Draws:
 
 
 class Sampler:
-    """Samples batches of rows; keeps only the rules of the last batch between calls."""
+    """Samples batches of rows. Keeps only the rules of the last batch between calls."""
 
     def __init__(self, rules: LogitRules, device: torch.device) -> None:
         self._rules = rules
@@ -59,7 +59,7 @@ class Sampler:
         self._draws: _Draws | None = None
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
-        """Sample from logits [rows, vocabulary], one row per request; the logits change in place."""
+        """Sample from logits [rows, vocabulary], one row per request. Modifies the logits in place."""
         with torch.inference_mode():
             return self._sample(requests, logits)
 
@@ -86,8 +86,8 @@ class Sampler:
 def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
     """Return the best token of each row, and the rows with logits that are not finite.
 
-    NaN and infinity win every comparison, so the best logit shows them. On a CPU numpy is ten times faster at
-    this than torch.
+    NaN and infinity win every comparison, so checking the best logit is enough. On a CPU numpy is ten times
+    faster at this than torch.
     """
     if logits.device.type == "cpu":
         numbers = logits.numpy()
@@ -138,7 +138,7 @@ def _draws(requests: Sequence[Request], device: torch.device) -> _Draws:
 
 
 def _draw(logits: torch.Tensor, rules: _Draws, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row from the inverse of the cumulative distribution that the rules leave."""
+    """Draw one token per row by inverting the cumulative distribution that remains after the rules."""
     probs = torch.softmax(logits / rules.temperature, dim=-1)
     if rules.top_k is not None:
         most = min(int(rules.top_k.max()), probs.shape[-1])

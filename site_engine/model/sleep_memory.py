@@ -1,6 +1,6 @@
-"""The memory that an engine releases while its base sleeps: weights, and pages of keys and values.
+"""The memory that an engine can free while its base sleeps: weights, and pages of keys and values.
 
-The addresses stay reserved, so that tensors and CUDA graphs captured on them are valid again after waking.
+The addresses are kept, so that tensors and the CUDA graphs captured on them are valid again after sleep.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ MEMORY_OF_HOST = Path("/proc/meminfo")
 
 
 class AddressRange(Protocol):
-    """A range of addresses. Memory taken from the range is mapped at first, and again after each `map`."""
+    """A range of addresses. Allocated bytes have memory initially and again after each `map`."""
 
     copies_in_host: bool
-    """Whether copies are in host memory. Otherwise they occupy another GPU, whose engines have less memory.
-    """
+    """Whether copies are in host memory. Otherwise they use another GPU's memory, at its engines' expense."""
 
     @property
     def mapped_bytes(self) -> int: ...
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return further bytes, aligned for tensors of any type. Raises NoMemory."""
+        """Allocate bytes at an address aligned for tensors of any type. Raises NoMemory."""
 
     def taken(self) -> Iterator[torch.Tensor]:
-        """Yield all bytes taken so far, in the same pieces each time."""
+        """Yield all allocated bytes, in the same pieces each time."""
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return memory for fast copies from and to this range. Raises NoMemory."""
+        """Return memory with fast copies to and from these addresses. Raises NoMemory."""
 
     def unmap(self) -> None:
-        """Give up the memory, which nothing may use meanwhile."""
+        """Free the memory. Nothing may use the addresses until `map`."""
 
     def map(self) -> None:
-        """Map memory with undefined contents. Raises NoMemory and maps nothing."""
+        """Map memory with undefined contents. Raises NoMemory, and then nothing is mapped."""
 
 
 class Room(Protocol):
-    """Addresses with memory mapped at their front, in parts that are mapped and unmapped as a whole."""
+    """A range of addresses whose front has memory, in parts that are mapped and unmapped as a whole."""
 
     @property
     def granularity(self) -> int:
@@ -56,11 +55,11 @@ class Room(Protocol):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """Return all bytes of the range. Those without memory must not be used."""
+        """Return the bytes of all addresses. Bytes without memory must not be used."""
 
     def resize(self, size_bytes: int) -> None:
-        """Map `size_bytes` at the front, rounded up. Contents of new bytes, and of a part that is not kept
-        whole, are undefined. Raises NoMemory; parts that are kept whole stay mapped.
+        """Map `size_bytes` bytes at the front, rounded up. The contents of new bytes, and of a part that is
+        not kept whole, are undefined. Raises NoMemory; parts that are kept whole then stay mapped.
         """
 
 
@@ -122,13 +121,13 @@ class Granular(Protocol):
 
 
 def whole(size_bytes: int, memory: Granular) -> int:
-    """Round a size up to a multiple of the mapping granularity."""
+    """Return a size rounded up to a multiple of the memory's granularity."""
     return -(-size_bytes // memory.granularity) * memory.granularity
 
 
 class SleepMemory:
-    """Releases an engine's device memory for sleep. At the first sleep kept tensors are copied to the host or
-    to another GPU; rooms lose their contents.
+    """Frees a device's memory for sleep. Kept tensors are copied to the host or another GPU; rooms lose their
+    contents.
     """
 
     def __init__(
@@ -137,14 +136,14 @@ class SleepMemory:
         make_range: Callable[[], AddressRange] = HostRange,
         make_room: Callable[[int], Room] | None = None,
     ) -> None:
-        """`make_range` reserves device addresses. With `make_room` each room of keys and values gets a range
-        of its own, so that it can grow.
+        """`make_range` creates an address range of the device. With `make_room(max_bytes)`, each room of keys
+        and values has its own addresses, so that it can grow.
         """
         self._device = device
         self._kept, self._rooms = make_range(), make_range()
         self._copies: list[torch.Tensor] = []
         self._make_room = make_room
-        self._growing: dict[Room, int] = {}  # with the bytes that each has after sleep
+        self._growing: dict[Room, int] = {}  # rooms that can grow, with their bytes after sleep
 
     @property
     def grows(self) -> bool:
@@ -153,7 +152,7 @@ class SleepMemory:
 
     @property
     def shares(self) -> str:
-        """Return a unique name of the device whose memory rooms can grow into; empty if they cannot grow."""
+        """Return the unique name of the device into whose memory rooms can grow; empty if they cannot."""
         if not self.grows:
             return ""
         if self._device.type == "cuda":
@@ -161,7 +160,7 @@ class SleepMemory:
         return str(self._device.type)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move constant tensors here, in place. Tensors that share memory still share it afterwards.
+        """Move constant tensors into this memory, in place. Tensors that share storage still share it.
 
         Raises NoMemory.
         """
@@ -180,11 +179,11 @@ class SleepMemory:
                 each.data = bytes_of.view(each.dtype).as_strided(*place)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros, which is zero again after sleep. Raises NoMemory."""
+        """Allocate a tensor of zeros, which is zeroed again after sleep. Raises NoMemory."""
         return self._rooms.take(prod(shape) * dtype.itemsize).zero_().view(dtype).view(*shape)
 
     def growing_room(self, size_bytes: int, max_bytes: int) -> Room:
-        """Return a resizable room of zeros. After sleep it has `size_bytes` of zeros again.
+        """Return a room of zeros that its user can resize; after sleep it has `size_bytes` of zeros again.
 
         Raises NoMemory.
         """
@@ -196,9 +195,9 @@ class SleepMemory:
         return room
 
     def sleep(self) -> int:
-        """Release the memory, which must not be used while asleep. Return its size in bytes.
+        """Free the memory, which nothing may use until `wake`, and return the number of bytes freed.
 
-        Raises NoMemory, without effect, if there is no room for the copy.
+        Raises NoMemory if there is no room for the copies; nothing has changed then.
         """
         if not self._copies:
             kept = list(self._kept.taken())
@@ -215,7 +214,7 @@ class SleepMemory:
         return freed
 
     def wake(self) -> None:
-        """Restore all tensors, and rooms of zeros. Raises NoMemory and stays asleep."""
+        """Restore the kept tensors, and zero the rooms. Raises NoMemory, and then stays asleep."""
         try:
             self._kept.map()
             self._rooms.map()
@@ -243,7 +242,7 @@ class SleepMemory:
 
 
 def _check_host_memory(size_bytes: int) -> None:
-    """Raise NoMemory if the host has less than that, as far as it says."""
+    """Raise NoMemory if the host reports less available memory than `size_bytes`."""
     try:
         found = dict(line.split(":") for line in MEMORY_OF_HOST.read_text().splitlines())
         free_bytes = int(found["MemAvailable"].split()[0]) << 10
