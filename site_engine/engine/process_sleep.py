@@ -22,13 +22,13 @@ class RemoteSleep:
         self.freed_bytes = 0  # by the last sleep
 
     async def sleep(self) -> str:
-        """Let the engine, in which nothing runs, give up its memory; return why not, or nothing."""
+        """Have the idle engine free its memory; return an empty string, or the reason for a refusal."""
         answer = await self._answered(lambda call: pm.Turn(call, asleep=True))
         self.freed_bytes = answer.size_bytes
         return answer.refusal
 
     async def wake(self) -> str:
-        """Let the engine have its memory again; return why not, or nothing."""
+        """Have the engine restore its memory; return an empty string, or the reason for a refusal."""
         return (await self._answered(lambda call: pm.Turn(call, asleep=False))).refusal
 
     async def hold(self, extra_bytes: int) -> int:
@@ -48,7 +48,7 @@ class RemoteSleep:
         _resolve(self._asked.pop(message.call), message)
 
     def lose(self, reason: str) -> None:
-        """Answer all that waits: the process is lost."""
+        """Answer all pending calls with a refusal, since the process is lost."""
         self._lost = f"the engine is lost: {reason}"
         asked, self._asked = self._asked, {}
         for each in asked.values():
