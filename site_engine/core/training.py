@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 MAX_BATCH_SIZE = 1024
 WARMUP_SHARE = 0.03
-"""Share of steps during which the learning rate rises from 0. It then falls linearly to 0."""
+"""Share of steps in which the learning rate rises from 0; it then falls to 0 (the recipe of QLoRA)."""
 
 
 @dataclass(frozen=True, slots=True)

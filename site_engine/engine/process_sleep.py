@@ -61,8 +61,8 @@ def _resolve(answer: asyncio.Future[pm.Turned], value: pm.Turned) -> None:
 
 
 class Turns(Protocol):
-    """The part of a `Sleeper` that messages reach. `freed_bytes`: given up by the last sleep. `shares`: the
-    device whose memory the engine shares with others while it sleeps, empty if with none.
+    """The part of a `Sleeper` that messages use. `freed_bytes`: bytes freed by the last sleep. `shares`: the
+    device whose memory the engine shares with others while it sleeps, empty if it shares none.
     """
 
     @property
@@ -71,7 +71,7 @@ class Turns(Protocol):
     def freed_bytes(self) -> int: ...
 
     def sleep(self) -> str:
-        """Return why the engine does not sleep, an empty text if it does; `wake` likewise."""
+        """Put the engine to sleep; return an empty string, or the reason if it cannot. As does `wake`."""
 
     def wake(self) -> str: ...
 
@@ -80,7 +80,7 @@ class Turns(Protocol):
 
 
 class SleepServer:
-    """The engine's side. Without an `engine` that may sleep, the process has to end instead."""
+    """The engine's side. If `engine` is None it cannot sleep, and its process must be ended instead."""
 
     def __init__(
         self,
