@@ -1,4 +1,4 @@
-"""Describe training: orders of jobs, their settings and events, as plain values of engine, site and link."""
+"""Define training jobs: orders, hyperparameters and events, as plain values for engine, site and link."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 MAX_BATCH_SIZE = 1024
 WARMUP_SHARE = 0.03
-"""Of all steps: the learning rate rises from 0 during these, then falls to 0, as QLoRA's recipe does."""
+"""Share of steps in which the learning rate rises from 0; it then falls to 0 (the recipe of QLoRA)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """`target`: "all-linear", every projection of the layers, or "attention", those of attention alone."""
+    """`target`: "all-linear" for every projection of the layers, "attention" for those of attention only."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -23,7 +23,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The hyperparameters of a job. Of the order of examples and the first factors, `seed` decides."""
+    """The hyperparameters of a job. `seed` sets the order of examples and the initial adapter weights."""
 
     epochs: int = 3
     batch_size: int = 16  # examples of an optimizer step
@@ -57,7 +57,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOrder:
-    """A job for an engine: the whole files, and the snapshot to go on from, empty at the beginning."""
+    """A job for an engine: the whole files, and the snapshot to continue from (empty for a new job)."""
 
     job_id: str
     tenant: str
@@ -68,7 +68,7 @@ class TrainingOrder:
 
 
 class StepDone(NamedTuple):
-    """One optimizer step: the mean loss of its learned tokens, and the share that the model predicts best.
+    """One optimizer step: the mean loss of its trained tokens, and the share that the model ranks first.
 
     `trained_tokens`: of the job so far. `valid_loss`: of the validation file, after each epoch's last step.
     """
@@ -82,7 +82,7 @@ class StepDone(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A snapshot, as the bytes of a file; `last`: it has the trained adapter."""
+    """A snapshot as the bytes of a file. `last`: it holds the trained adapter."""
 
     step: int
     last: bool
@@ -90,7 +90,7 @@ class Saved(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The end of a job that can't be trained here; `elsewhere`: another site may go on with it."""
+    """The end of a job that cannot be trained here. `elsewhere`: another site may continue it."""
 
     reason: str
     elsewhere: bool = False
@@ -104,7 +104,7 @@ TrainingEvent: TypeAlias = StepDone | Saved | Failed
 
 @dataclass(frozen=True, slots=True)
 class Trains:
-    """The training that a site offers: `runs` at once, at a price; 0 dollars: free, or paid by the hour."""
+    """The training that a site offers: `runs` concurrent runs and a price (0: free, or paid by the hour)."""
 
     runs: int
     max_rank: int
@@ -113,7 +113,7 @@ class Trains:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Content that is fetched or stored beside the link, by its digest."""
+    """Content that is fetched or stored outside the link, by its SHA-256 digest."""
 
     sha256: bytes
     size_bytes: int
@@ -121,7 +121,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """The order for a run of a job. The run's name fences: what comes of another run is dropped.
+    """The order for a run of a job. The run's name fences it: messages of other runs are dropped.
 
     `revision` is that of the base in earlier runs, empty in the first.
     """
@@ -144,14 +144,14 @@ class Train:
     revision: str = ""
 
     def recipe(self) -> Recipe:
-        """Return the hyperparameters. Raises ValueError for values that no job has."""
+        """Return the hyperparameters. Raises ValueError for values out of range."""
         shape = AdapterShape(self.rank, self.alpha, self.target)
         return Recipe(self.epochs, self.batch_size, self.learning_rate, self.seed, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class StopTraining:
-    """The order to end a run: with `snapshot` it is stored first, else dropped, also if it has ended."""
+    """The order to end a run. With `snapshot` its state is stored first, else dropped, even after its end."""
 
     run: str
     snapshot: bool
@@ -177,7 +177,7 @@ class End(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A report of a run. `steps` are the newest, also if they were reported before."""
+    """A report of a run. `steps` are the newest steps, including steps reported before."""
 
     job_id: str
     run: str

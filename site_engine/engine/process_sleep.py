@@ -22,13 +22,13 @@ class RemoteSleep:
         self.freed_bytes = 0  # by the last sleep
 
     async def sleep(self) -> str:
-        """Let the engine, in which nothing runs, give up its memory; return why not, or nothing."""
+        """Have the idle engine free its memory; return an empty string, or the reason for a refusal."""
         answer = await self._answered(lambda call: pm.Turn(call, asleep=True))
         self.freed_bytes = answer.size_bytes
         return answer.refusal
 
     async def wake(self) -> str:
-        """Let the engine have its memory again; return why not, or nothing."""
+        """Have the engine restore its memory; return an empty string, or the reason for a refusal."""
         return (await self._answered(lambda call: pm.Turn(call, asleep=False))).refusal
 
     async def hold(self, extra_bytes: int) -> int:
@@ -48,7 +48,7 @@ class RemoteSleep:
         _resolve(self._asked.pop(message.call), message)
 
     def lose(self, reason: str) -> None:
-        """Answer all that waits: the process is lost."""
+        """Answer all pending calls with a refusal, since the process is lost."""
         self._lost = f"the engine is lost: {reason}"
         asked, self._asked = self._asked, {}
         for each in asked.values():
@@ -61,8 +61,8 @@ def _resolve(answer: asyncio.Future[pm.Turned], value: pm.Turned) -> None:
 
 
 class Turns(Protocol):
-    """The part of a `Sleeper` that messages reach. `freed_bytes`: given up by the last sleep. `shares`: the
-    device whose memory the engine shares with others while it sleeps, empty if with none.
+    """The part of a `Sleeper` that messages use. `freed_bytes`: bytes freed by the last sleep. `shares`: the
+    device whose memory the engine shares with others while it sleeps, empty if it shares none.
     """
 
     @property
@@ -71,7 +71,7 @@ class Turns(Protocol):
     def freed_bytes(self) -> int: ...
 
     def sleep(self) -> str:
-        """Return why the engine does not sleep, an empty text if it does; `wake` likewise."""
+        """Put the engine to sleep; return an empty string, or the reason if it cannot. As does `wake`."""
 
     def wake(self) -> str: ...
 
@@ -80,7 +80,7 @@ class Turns(Protocol):
 
 
 class SleepServer:
-    """The engine's side. Without an `engine` that may sleep, the process has to end instead."""
+    """The engine's side. If `engine` is None it cannot sleep, and its process must be ended instead."""
 
     def __init__(
         self,

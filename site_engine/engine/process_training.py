@@ -31,7 +31,7 @@ class SharedContent:
     """Content in memory, which a process of the same user reads at `path` until `close`. Linux only."""
 
     def __init__(self, content: bytes) -> None:
-        """Copy the content. Raises OSError without memory for it."""
+        """Copy the content. Raises OSError if there is no memory for it."""
         self._descriptor = os.memfd_create("training")
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         try:
@@ -53,7 +53,7 @@ class _Asked(NamedTuple):
 
 
 class RemoteTraining:
-    """The site's side, on the event loop's thread. `on_event` gets what happens to a job, by its id."""
+    """The site's side, on the event loop's thread. `on_event` receives the events of jobs by job id."""
 
     def __init__(self, send: Callable[[pm.Message], None], loop: asyncio.AbstractEventLoop) -> None:
         self.on_event: Callable[[str, TrainingEvent], None] = lambda job_id, event: None

@@ -11,7 +11,7 @@ from site_engine.errors import VariantRefused
 
 
 class RemoteVariants:
-    """`chains` are those of the variants that take requests, by id."""
+    """Adds and removes variants. `chains` holds the chains of variants that accept requests, by id."""
 
     def __init__(self, send: Callable[[pm.Message], None]) -> None:
         self.chains: dict[str, Chain] = {}
@@ -31,7 +31,7 @@ class RemoteVariants:
         self._send(pm.AddVariant(call, variant))
 
     def remove(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
-        """Remove a variant: requests that are here end with it, new ones are refused."""
+        """Remove a variant: submitted requests finish with it, new ones are refused."""
         if self._lost:
             reply(VariantRefused(self._lost))
             return

@@ -1,7 +1,7 @@
 """Train in the engine of a thread: jobs begin and end between two iterations.
 
-What takes longer is done on the loader's thread, in turns with the iterations: reading the files of a job,
-writing its snapshots.
+Reading a job's files and writing its snapshots take longer and run on the loader thread, alternating with the
+iterations.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNSAVED = 3
-"""Snapshots of a job that wait to be written, each in the device's memory; the oldest goes."""
+"""Most snapshots of a job that wait to be written, each in device memory. The oldest is dropped beyond it."""
 
 
 class ThreadTraining:
-    """The `TrainingEngine` of an engine thread. `has_begun`: it has had a job."""
+    """The `TrainingEngine` of an engine thread. `has_begun`: whether it has ever had a job."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class ThreadTraining:
         enqueue: Callable[[Callable[[], None]], None],
         call: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`load` runs something on the loader's thread, in turns with the iterations, and `enqueue` on the
-        engine's, between two of them; `call` has the event loop call something once that pass is over.
+        """`load` runs a function on the loader thread, alternating with iterations. `enqueue` runs it on the
+        engine's thread between two iterations. `call` posts it to the event loop at the end of a turn.
         """
         self.has_begun = False
         self._engine = engine
@@ -103,16 +103,16 @@ class ThreadTraining:
     def _save_oldest(
         self, unsaved: deque[tuple[Snapshot, bool]], reply: Callable[[Saved | Failed], None]
     ) -> None:
-        """Save the oldest snapshot that waits, if one does: the oldest of too many are gone."""
+        """Save the oldest waiting snapshot, if there is one: snapshots beyond MAX_UNSAVED were dropped."""
         if unsaved:
             snapshot, last = unsaved.popleft()
             self._save(reply, snapshot, last=last)
 
     def _save(self, reply: Callable[[Saved | Failed], None], snapshot: Snapshot, *, last: bool) -> None:
-        """Reply with a snapshot as bytes, behind what has happened before, or why there are none."""
+        """Reply with a snapshot as bytes, or the failure, after all earlier events."""
         try:
             saved: Saved | Failed = snapshot.saved(last=last)
-        except Exception as exc:  # noqa: BLE001 - somebody waits for the reply
+        except Exception as exc:  # noqa: BLE001 - the caller waits for the reply
             saved = _unsaved(exc)
         self._enqueue(partial(self._call, partial(reply, saved)))
 

@@ -26,9 +26,9 @@ TOLERANT_LAYERS = 32
 
 
 def limit(dtype: torch.dtype, layers: int) -> float:
-    """Return by how much two ways to compute the logits may differ, relative to the largest.
+    """Return the allowed difference between two computations of the logits, relative to the largest logit.
 
-    Each layer rounds anew, and independent errors grow as the root of their number.
+    Each layer adds a rounding error, and independent errors grow with the square root of their number.
     """
     return TOLERANCE.get(dtype, 0.0) * max(1.0, sqrt(layers / TOLERANT_LAYERS))
 

@@ -36,7 +36,7 @@ class GivenDescriptor:
                 raise TimeoutError("the other processes did not take what they were given")
 
     def close(self) -> None:
-        """Give no more; the descriptor itself stays open."""
+        """Stop giving the descriptor, which itself stays open."""
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
 
     def _give(self) -> None:
@@ -48,7 +48,7 @@ class GivenDescriptor:
                     return
                 with other:
                     if is_own_user(other):
-                        with suppress(OSError):  # of one who has gone
+                        with suppress(OSError):  # the other process has disconnected
                             socket.send_fds(other, [b"\0"], [self._descriptor])
                             self._given.release()
 
@@ -61,7 +61,7 @@ def is_own_user(other: socket.socket) -> bool:
 
 
 def taken(name: str) -> int:
-    """Return the descriptor that another process gives by a name. Raises OSError."""
+    """Return the descriptor that another process gives under a name. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as other:
         other.settimeout(WITHIN_S)
         other.connect(PREFIX + name)
@@ -72,7 +72,7 @@ def taken(name: str) -> int:
 
 
 def is_given(name: str) -> bool:
-    """Return whether a process gives a descriptor by a name."""
+    """Return whether a process gives a descriptor under a name."""
     try:
         os.close(taken(name))
     except OSError:
@@ -96,7 +96,7 @@ class DescriptorExchange:
         self._turn = 0
 
     def __call__(self, descriptor: int) -> list[int]:
-        """Give a descriptor to all others; return those of all ranks, in their order, own included.
+        """Give a descriptor to all other ranks; return the descriptors of all ranks in rank order.
 
         All ranks have to call as often. Raises OSError.
         """

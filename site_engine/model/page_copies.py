@@ -8,8 +8,9 @@ import torch
 
 
 class PageCopies:
-    """A room has the pages of one layer's keys or values. In a packed tensor, `[pages, page_bytes]` of bytes,
-    the parts of a page lie side by side, in the order of the rooms.
+    """Copies between rooms, each with the pages of one layer's keys or values, and packed tensors.
+
+    A packed tensor is `[pages, page_bytes]` in bytes: the parts of a page are adjacent, in room order.
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor]) -> None:
@@ -17,12 +18,12 @@ class PageCopies:
         self.rooms = in_words(rooms)
 
     def pack(self, pages: torch.Tensor, to: torch.Tensor) -> None:
-        """Queue copies of pages, an index on their device, into a packed tensor of as many."""
+        """Queue copies of `pages`, an index tensor on the device, into a packed tensor of as many pages."""
         for room, part in zip(self.rooms, self._parts(to), strict=True):
             torch.index_select(room, 0, pages, out=part)
 
     def unpack(self, packed: torch.Tensor, pages: torch.Tensor) -> None:
-        """Queue copies of a packed tensor of their device into pages."""
+        """Queue copies of a packed tensor on the same device into `pages`."""
         for room, part in zip(self.rooms, self._parts(packed), strict=True):
             room.index_copy_(0, pages, part)
 
@@ -33,7 +34,7 @@ class PageCopies:
 
 
 def in_words(rooms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View pages as rows of the widest numbers of which all have whole ones: fewer are copied faster."""
+    """View pages as rows of the widest integer type that divides all of them, which copies fastest."""
     rows = [room.view(torch.uint8).flatten(1) for room in rooms]
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(row.shape[1] % dtype.itemsize == 0 for row in rows):

@@ -1,4 +1,4 @@
-"""Hold the keys and values of requests that came from other engines, until the requests start here."""
+"""Hold received keys and values of requests from other engines until the requests start here."""
 
 from __future__ import annotations
 

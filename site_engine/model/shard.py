@@ -1,7 +1,7 @@
 """Load one rank's share of a model: a model of the same class with fewer heads and a narrower MLP.
 
-Reads of the files only what the rank keeps. Its output and down projections give a part of each sum, which
-hooks complete over the group.
+Reads only the rank's part of the files. Its output and down projections compute partial sums, which hooks
+complete over the group.
 """
 
 from __future__ import annotations

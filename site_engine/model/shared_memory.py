@@ -1,4 +1,4 @@
-"""Memory that several processes of this host have, by a file descriptor that stands for it."""
+"""Memory shared by processes of this host, identified by a file descriptor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class SharedMemory(Protocol):
     """Creates and maps shared memory of one device."""
 
     def create(self, size_bytes: int) -> tuple[int, torch.Tensor]:
-        """Return a descriptor of zeros, and their bytes. Raises NoMemory."""
+        """Allocate zeroed memory; return its descriptor and bytes. Raises NoMemory."""
 
     def open(self, descriptor: int, size_bytes: int) -> torch.Tensor:
-        """Return the bytes of what another process has created, of any device; close the descriptor."""
+        """Map memory that another process has created, on any device; close the descriptor."""
 
     def close(self, memory: torch.Tensor) -> None:
-        """Give up bytes that were opened, which nothing may use any more."""
+        """Unmap opened memory, which must no longer be used."""
 
 
 class SharedHostMemory:
@@ -37,7 +37,7 @@ class SharedHostMemory:
             os.close(descriptor)
 
     def close(self, memory: torch.Tensor) -> None:
-        """Do nothing: the memory goes with the last tensor that uses it."""
+        """Do nothing: the memory is freed with the last tensor that uses it."""
 
 
 def _mapped(descriptor: int, size_bytes: int) -> torch.Tensor:

@@ -50,23 +50,23 @@ class TensorGroup:
             options.asyncOp = False  # on the current stream, so that a CUDA graph has it
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place: each gets the same numbers."""
+        """Sum a tensor over the ranks in place (all-reduce). All ranks get identical numbers."""
         _finish(self._ranks.allreduce([tensor], self._sum))
         return tensor
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Copy the leader's tensor into the followers'."""
+        """Broadcast the leader's tensor into the followers'."""
         _finish(self._ranks.broadcast([tensor], self._from_leader))
 
     def least(self, number: int) -> int:
-        """Return the least of the ranks' numbers, on each of them."""
+        """Return the minimum of the ranks' numbers, on every rank."""
         found = torch.tensor([number], dtype=torch.int64, device=self._device)
         _finish(self._ranks.allreduce([found], self._least))
         return int(found)
 
     @contextmanager
     def step(self, message: Any) -> Iterator[None]:
-        """Have the followers do what `message` says while this rank does it."""
+        """Have the followers execute `message` while this rank executes the body of the `with` statement."""
         try:
             for follower in self._followers:
                 follower.send(message)
@@ -77,6 +77,6 @@ class TensorGroup:
 
 
 def _finish(work: Any) -> None:
-    """Have the current stream wait; on a CPU this thread waits."""
+    """Make the current stream wait for `work`; on a CPU, block this thread."""
     if work is not None:
         work.wait()

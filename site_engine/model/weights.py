@@ -143,7 +143,7 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _copy(pieces: Sequence[_Piece], device: torch.device) -> None:
-    """Copy pieces one after another: one is read from its file while the device takes the one before."""
+    """Copy pieces in sequence: one is read from its file while the previous one is copied to the device."""
     on_gpu = device.type == "cuda"
     largest = max((piece.target.numel() for piece in pieces), default=0)
     buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
@@ -164,7 +164,7 @@ def _copy(pieces: Sequence[_Piece], device: torch.device) -> None:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> None:
-    """Fill a view from a file. Raises OSError if the file ends before."""
+    """Fill a view from a file. Raises OSError if the file is too short."""
     at = 0
     while at < len(view):
         count = os.preadv(descriptor, [view[at:]], offset + at)
