@@ -1,8 +1,7 @@
 """Authorize operators: by an admin key in a header, or by a session that the page opened with one.
 
-A session is a signed cookie: HttpOnly, SameSite=Strict, valid for some hours, void once its key is revoked or
-its operator has signed out.
-Acts authorized by a cookie must come from our own page.
+A session is a signed cookie: HttpOnly, SameSite=Strict, valid for SESSION_S seconds, void once its key is
+revoked or its operator has signed out. Acts authorized by a cookie must come from our own page.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Access:
         self._session_key = session_key
 
     async def operator(self, request: AnyRequest) -> Operator:
-        """Return the operator of a request. Raises Unauthenticated or Forbidden."""
+        """Return the operator of a request. Raises Unauthenticated, TooMany or Forbidden."""
         if "authorization" in request.headers:
             return self._admin(await authenticate(request.scope, self._backend))
         return await self._session_operator(request.cookies.get(COOKIE, ""))
@@ -65,7 +64,7 @@ class Access:
     async def acting_operator(self, request: AnyRequest) -> Operator:
         """Return the operator of a request that changes state.
 
-        Raises Forbidden for a view-only session or a foreign page; Unauthenticated.
+        Raises Forbidden for a view-only session or a foreign page, and the errors of `operator`.
         """
         operator = await self.operator(request)
         if "authorization" not in request.headers:
@@ -79,14 +78,14 @@ class Access:
         caller = await authenticate_key(secret, self._backend, client_address(request.scope))
         self._admin(caller)
         until = int(self._backend.unix_time()) + SESSION_S
-        role = f"{'view' if view_only else 'act'}:{token_hex(8)}"  # no two sessions are equal
+        role = f"{'view' if view_only else 'act'}:{token_hex(8)}"  # makes each session unique
         claim = f"{caller.key_id} {until} {role}".encode()
         return f"{claim.hex()}.{self._signature(claim)}"
 
     async def end_session(self, request: AnyRequest) -> None:
-        """Void the session of the request on every replica; do nothing without one.
+        """Void the session of the request on every replica. Without a session, do nothing.
 
-        Raises Overloaded if other replicas can't be told: here it is void.
+        Raises Overloaded if the database is unavailable: the session is then void on this replica only.
         """
         if (claim := self._claim(request.cookies.get(COOKIE, ""))) is None or self._ended is None:
             return
@@ -110,7 +109,7 @@ class Access:
         return Operator(key_id, role.partition(":")[0] == "act")
 
     def _claim(self, cookie: str) -> bytes | None:
-        """Return what a cookie of ours says, None for any other."""
+        """Return the claim of a cookie that this federation signed, None for any other."""
         hexed, _, signature = cookie.partition(".")
         try:
             claim = bytes.fromhex(hexed)
@@ -129,7 +128,7 @@ class Access:
 
 
 def _session_id(claim: bytes) -> str:
-    """Return the name under which an ended session is stored: of no use to whoever reads it."""
+    """Return the id under which an ended session is stored, a hash that does not reveal the cookie."""
     return sha256(claim).hexdigest()
 
 

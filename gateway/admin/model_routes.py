@@ -42,7 +42,7 @@ class Off(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class RouteFacts:
-    """A route as operators see it."""
+    """Describes routes to operators."""
 
     table: RouteTable
     directory: Directory
@@ -65,7 +65,7 @@ class RouteFacts:
         }
 
     def named(self, name: str) -> dict[str, Any]:
-        """Return what now holds for a name; without a route, no target."""
+        """Describe the current route of a name; without a route, it has no targets."""
         route = self.table.current.get(name)
         return self.of(route) if route else {"name": name, "targets": []}
 

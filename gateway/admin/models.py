@@ -23,10 +23,10 @@ from gateway.store.audit import Act
 from gateway.store.orders import OrderTable
 
 ADD_WITHIN_S = 600.0
-"""A site reads the folder, compares the variant with transformers and then serves it."""
+"""Seconds for a site to read the folder, compare the variant with transformers and then serve it."""
 REMOVE_WITHIN_S = 30.0
 AFTER = {"remove": "removed", "sleep": "asleep", "wake": "awake"}
-"""What the audit says of a model after orders that name no folder."""
+"""The audit's `after` value for orders that name no folder."""
 
 
 class Addition(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Addition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an order to remove a variant, to let it sleep or to wake it."""
+    """The body of an order to remove a model, put it to sleep or wake it."""
 
     site: str
     model: str
@@ -57,7 +57,7 @@ class SiteModels:
     unix_time: Callable[[], float] = time.time
 
     def site(self, name: str) -> Site:
-        """Raises NotFound."""
+        """Return the site of this name. Raises NotFound."""
         found = next((site for site in self.directory.sites if site.name == name), None)
         if found is None:
             names = ", ".join(site.name for site in self.directory.sites) or "none"
@@ -65,9 +65,9 @@ class SiteModels:
         return found
 
     async def order(self, site: str, order: ModelOrder, operator: Act) -> None:
-        """Have a site carry an order out, which is in the audit before, and after if it was refused.
+        """Have a site carry out an order. The audit records the order before, and a failure after.
 
-        Raises NotFound, BadRequest with the site's reason, Overloaded.
+        Raises NotFound, BadRequest with the site's reason, or Overloaded.
         """
         identity, link = self.site(site).identity, self.links.get(site)
         if not identity.takes_orders:
@@ -93,7 +93,7 @@ class SiteModels:
             raise
 
     def _check_name(self, site: str, model: str) -> None:
-        """Raises BadRequest for a name by which clients would get one of two different models."""
+        """Raise BadRequest for a name that would then stand for two different models."""
         own = self.site(site).identity.models
         if model in own:
             raise BadRequest(f"{site} serves {model} already; remove it first", param="model")

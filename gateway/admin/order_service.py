@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 REFRESH_TIMEOUT_S = 2.0
-"""Bounds a refresh, so that orders end on time although the database is silent."""
+"""Bounds a refresh, so that orders expire on time even if the database does not answer."""
 MAX_ENTRIES_SHOWN = 50
 OVERLAP_S = 3600.0
-"""Entries of this time before the newest are read again: each is dated where somebody acted."""
+"""Seconds before the newest entry that are read again: each replica dates entries by its own clock."""
 
 
 class OrderService:
-    """Applies the orders in force. While the database is away the last known ones hold, and end on time."""
+    """Applies the active orders. Without the database, the last known orders apply and expire on time."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class OrderService:
         self._publisher = publisher
         self._unix_time = unix_time
         self._published: deque[str] = deque(maxlen=4 * MAX_ENTRIES_SHOWN)
-        self._newest_at = 0.0  # of the entries that were published
+        self._newest_at = 0.0  # of the published entries
         self._refreshing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -64,7 +64,7 @@ class OrderService:
     def preview(self, action: Action) -> Preview:
         """Return the expected effect of an act. Raises BadRequest where the act makes no sense.
 
-        An order can be lifted that is for a site or a model that is not there any more.
+        An order can be lifted even if its site or model is no longer there.
         """
         sites = (
             self._publisher.tick().sites
@@ -93,7 +93,7 @@ class OrderService:
     async def act(self, action: Action, who: str) -> Preview:
         """Store the act's order, apply it and return the expected effect.
 
-        Raises BadRequest; Overloaded when the database is away: then nothing has changed.
+        Raises BadRequest, or Overloaded if the database is unavailable; then nothing has changed.
         """
         expected, now = self.preview(action), self._unix_time()
         order = order_of(action, who, now)
@@ -121,7 +121,7 @@ class OrderService:
                 log.exception("a refresh of the orders went wrong in an unforeseen way")
 
     async def _refresh(self) -> None:
-        """Read and apply the orders, one refresh at a time: an older one must not undo a newer order."""
+        """Read and apply the orders, one refresh at a time: an older refresh must not undo a newer order."""
         async with self._refreshing:
             try:
                 async with asyncio.timeout(REFRESH_TIMEOUT_S):
@@ -151,7 +151,7 @@ class OrderService:
                             await self._table.expire(order, now)
 
     def _publish(self, entries: list[AuditEntry]) -> None:
-        """Add an event for each audit entry of any replica, once: also of acts that leave no order."""
+        """Add one event for each audit entry of any replica, including acts that leave no order."""
         for entry in reversed(entries):
             self._newest_at = max(self._newest_at, entry.at)
             if entry.id not in self._published:

@@ -18,7 +18,7 @@ TIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Expected part of new queries at a site, by weight and measured speed."""
+    """Expected fraction of new queries at a site, by weight and measured speed."""
 
     site: str
     before: float
@@ -27,9 +27,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Predicted effect. `capacity_left` and `load` are parts of today's capacity; None if unmeasured.
+    """Predicted effect. `capacity_left` and `load` are fractions of today's capacity; None if unmeasured.
 
-    `left` queries are at the site; at its measured speed it would be empty in `empty_in_s`.
+    `left` is the number of queries at the site, which would finish in `empty_in_s` at its measured speed.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Serve what the page and `mico top` read: snapshot, history of the plots, events, one query's decisions."""
+"""Serve the reads of the page and `mico top`: snapshot, plot history, events, one query's decisions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_routes(access: Access, publisher: SnapshotPublisher, reads: OperatorRea
 
 
 def history_of(publisher: SnapshotPublisher, window: str) -> dict[str, Any]:
-    """Return the columns of a window given in minutes: samples a second for the shortest, else a minute.
+    """Return the columns of a window in minutes: a sample per second for the shortest, else per minute.
 
     Raises BadRequest for an unknown window.
     """
@@ -80,7 +80,7 @@ def history_of(publisher: SnapshotPublisher, window: str) -> dict[str, Any]:
 def event_dicts(history: SiteHistory) -> list[dict[str, Any]]:
     """Return events of the site and acts on it, newest first.
 
-    Either `replica` (saw it) or `who` (did it) is set.
+    An event of the site has `replica`, which saw it; an act has `who`, the operator.
     """
     seen = [{**msgspec.structs.asdict(event), "who": ""} for event in history.events]
     done = [{**asdict(event_of(entry)), "id": entry.id, "replica": ""} for entry in history.entries]

@@ -14,7 +14,7 @@ from gateway.errors import ClientMistake
 from gateway.http.body import decode_as
 
 MAX_LOGIN_BYTES: Final = 16_384
-"""Read before anybody is known, from anybody: bodies of the usual limit would fill the memory."""
+"""Sign-in bodies are read before authentication: those of the usual limit could fill the memory."""
 
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
     @get("/admin/api/session")
     async def session(request: AnyRequest) -> dict[str, Any]:
-        """Answer an empty name without a session, no error: every page asks this first."""
+        """Return the operator, with an empty name if there is no session: every page requests this first."""
         try:
             operator = await access.operator(request)
         except ClientMistake:
@@ -50,7 +50,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
 
 def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
-    """Build the session cookie; `secure` if the page came over TLS, also to the first of several proxies."""
+    """Build the session cookie. It is `secure` if the page came over TLS, to this gateway or a proxy."""
     scheme, _, _ = request.headers.get("x-forwarded-proto", request.url.scheme).partition(",")
     return Cookie(
         key=COOKIE,

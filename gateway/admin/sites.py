@@ -27,7 +27,7 @@ MAX_ORDER_S = 30 * 86_400.0
 
 
 class ActRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an act. `dry_run` answers with the numbers and changes nothing."""
+    """The body of an act. With `dry_run`, the preview is returned and nothing changes."""
 
     reason: str = ""
     weight: float | None = None

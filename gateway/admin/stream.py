@@ -1,6 +1,4 @@
-"""Serve `/admin/stream`: the history that the page lacks, then a snapshot a second, encoded once for all
-pages.
-"""
+"""Serve `/admin/stream`: the history that a page lacks, then a snapshot per second, encoded once for all."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ async def is_still_authorized(access: Access, request: AnyRequest) -> bool:
 
 
 def last_seen_seq(publisher: SnapshotPublisher, last_event_id: str) -> int:
-    """Return the number of the last snapshot that a page has from this process; 0 if there is none."""
+    """Return the number of the last snapshot that a page received from this process, 0 if there is none."""
     boot_id, _, seq = last_event_id.partition("-")
     seen = int(seq) if boot_id == publisher.boot_id and _IS_NUMBER.fullmatch(seq) else 0
     return seen if publisher.snapshot is not None and seen <= publisher.snapshot.seq else 0

@@ -61,8 +61,8 @@ class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NewQuotas(msgspec.Struct, forbid_unknown_fields=True):
-    """New quotas of a tenant or a key. `limits` is by kind; null lifts a limit, kinds not named stay. Whole
-    numbers, but for dollars.
+    """New quotas of a tenant or a key. `limits` maps kinds to amounts, whole numbers except for dollars. null
+    lifts a limit; kinds that are not named keep theirs.
     """
 
     scope: Scope
@@ -97,7 +97,7 @@ def _list_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
     @get("/admin/api/quotas")
     async def list_quotas(request: AnyRequest) -> dict[str, Any]:
-        """List the quotas of which most is used, at most `limit`."""
+        """List at most `limit` quotas, those with the largest used share first."""
         await access.operator(request)
         limit = read_page(request, MAX_ENTRIES, MAX_ENTRIES).limit
         async with translated_errors():
@@ -217,7 +217,7 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
 @asynccontextmanager
 async def translated_errors() -> AsyncIterator[None]:
-    """Translate the store's errors: to NotFound, BadRequest, or Overloaded when the database is away."""
+    """Translate the store's errors: to NotFound, BadRequest, or Overloaded if the database is unavailable."""
     try:
         yield
     except UnknownSubject as exc:
@@ -258,7 +258,7 @@ def checked_name(name: str, param: str) -> str:
 
 
 def _check_names(key: NewKey) -> None:
-    """Raise BadRequest where the key, its tenant or what it is held to has a name that nothing can have."""
+    """Raise BadRequest if the key, its tenant or one of its models or regions has an invalid name."""
     checked_name(key.name, "name"), checked_name(key.tenant, "tenant")
     for param, names in (("models", key.models), ("regions", key.regions)):
         for name in names or ():
@@ -271,7 +271,7 @@ def key_facts(key: KeyInfo) -> dict[str, Any]:
 
 
 def _counted(kind: Kind, amount: float | None) -> int | None:
-    """Return what is counted of an amount. Raises BadRequest."""
+    """Convert an amount to the unit that is counted, nano-dollars for a budget. Raises BadRequest."""
     if amount is None:
         return None
     fits = 0 <= amount <= kind.shown(MAX_AMOUNT)

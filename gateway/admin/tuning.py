@@ -1,4 +1,4 @@
-"""List all tenants' jobs of fine-tuning for operators, with the progress, the tenant and the loss of each."""
+"""List all tenants' fine-tuning jobs for operators, with the progress, tenant and losses of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.http.pagination import list_response, read_page
 from gateway.tuning.service import TuningService
 
 LOSSES: Final = 90
-"""Of a job: more would be closer to each other than a line is wide."""
+"""Losses per job: more would be closer together than the width of the plotted line."""
 
 
 def tuning_reads(access: Access, backend: Backend, tuning: TuningService) -> list[HTTPRouteHandler]:

@@ -16,9 +16,10 @@ CUSTOM_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def read_batch_requests(fields: Fields, url: str) -> list[bytes]:
-    """Return the requests as lines of the input file of a batch, of which each asks `url`.
+    """Return the requests as lines of a batch's input file, each a request to `url`.
 
-    Checks what must hold between the requests; the fields of each message are read when it runs.
+    Checks what concerns all requests, such as unique ids and one model. The other fields of each message are
+    read when it runs.
     """
     if fields.required("requests") is None:
         return []
@@ -72,8 +73,8 @@ _LINES: Final = msgspec.json.Decoder(_Line)
 
 
 def result_line(line: bytes, unanswered: str) -> bytes:
-    """Return the result for a line of the output file or the error file. A line without a response, as all of
-    the input file, did not run: `unanswered` is the type of its result.
+    """Return the result for a line of a batch's output, error or input file. A line without a response, such
+    as each of the input file, did not run; the type of its result is `unanswered`.
     """
     read = _LINES.decode(line)
     result: dict[str, object] = {"type": unanswered}

@@ -15,7 +15,7 @@ from gateway.openai.unary_response import UnaryResponse
 
 OVERLOADED_STATUS: Final = 529
 MAX_DEPTH: Final = 500
-"""Objects and lists within each other in the arguments of a call: decoders go to about 990 in all."""
+"""Maximum nesting of objects and lists in a call's arguments; decoders accept about 990 levels in all."""
 STOP_REASONS: Final = {
     Finish.STOP: "end_turn",
     Finish.LENGTH: "max_tokens",
@@ -68,7 +68,7 @@ def text_block(text: str) -> dict[str, object]:
 
 
 def thinking_block(text: str) -> dict[str, object]:
-    """Return a block of reasoning. Nothing is signed: what comes back in later turns is read as it is."""
+    """Return a block of reasoning. It is unsigned: reasoning sent back in later turns is not verified."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
@@ -103,8 +103,8 @@ def stop_fields(finish: Finish, stop_sequence: str) -> dict[str, object]:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return the arguments as an object. What was cut off at the token limit is no JSON: it stays a text, as
-    does what nests too deeply for whoever reads it within a message.
+    """Return the arguments as an object. Arguments that are no JSON object, such as those cut off at the
+    token limit, and those that nest too deeply for clients to decode stay a text, under `arguments`.
     """
     try:
         read = msgspec.json.decode(arguments or "{}")
@@ -114,7 +114,7 @@ def _input(arguments: str) -> dict[str, object]:
 
 
 def _is_deeper(value: object, most: int) -> bool:
-    """Return whether more than `most` objects and lists of a JSON value are within each other."""
+    """Return whether a JSON value nests more than `most` objects and lists."""
     level: list[Any] = [value]
     for _ in range(most + 1):
         level = [each for each in level if isinstance(each, dict | list)]
@@ -131,5 +131,5 @@ def error_fields(error: ErrorResponse, request_id: str) -> dict[str, object]:
 
 
 def error_status(error: ErrorResponse) -> int:
-    """Return the status: 529 where no site has room now, which clients retry after a while."""
+    """Return the HTTP status: 529 in place of 503, which Anthropic's clients know as overload."""
     return OVERLOADED_STATUS if error.status == 503 else error.status

@@ -95,7 +95,7 @@ class MessageEncoder:
             frames += self._start(_TOOL, tool_block(part.id, part.name, {}))
             self._call_index = part.index
         if self._kind is not _TOOL or self._call_index != part.index:
-            raise incomplete_answer()  # more of a call that was complete
+            raise incomplete_answer()  # continues a call that is already complete
         if not part.arguments:
             return frames
         return frames + self._delta_head + one_line(_json(part.arguments)) + b"}}\n\n"

@@ -1,6 +1,6 @@
 """Reads the body of POST /v1/messages as a chat.
 
-`cache_control` has no effect: sites keep the prefixes of prompts by themselves.
+`cache_control` has no effect: sites cache the prefixes of prompts automatically.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gateway.prompt import Chat, Message
 
 MAX_STOPS = 16
 BETWEEN_BLOCKS = "\n"
-"""Blocks of text are texts of their own, such as a reminder and a question; only those of an assistant are
-pieces of what it said.
+"""Separates text blocks, which are separate texts, such as a reminder and a question. Blocks of an assistant
+are pieces of one text and are joined without it.
 """
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ROLES = ("user", "assistant", "system")
 _THINKING = {"enabled": "medium", "disabled": "none", "adaptive": ""}
-"""The kinds of thinking as efforts of reasoning."""
+"""The reasoning effort for each type of `thinking`."""
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _UNSUPPORTED_FIELDS = ("container", "mcp_servers", "previous_message_id")
 _IGNORED_FIELDS = frozenset(
@@ -39,8 +39,8 @@ _IGNORED_FIELDS = frozenset(
 
 
 def read_message_request(fields: Fields, *, counted: bool = False) -> GenerationRequest:
-    """Read a request. `max_tokens` above a model's context means as many as fit, as clients send one number
-    to all models; it may be left out where the prompt is only `counted`.
+    """Read a request. A `max_tokens` above the model's context means as many tokens as fit, since clients
+    send one number to all models. It may be omitted if the prompt is only `counted`.
     """
     model = fields.required_text("model")
     max_tokens = fields.integer("max_tokens", 1, MAX_COUNT, None)
@@ -98,7 +98,7 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _turn(message: Fields) -> list[Message]:
-    """Return the messages of one turn: results of calls are messages of their own, before the text."""
+    """Return the messages of one turn. Results of calls become separate messages before the text."""
     role = message.required("role")
     if role not in _ROLES:
         if role is not None:
@@ -130,7 +130,7 @@ class _Thought(NamedTuple):
 
 
 def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, object] | Message:
-    """Return a text, an image, a thought, a call in the form of a template, or the result of a call."""
+    """Return a text, an image, a thought, a call as templates read it, or the result of a call."""
     kind = block.required("type")
     if kind == "text":
         return "" if block.required("text") is None else block.text("text")
@@ -194,7 +194,7 @@ def _tool(item: Fields) -> dict[str, object]:
 
 
 def _read_choice(fields: Fields, names: set[str]) -> tuple[ToolChoice, bool]:
-    """Return the choice, and whether one call at most is wanted."""
+    """Return the choice, and whether at most one call is allowed."""
     choice = fields.child("tool_choice")
     if choice is None:
         return ToolChoice("auto"), False
@@ -217,9 +217,9 @@ def _read_choice(fields: Fields, names: set[str]) -> tuple[ToolChoice, bool]:
 
 
 def _effort(fields: Fields) -> str:
-    """Return the effort of reasoning by `thinking` and `output_config.effort`, empty if neither says one.
+    """Return the reasoning effort from `thinking` and `output_config.effort`, empty if neither sets one.
 
-    A budget of tokens is a hint that has no effect here: the model decides when it has thought enough.
+    `budget_tokens` is validated but has no effect: the model decides when to stop reasoning.
     """
     thinking, config = fields.child("thinking"), fields.child("output_config")
     effort = None if config is None else config.raw("effort")

@@ -61,7 +61,7 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
 
 
 def create_operators_http(backend: Backend, handlers: Sequence[ControllerRouterHandler]) -> Litestar:
-    """Build the application of the port that is not for clients. It asks for no key."""
+    """Build the application of the operators' port, which requires no key."""
     app = Litestar(
         [*health_routes(backend, details=True), *handlers],
         exception_handlers={Exception: _render_error},

@@ -11,7 +11,7 @@ from gateway.http.exchange import header
 
 
 async def authenticate(scope: Scope, backend: Backend) -> Caller:
-    """Return the caller, by `Authorization: Bearer` or Anthropic's `x-api-key`.
+    """Return the caller whose key is in `Authorization: Bearer` or in Anthropic's `x-api-key`.
 
     Raises Unauthenticated or TooMany; their messages never repeat what was sent.
     """
@@ -30,8 +30,8 @@ async def authenticate(scope: Scope, backend: Backend) -> Caller:
 async def authenticate_key(secret: str, backend: Backend, address: str) -> Caller:
     """Return the owner of a key. Raises Unauthenticated or TooMany.
 
-    A valid key is accepted however often its address has failed. A key that is unknown here may have been
-    created a moment ago, so it is looked up in the database before it is refused.
+    A valid key is accepted however often its address has failed. A key that is not in memory may be new, so
+    it is looked up in the database before it is refused, unless its address must wait.
     """
     if secret.isascii():
         caller = backend.authenticate(secret)
@@ -48,7 +48,7 @@ def client_address(scope: Scope) -> str:
 
 
 def _record_failure(backend: Backend, address: str, message: str) -> Unauthenticated | TooMany:
-    """Return the error to raise. An address that must wait is told so, and the failure does not count."""
+    """Return the error to raise: TooMany, without counting the failure, if the address must wait."""
     wait_s = backend.login_limiter.wait_s(address)
     if wait_s:
         return TooMany("Too many requests without a good key came from your address.", retry_after_s=wait_s)

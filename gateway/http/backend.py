@@ -1,4 +1,4 @@
-"""Defines what the HTTP edge needs of the rest of the gateway: one frozen object of callables."""
+"""Defines the interface of the HTTP edge to the rest of the gateway: one frozen object of callables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Readiness(NamedTuple):
-    """`reason` says to an operator why the gateway is ready or not."""
+    """Whether the gateway is ready. `reason` explains it to operators."""
 
     ready: bool
     reason: str
 
 
 async def _no_such_key(secret: str) -> None:
-    """Find no key: where all keys are in memory there is nothing to look up."""
+    """Return None: the default for gateways that keep all keys in memory."""
 
 
 async def _counts_nothing(_: Query) -> int:
@@ -37,16 +37,17 @@ async def _counts_nothing(_: Query) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """`count` returns the tokens of a prompt. `models` are those that sites serve now, with the `routes`, the
-    names that stand for some; `known_models` also those that sites served before they went down, by which
-    requests are checked; they are all once the `fleet_complete`: before, sites may still be joining.
-    `authenticate` works in memory and in constant time; `look_up_key` may ask the database for a key that
-    `authenticate` does not know. `quota_status` returns the quota that a caller sees in the rate limit
-    headers.
+    """The functions and settings that the HTTP edge uses.
 
-    `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
-    token is opened without it, so that no load balancer cuts it; after that, a comment is sent whenever the
-    stream has been silent for `keep_alive_s`.
+    `count` returns the number of tokens of a prompt. `models` returns the models that sites serve now, and
+    `routes` as models. `known_models` adds the models of sites that are down; requests are checked against
+    it. Until `fleet_complete` returns True, sites may still be joining and models may be missing.
+    `authenticate` works in memory and in constant time. `look_up_key` may query the database for a key that
+    `authenticate` does not know. `quota_status` returns the quota shown in the rate limit headers.
+
+    `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` seconds for its
+    first token is opened without it, so that no load balancer cuts it. After that, a comment is sent whenever
+    the stream has been silent for `keep_alive_s` seconds.
     """
 
     answer: Answer
@@ -63,7 +64,7 @@ class Backend:
     clock: Callable[[], float] = time.monotonic
     unix_time: Callable[[], float] = time.time
     new_id: Callable[[], str] = field(default_factory=hex_ids)
-    login_limiter: LoginLimiter = field(default_factory=LoginLimiter)  # to authenticate
+    login_limiter: LoginLimiter = field(default_factory=LoginLimiter)  # counts failures to authenticate
     bodies: BodyReader = field(default_factory=BodyReader)
     timeout_s: float = 600.0
     body_limit_bytes: int = 8 * 1024 * 1024
@@ -73,5 +74,5 @@ class Backend:
     async def read_json(
         self, scope: Scope, receive: Receive, caller: Caller, read: Callable[[dict[str, object]], T]
     ) -> T:
-        """Return what `read` makes of the caller's JSON object. Raises as `BodyReader.read_json` does."""
+        """Return the result of `read` for the caller's JSON object. Raises as `BodyReader.read_json` does."""
         return await self.bodies.read_json(scope, receive, caller.tenant, self.body_limit_bytes, read)

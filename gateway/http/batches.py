@@ -130,7 +130,7 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
 
 
 async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits, new_file: File | None = None) -> None:
-    """Write a new batch, and make its input file visible if that is new. Raises BadRequest or TooMany."""
+    """Store a new batch and, if given, publish its new input file. Raises BadRequest or TooMany."""
     try:
         await ledger.create(batch, limits.tenant_batches, new_file)
     except InputFileNotFound as exc:
@@ -179,7 +179,7 @@ def batch_json(batch: Batch) -> dict[str, Any]:
 
 
 def _progress_json(batch: Batch) -> dict[str, Any]:
-    """Render what OpenAI's object has no fields for: the order, what is shared, and when the batch ends."""
+    """Render the fields that OpenAI's object lacks: order, shared prompt tokens, queries in flight, end."""
     outline, runs = batch.outline, batch.status in (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
     expected = (
         {}
@@ -203,7 +203,7 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
 
 
 def read_metadata(fields: Fields) -> dict[str, str] | None:
-    """Read OpenAI's metadata: a few short strings of the client's."""
+    """Read OpenAI's `metadata`, a few short strings; None if it is omitted or refused."""
     metadata = fields.raw("metadata")
     if metadata is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads request bodies under limits of one and of all, decodes and encodes JSON."""
+"""Reads request bodies within limits for each and for all of them, and decodes and encodes JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.side_work import INLINE_BYTES, SideWork
 T = TypeVar("T")
 
 MAX_BODIES_BYTES = 2**29
-"""Memory of all bodies that have not become queries yet: 50 kB each for 10,000 of them."""
+"""Maximum bytes of all bodies that have not become queries yet: 50 kB each for 10,000 of them."""
 DECODE_WITHIN_S = 60.0
 RETRY_AFTER_S = 1.0
 
@@ -31,7 +31,7 @@ class ClientGone(Exception):
 
 
 class BodyReader:
-    """Reads the JSON bodies of all tenants. Large ones are decoded one at a time, the tenants' by turns."""
+    """Reads the JSON bodies of all tenants. Large bodies are decoded one at a time; tenants take turns."""
 
     def __init__(self, side_work: SideWork | None = None, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.memory = MemoryBudget(max_bytes)
@@ -45,7 +45,7 @@ class BodyReader:
         limit_bytes: int,
         read: Callable[[dict[str, object]], T],
     ) -> T:
-        """Return what `read` makes of one JSON object.
+        """Return the result of `read` for the body's JSON object.
 
         Raises what `read` raises, BadRequest, HTTPException (413), Overloaded or ClientGone.
         """
@@ -67,7 +67,7 @@ class BodyReader:
 
 
 def refuse_encoding(scope: Scope) -> None:
-    """Raise BadRequest for a compressed body: what it unfolds to could not be bounded before it is read."""
+    """Raise BadRequest for a compressed body, whose decompressed size could not be bounded in advance."""
     encoding = header(scope, b"content-encoding").strip()
     if encoding.lower() not in ("", "identity"):
         raise BadRequest(
@@ -77,7 +77,10 @@ def refuse_encoding(scope: Scope) -> None:
 
 
 def _read(raw: bytes, read: Callable[[dict[str, object]], T]) -> T:
-    """Return what `read` makes of a body, parts of which it may encode with more of the stack in use."""
+    """Return the result of `read` for a body. Raises BadRequest for a body that nests too deeply.
+
+    `read` may encode parts of the body again, deeper in the call stack than they were decoded.
+    """
     try:
         return read(decode(raw))
     except RecursionError as exc:
@@ -85,8 +88,8 @@ def _read(raw: bytes, read: Callable[[dict[str, object]], T]) -> T:
 
 
 async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Hold) -> bytes:
-    """Read a body. Raises HTTPException (413) for the announced length, or once the limit is passed, and
-    Overloaded where `hold` has no room for the next part.
+    """Read a body. Raises HTTPException (413) if its announced or received length exceeds the limit,
+    Overloaded if `hold` has no room for the next part, and ClientGone.
     """
     announced = header(scope, b"content-length")
     if announced.isdecimal() and int(announced) > limit_bytes:
@@ -110,7 +113,7 @@ async def _read_bytes(scope: Scope, receive: Receive, limit_bytes: int, hold: Ho
 
 
 def decode_as(raw: bytes, type_: type[T], message: str) -> T:
-    """Decode `raw` as `type_`. Raises BadRequest: `message`, and the reason without what was sent."""
+    """Decode `raw` as `type_`. Raises BadRequest with `message` and the reason, but not the content sent."""
     try:
         return msgspec.json.decode(raw, type=type_)
     except DECODE_ERRORS as exc:

@@ -1,4 +1,4 @@
-"""Serves POST /v1/messages/count_tokens: the body of a message, answered by the number of its tokens."""
+"""Serves POST /v1/messages/count_tokens: returns the number of prompt tokens of a message request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CountEndpoint:
-    """A plain ASGI application, as those of the generating endpoints."""
+    """A plain ASGI application, like those of the generating endpoints."""
 
     backend: Backend
 

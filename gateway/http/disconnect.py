@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 LEFT = "left"
-"""The key in a request's state of a future that is done once its client disconnects."""
+"""Key, in a request's state, of the future that is done once the client disconnects."""
 
 
 async def while_connected(
@@ -27,9 +27,9 @@ async def while_connected(
     """Return the result of `work`. When the client disconnects, cancel `work` and return None once it has
     cleaned up.
 
-    `left` is done once the client disconnects; without it a task waits for that by `receive`. A client that
-    stays connected but stops reading blocks `work` in its writes, hence the time limit. Raises what `work`
-    raises, and DeadlinePassed.
+    `left` is a future that is done once the client disconnects; without it, a task awaits the disconnect
+    from `receive`. A client that stays connected but stops reading blocks `work` in its writes, hence the
+    limit of `within_s` seconds. Raises the errors of `work`, and DeadlinePassed after `within_s`.
     """
     cancellation = _Cancellation()
     disconnect = left or asyncio.create_task(_wait_for_disconnect(receive))
@@ -52,7 +52,7 @@ async def while_connected(
 
 
 class _Cancellation:
-    """Cancels the current task at most once, and tells this cancellation from that of another caller."""
+    """Cancels the current task at most once, and distinguishes this from another caller's cancellation."""
 
     def __init__(self) -> None:
         self.task = asyncio.current_task()
@@ -69,7 +69,7 @@ class _Cancellation:
         self.on_disconnect(None)
 
     def is_cause(self) -> bool:
-        """Take the cancellation back and return whether it was the only one."""
+        """Undo this cancellation and return whether it was the only one."""
         return self._cancelled and self.task is not None and self.task.uncancel() <= self._cancelling_before
 
 

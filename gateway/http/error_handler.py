@@ -25,9 +25,9 @@ _FRAMEWORK_MESSAGES = {
     "Not Found": "There is no such URL here.",
     "Method Not Allowed": "This URL exists, but not for this method; the Allow header names the right ones.",
 }
-"""Replacements for the framework's own phrases, which do not say what to do."""
+"""Replacements for the framework's messages, which do not say what to do."""
 CLIENT_LEFT = "client disconnected prematurely"
-"""How the framework says that a client left before the end of its body, as an error of the server."""
+"""The framework's message for a client that left before the end of its body, raised as a server error."""
 
 
 def translate_exception(exc: BaseException, request_id: str) -> ErrorResponse:
@@ -40,7 +40,7 @@ def translate_exception(exc: BaseException, request_id: str) -> ErrorResponse:
 
 
 def is_unexpected(exc: BaseException) -> bool:
-    """Return whether `exc` is no error of the tree, no refusal by the framework and no client that left."""
+    """Return whether `exc` is not a MicoError, nor the framework's for a refusal or a client that left."""
     if isinstance(exc, HTTPException):
         return exc.status_code >= 500 and exc.detail != CLIENT_LEFT
     return not isinstance(exc, MicoError)
@@ -48,9 +48,9 @@ def is_unexpected(exc: BaseException) -> bool:
 
 @contextmanager
 def database_errors(page: Page | None = None) -> Iterator[None]:
-    """Translate the database's errors to errors that a client can read.
+    """Translate the database's errors to BadRequest or Overloaded.
 
-    `page`: the requested page, if a LookupError means that its `after` is unknown.
+    `page` is the requested page, if any. A LookupError then means that its `after` is unknown.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def database_errors(page: Page | None = None) -> Iterator[None]:
         if page is None:
             raise
         raise BadRequest(f"There is no {page.after!r} to go on from."[:200], param="after") from exc
-    except DataError as exc:  # Postgres keeps no NUL in a text
+    except DataError as exc:  # Postgres accepts no NUL in text
         raise BadRequest("A parameter has characters that no name here has.", code="invalid_value") from exc
     except (SQLAlchemyError, OSError) as exc:
         raise Overloaded("the database does not answer now", retry_after_s=2.0) from exc
@@ -86,8 +86,10 @@ def error_response(
 async def send_error(
     exc: Exception, exchange: Exchange, send: Send, render: Callable[[ErrorResponse, str], tuple[int, bytes]]
 ) -> None:
-    """Send the response for `exc`, rendered in the endpoint's format. Raises `exc` again if a status
-    was sent before: the server then cuts the connection, which is the only way left to report the failure.
+    """Send the response for `exc`, rendered in the endpoint's format.
+
+    Raises `exc` again if a status was already sent. The server then closes the connection, which is the only
+    remaining way to report the failure.
     """
     problem = log_and_translate(exc, exchange)
     if exchange.status:

@@ -71,14 +71,14 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
 
 
 async def _refuse_anthropics(request: AnyRequest) -> None:
-    """Raise NotFound for a client of Anthropic's API: its SDK would read files of OpenAI's as its own."""
+    """Raise NotFound for a client of Anthropic's API, whose SDK would misread OpenAI's file objects."""
     if from_anthropics(request.scope):
         raise NotFound("Anthropic's files are not served here; these are OpenAI's, for batches and training.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """The application that receives a file."""
+    """ASGI application that receives a file."""
 
     backend: Backend
     files: Files
@@ -126,7 +126,7 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The application that sends the content of a file."""
+    """ASGI application that sends the content of a file."""
 
     backend: Backend
     files: Files
@@ -184,9 +184,9 @@ def file_json(file: File) -> dict[str, Any]:
 
 
 def read_expires_after(anchor: str | None, seconds: str | None, default_s: float, name: str) -> float:
-    """Return for how many seconds a file is kept: by `expires_after` or the field `name` like it.
+    """Return the seconds for which a file is kept, read from the field `name`.
 
-    Raises BadRequest.
+    Without the field, return `default_s`. Raises BadRequest.
     """
     if anchor is None and seconds is None:
         return default_s

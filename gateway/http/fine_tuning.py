@@ -37,7 +37,7 @@ MAX_EVENTS_PAGE: Final = 1_000
 STREAM_POLL_S: Final = 1.0
 STREAM_WITHIN_S: Final = 24 * 3_600.0
 MAX_STREAMS: Final = 16
-"""Streams of events that one tenant has open at one process: each asks the database twice a second."""
+"""Maximum open event streams per tenant and process. Each queries the database twice a second."""
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -87,7 +87,7 @@ def _turning_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHa
     async def turn_job(
         request: AnyRequest, turn: Callable[[str, str], Awaitable[bool]], verb: str, *already: JobStatus
     ) -> Response[bytes]:
-        """Turn a job; one that is so already is returned as it is."""
+        """Change a job's state by `turn`. A job whose status is in `already` is returned unchanged."""
         job = await _asked_job(request, backend, tuning)
         with database_errors():
             turned = await turn(job.tenant, job.id)
@@ -141,7 +141,7 @@ def _list_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandl
 def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHandler]:
     @get("/v1/fine_tuning/models")
     async def list_models(request: AnyRequest) -> Response[bytes]:
-        """List the tuned models that the caller may use, also those that no site serves now."""
+        """List the tuned models that the caller may use, including those that no site serves now."""
         caller = await authenticate(request.scope, backend)
         with database_errors():
             models = await tuning.contents.models(caller.tenant)
@@ -165,9 +165,9 @@ def _model_routes(backend: Backend, tuning: TuningService) -> list[HTTPRouteHand
 
 
 async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningService) -> None:
-    """Write a new job. Raises BadRequest, Forbidden, NotFound or TooMany.
+    """Store a new job, or refuse it if no site could train it.
 
-    A job that no site could train is refused.
+    Raises BadRequest, Forbidden, NotFound or TooMany.
     """
     model = tuning.served().get(job.model)  # a base may have the name of a route
     exists = job.model in backend.routes() if model is None else model.tenant in ("", caller.tenant)
@@ -192,7 +192,7 @@ async def _submit(job: Job, caller: Caller, backend: Backend, tuning: TuningServ
 
 
 def _asked_metadata(request: AnyRequest) -> dict[str, str] | None:
-    """Return the pairs of `metadata[name]=value`; None for `metadata=null`: jobs without any."""
+    """Return the pairs of `metadata[name]=value`; None for `metadata=null`, jobs without metadata."""
     if request.query_params.get("metadata") == "null":
         return None
     given = request.query_params.items()
@@ -201,7 +201,7 @@ def _asked_metadata(request: AnyRequest) -> dict[str, str] | None:
 
 
 async def _asked_job(request: AnyRequest, backend: Backend, tuning: TuningService) -> Job:
-    """Return the job of the path, if it is the caller's. Raises NotFound."""
+    """Return the job that the path names. Raises NotFound if it is not of the caller's tenant."""
     caller = await authenticate(request.scope, backend)
     with database_errors():
         return await _get_job(tuning, caller.tenant, request.path_params["job_id"])
@@ -215,12 +215,12 @@ async def _get_job(tuning: TuningService, tenant: str, job_id: str) -> Job:
 
 
 class _EventList:
-    """The application that lists the events of a job, or streams them all until the job has ended."""
+    """ASGI application that lists the events of a job, or streams all of them until the job has ended."""
 
     def __init__(self, backend: Backend, tuning: TuningService) -> None:
         self._backend = backend
         self._tuning = tuning
-        self._streaming: list[str] = []  # the tenants of the open streams
+        self._streaming: list[str] = []  # the tenant of each open stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: AnyRequest = Request(scope)
@@ -237,7 +237,7 @@ class _EventList:
 
     @contextmanager
     def _stream_of(self, tenant: str) -> Iterator[None]:
-        """Count a stream of the tenant while it is open. Raises TooMany."""
+        """Count a stream of the tenant while it is open. Raises TooMany above MAX_STREAMS."""
         if self._streaming.count(tenant) >= MAX_STREAMS:
             raise TooMany(f"{MAX_STREAMS} streams of events are open, the most at one time: end some.")
         self._streaming.append(tenant)
@@ -256,7 +256,7 @@ class _EventList:
             await events.start()
             while True:
                 with database_errors():
-                    current = await tuning.ledger.get(job.tenant, job.id)  # before its last events are read
+                    current = await tuning.ledger.get(job.tenant, job.id)  # read before its last events
                     page = Page(MAX_EVENTS_PAGE, newest_first=False, after=last)
                     rows = (await tuning.events.list_page(job.id, page))[:MAX_EVENTS_PAGE]
                 for each in rows:
@@ -270,7 +270,7 @@ class _EventList:
 
 
 def job_json(job: Job, now_s: float) -> dict[str, Any]:
-    """Render OpenAI's job. A paused job is `queued`, as its clients know it, with `paused` beside it."""
+    """Render OpenAI's job object. A paused job has the status `queued`, and `mico.paused` is true."""
     plan = job.plan
     hyperparameters = {
         "n_epochs": plan.epochs,
@@ -342,7 +342,7 @@ def _model_json(job: Job, content: Content, served: Container[str]) -> dict[str,
 
 
 async def _figures(tuning: TuningService, job: Job) -> dict[int, dict[str, Any]]:
-    """Return the recorded figures of the job's steps."""
+    """Return the recorded figures of the job, by step."""
     listed = await tuning.events.list_page(job.id, Page(tuning.limits.events, newest_first=False))
     return {each.data["step"]: each.data for each in listed if each.data is not None}
 

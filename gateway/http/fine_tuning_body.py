@@ -1,5 +1,6 @@
-"""Reads the body of a new job of fine-tuning. What it does not know it refuses: nothing is trained otherwise
-than it was asked for.
+"""Reads the body of a new fine-tuning job.
+
+Refuses unknown fields, so that no job is trained differently from what was requested.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_RANK: Final = 256
 MAX_SEED: Final = 2**31 - 1
 MAX_SUFFIX_CHARS: Final = 64
 MAX_NAME_CHARS: Final = 200
-"""Of a tuned model: sites announce no longer ones."""
+"""Maximum length of a tuned model's name: sites announce no longer names."""
 _SUFFIX: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _AUTO: Final = "auto"
 _DEFAULT: Final = Plan()
@@ -70,7 +71,7 @@ def _suffix(fields: Fields) -> str:
 
 
 def _hyperparameters(fields: Fields) -> Fields | None:
-    """Return those of `method`, or the older ones at the top; both together only in one place."""
+    """Return the hyperparameters of `method`, or the older top-level ones. Both at once are refused."""
     top, method = fields.child("hyperparameters"), fields.child("method")
     if method is None:
         return top

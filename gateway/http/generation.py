@@ -1,4 +1,4 @@
-"""Serves the endpoints that sites answer: read → answer → send, whole or streamed, while clients wait."""
+"""Serves the endpoints that sites answer: read → answer → send, whole or streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from gateway.prices import decimal_usd
 log = logging.getLogger(__name__)
 
 DELIVERY_S = 30.0
-"""Time after the deadline of an answer for a slow client to read what is there."""
+"""Seconds after an answer's deadline in which a slow client may still read the rest."""
 
 
 def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
@@ -60,7 +60,7 @@ def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
 
 
 def generation_routes(apps: Mapping[str, ASGIApp]) -> list[HTTPRouteHandler]:
-    """Return routes for requests that need the framework: from another origin, or with an unknown method."""
+    """Return routes for requests that need the framework: from another origin, or with a wrong method."""
     return [_route(path, app) for path, app in apps.items()]
 
 
@@ -132,7 +132,7 @@ class UnaryEndpoint:
         head = self._head(request, exchange, answer.opening)
         body = self.api_format.body(request, head, answer)
         headers = [(b"content-type", b"application/json"), *provenance_headers(answer.opening)]
-        if answer.usage.nano_usd:  # where no site has a price there is nothing to tell
+        if answer.usage.nano_usd:  # zero if the sites have no prices
             headers.append((b"x-mico-cost-usd", decimal_usd(answer.usage.nano_usd).encode()))
         if isinstance(body, bytes):
             headers.append((b"content-length", b"%d" % len(body)))
@@ -142,7 +142,7 @@ class UnaryEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in body:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)  # others get their turn between two parts, however fast this client reads
+            await asyncio.sleep(0)  # let other tasks run between two parts, however fast this client reads
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -162,7 +162,7 @@ class GenerationEndpoint(UnaryEndpoint):
     async def _send_stream(
         self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
     ) -> None:
-        """Stream an answer. A failure before the first frame gets its own status, a later one is an event."""
+        """Stream an answer. A failure before its start gets its own status, a later one is an event."""
         backend = self.backend
         events = EventStream(
             send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
@@ -196,7 +196,7 @@ class GenerationEndpoint(UnaryEndpoint):
 
 
 def provenance_headers(opening: Opening) -> tuple[Header, ...]:
-    """Return the headers with the answer's site and model, the attempts and the time in the queue."""
+    """Return the headers with the answer's site, its model, the attempts and the time in the queue in ms."""
     return (
         (b"x-mico-site", safe_header_value(opening.site)),
         (b"x-mico-model", safe_header_value(opening.model)),

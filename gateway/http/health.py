@@ -10,7 +10,7 @@ from gateway.http.backend import Backend
 
 
 def health_routes(backend: Backend, *, details: bool = False) -> list[HTTPRouteHandler]:
-    """`details`: name the sites that are ready, and what is amiss."""
+    """`details`: include in /ready the reason why the gateway is ready or not."""
 
     @get("/health")
     async def health() -> Response[bytes]:

@@ -1,4 +1,4 @@
-"""Serves /v1/messages/batches: Anthropic's Message Batches, run as the batches of /v1/batches are."""
+"""Serves /v1/messages/batches: Anthropic's Message Batches, run like the batches of /v1/batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gateway.openai.fields import Fields, Problems, echo
 
 PATH: Final = "/v1/messages/batches"
 ID_PREFIX: Final = "msgbatch_"
-"""The prefix that tells these batches from those of /v1/batches, which lists both."""
+"""Prefix that distinguishes these batches from those of /v1/batches, which lists both kinds."""
 MAX_RESULT_BYTES: Final = 2**30
 _UNANSWERED: Final = {BatchStatus.CANCELLED: "canceled", BatchStatus.EXPIRED: "expired"}
 
@@ -146,8 +146,8 @@ def read_new_batch(body: dict[str, object], caller: Caller, now: float, limits: 
 
 
 async def _submit(new: NewBatch, files: Files, ledger: Ledger, limits: BatchLimits) -> Batch:
-    """Write the input file, then the batch. Raises BadRequest or TooMany; then neither is left. What the
-    database has of the file when it fails is invisible, and expires.
+    """Store the input file, then the batch. Raises BadRequest or TooMany, after which neither is kept. If
+    the database fails, the stored part of the file stays invisible and expires.
     """
     writer = await reserve_file(files, new.batch.tenant, len(new.content), limits)
     await writer.write(new.content)
@@ -170,8 +170,8 @@ async def _find(request: AnyRequest, caller: Caller, ledger: Ledger) -> Batch:
 
 
 async def _delete(batch: Batch, files: Files, ledger: Ledger) -> None:
-    """Delete the files of a batch that has ended, but one that another batch reads, then the batch: if the
-    database fails meanwhile, the next try finds what is left.
+    """Delete the files of an ended batch, except one that another batch reads, and then the batch. If the
+    database fails in between, the client can repeat the request.
     """
     for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
@@ -210,7 +210,7 @@ def _time(at: float | None) -> datetime | None:
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """The application that sends the results of a batch: a line for each request, the failed ones last."""
+    """ASGI application that sends the results of a batch: a line for each request, failed ones last."""
 
     backend: Backend
     files: Files
@@ -241,6 +241,6 @@ class _Results:
 
 
 def _result_files(batch: Batch) -> list[str]:
-    """Return the ids of the result files or, of a batch that ended before it was read, of its input file."""
+    """Return the ids of the result files, or of the input file if the batch ended before it was read."""
     results = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
     return results or [batch.input_file_id]

@@ -1,6 +1,6 @@
 """Serves GET /v1/models: the models that sites serve now and the caller may use, and the routes to them.
 
-Clients of Anthropic's API, which name its version in a header, get the fields of its models.
+Clients that send the header `anthropic-version` get model objects in Anthropic's format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.http.pagination import cursor_page, read_cursor_page
 from gateway.routing.model_routes import may_name
 
 LIFECYCLE: Final = "active"
-"""Stage of every model that is served, in Anthropic's terms."""
+"""Stage of every served model, in Anthropic's terms."""
 
 
 def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
@@ -87,10 +87,10 @@ def _anthropic_card(model: Model) -> dict[str, object]:
 
 
 def _page_of(models: list[Model], page: Page) -> list[Model]:
-    """Return the models of one page, by id in the order of reading, and one more if there are more.
+    """Return the models of one page, sorted by id in the order of reading, and one extra if more follow.
 
-    Each process lists them in the order of its own sites, and the next page may come from another one. Raises
-    LookupError if no model has the id `page.after`.
+    They are sorted because each process lists models in the order of its own sites, and another process may
+    serve the next page. Raises LookupError if no model has the id `page.after`.
     """
     models = sorted(models, key=lambda model: model.id, reverse=not page.newest_first)
     places = {model.id: place for place, model in enumerate(models, 1)}

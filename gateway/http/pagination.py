@@ -1,4 +1,4 @@
-"""Reads which page of a list a client asks for and renders it, in OpenAI's form and in Anthropic's."""
+"""Reads the page of a list that a client requests and renders it, in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def read_page(request: AnyRequest, default_limit: int, max_limit: int) -> Page:
 
 
 def read_cursor_page(request: AnyRequest) -> Page:
-    """Read `limit`, `after_id` and `before_id`, as Anthropic's lists have them. Raises BadRequest.
+    """Read Anthropic's `limit`, `after_id` and `before_id`. Raises BadRequest.
 
-    The page before `before_id` is read from there upwards.
+    A page before `before_id` is read oldest first, beginning next to `before_id`.
     """
     after, before = request.query_params.get("after_id"), request.query_params.get("before_id")
     if after and before:
@@ -39,14 +39,14 @@ def read_cursor_page(request: AnyRequest) -> Page:
 
 
 def cursor_page(rows: list[dict[str, Any]], page: Page) -> dict[str, Any]:
-    """Render one page of Anthropic's. `rows`, in the order of reading, has one more if there are more."""
+    """Render a page in Anthropic's format. `rows`, in the order of reading, have one extra if more follow."""
     data = rows[: page.limit] if page.newest_first else rows[: page.limit][::-1]
     first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": len(rows) > page.limit}
 
 
 def list_response(rows: list[dict[str, Any]], page: Page) -> Response[bytes]:
-    """Render one page. `rows` has one more than the page if there are more."""
+    """Render a page in OpenAI's format. `rows` have one extra if more follow."""
     data = rows[: page.limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return json_response({"object": "list", "data": data, **ends, "has_more": len(rows) > page.limit})

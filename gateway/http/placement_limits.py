@@ -1,4 +1,4 @@
-"""Reads the headers by which a request limits where it is served, and what that may cost."""
+"""Reads the headers with which a request limits its regions, its sites and its price."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes the usual parts of a response: its head, and the chunks of a stream. uvicorn does the rest.
+"""Writes the common parts of a response, its head and the chunks of a stream. uvicorn writes the rest.
 
-uvicorn searches the name and the value of each header for signs that must not be there, and makes a coroutine
-for every chunk: a tenth of what a gateway does in Python for a query.
+uvicorn searches the name and value of each header for illegal characters, and creates a coroutine for every
+chunk. That is a tenth of the gateway's work in Python for a query.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 _NAMES = re.compile(rb"[a-z0-9\n-]+")
 _CONTROL = bytes([*range(9), *range(10, 32), 127])
-"""The bytes that a header value must not have, since it could end there: all controls but the tab."""
+"""Bytes that a header value must not contain, since they could end it: all controls except the tab."""
 _READ_BY_UVICORN = frozenset((b"connection", b"transfer-encoding"))
 _WITHOUT_BODY = frozenset((204, 304))
 
 
 class ResponseWriter:
-    """Writes one response. `sent`: a future that is done, returned for what is written at once."""
+    """Writes one response. `sent` is a completed future, returned for each message written immediately."""
 
     __slots__ = ("_cycle", "_in_chunks", "_sent", "_until_close")
 
@@ -30,10 +30,10 @@ class ResponseWriter:
         self._cycle = cycle
         self._sent = sent
         self._in_chunks = False  # the response has no content-length
-        self._until_close = False  # nor chunks, which HTTP/1.0 lacks: it ends with the connection
+        self._until_close = False  # nor chunks, which HTTP/1.0 lacks: it ends when the connection closes
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a message of the application. Raises what uvicorn raises for it."""
+        """Send a message of the application. Raises the errors of uvicorn's `send`."""
         cycle = self._cycle
         if cycle.scope["http_version"] == "1.0":
             self._frame_for_http_1_0(message)
@@ -50,7 +50,7 @@ class ResponseWriter:
         return cycle.send(message)  # type: ignore[arg-type]
 
     def _frame_for_http_1_0(self, message: Message) -> None:
-        """Have uvicorn send a body of unknown length as it is, and close the connection behind it."""
+        """Make uvicorn send a body of unknown length without chunks and close the connection after it."""
         cycle = self._cycle
         if message["type"] == "http.response.start":
             self._until_close = b"content-length" not in dict(message["headers"])
@@ -60,7 +60,7 @@ class ResponseWriter:
             cycle.expected_content_length = len(message["body"])
 
     def _head(self, message: HTTPResponseStartEvent) -> bytes:
-        """Begin a response and return its head; empty for one that is left to uvicorn."""
+        """Begin a response and return its head; empty if the response is left to uvicorn."""
         cycle, status = self._cycle, message["status"]
         headers = [*cycle.default_headers, *message["headers"]]
         fields = dict(headers)

@@ -1,6 +1,6 @@
-"""Runs uvicorn with limits on how slowly and how much a connection may send, and on their number.
+"""Runs uvicorn with limits on the number of connections, and on the pace and volume that each may send.
 
-Does not limit the time of an answer: the endpoint does.
+The duration of an answer is limited by its endpoint.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from gateway.security.tls import CertificateFiles
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_BYTES = 64 * 1024
-"""Maximum size of a connection's write buffer; beyond it, the transport must notice a client not reading."""
+"""Size at which a write buffer is flushed, so that the transport notices a client that does not read."""
 MAX_UNSENT_BYTES = 16 * 1024
-"""Memory of a connection for what its client does not read, beyond the kernel's; then its answer waits."""
+"""Unread bytes that a connection's transport buffers in addition to the kernel; above it, answers wait."""
 
 ACCEPTS_IN_A_ROW = 16
-"""asyncio accepts as many connections in a row as it is told that may wait; without a file descriptor it logs
-as many errors and starts as many timers, every second. The kernel is told uvicorn's number.
+"""Backlog given to asyncio, which accepts that many connections in a row. Without free file descriptors, it
+logs as many errors and starts as many timers every second. The kernel gets uvicorn's larger backlog.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """TLS must be agreed on within `slow_s`. A request must arrive in full within that time again, plus one
-    second for every `bytes_per_s` bytes of it.
+    """The TLS handshake must complete within `slow_s` seconds. A request must arrive in full within another
+    `slow_s`, plus one second for every `bytes_per_s` bytes of it.
 
-    `header_bytes` bounds everything before the body, `unread_bytes` what is still sent after the answer.
+    `header_bytes` bounds everything before the body, `unread_bytes` the bytes of a body that arrive after its
+    answer.
     """
 
     connections: int = 20_000
@@ -60,9 +61,9 @@ class HeadTooLarge(Exception):
 
 
 class WriteBuffer:
-    """Buffers what the responses of a connection write until the turn of the event loop or the response ends.
+    """Buffers the output of a connection until the event loop's iteration or the response ends.
 
-    A short answer is then one packet and one system call. When several streams advance in the same turn, all
+    A short answer is then one packet and one system call. When several streams advance in one iteration, all
     are encoded before the first is sent, so that the encoder's code stays in the CPU's cache.
     """
 
@@ -94,7 +95,7 @@ class WriteBuffer:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol. Cuts its connection without an answer when the client breaks a limit."""
+    """uvicorn's HTTP protocol. Aborts its connection without an answer when the client exceeds a limit."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -109,7 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._head_bytes = 0
         self._unread = 0
-        self._declined = b""  # the head of a request, without the offer of another protocol that it has
+        self._declined = b""  # the head of a request that offers another protocol, without the offer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,12 +139,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head and self._received > self._limits.header_bytes:
             self.transport.abort()
         elif self._timer is None and (self._in_message or self._is_idle()):
-            # A request that came whole needs no timer. Bytes that begin none have ended that of keep-alive.
+            # A request that arrived whole needs no timer. Other bytes have stopped the keep-alive timer.
             self._start_timer()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parse `data`. Return what to parse next: the parser takes no body of a request that offers another
-        protocol, so such a request is parsed again without its offer, which a server may ignore.
+        """Parse `data` and return the bytes to parse next, if any. The parser reads no body of a request that
+        offers another protocol, so the request is parsed again without the offer, which servers may ignore.
         """
         try:
             self.parser.feed_data(data)
@@ -152,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             if self._declined:
                 head, self._declined = self._declined, b""
-                # A new parser, set as uvicorn sets its own: the other may take the connection for closed.
+                # A new parser, configured like uvicorn's: the old one may regard the connection as closed.
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 return head + data[offer.args[0] :]
@@ -165,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
 
     def on_url(self, url: bytes) -> None:
-        """Count a part of what precedes the body, however it arrives. Raises HeadTooLarge to end parsing."""
+        """Count a part of the request's head. Raises HeadTooLarge to end parsing."""
         self._head_bytes += len(url)
         if self._head_bytes > self._limits.header_bytes:
             raise HeadTooLarge
@@ -210,21 +211,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what can't be read with an error in the usual format, but never within the previous
-        answer.
-        """
+        """Answer a malformed request with an error in the usual format, but never inside another answer."""
         if self.cycle is None or self.cycle.response_complete:
             too_large = self._head_bytes > self._limits.header_bytes
             self.transport.write(_head_too_large(self._limits) if too_large else _malformed_request())
         self.transport.close()
 
     def _is_idle(self) -> bool:
-        """Return whether no answer is in progress and no timer of uvicorn's runs."""
+        """Return whether no answer is in progress and uvicorn's keep-alive timer is not running."""
         answered = self.cycle is None or self.cycle.response_complete
         return answered and self.timeout_keep_alive_task is None and not self.transport.is_closing()
 
     def _start_timer(self) -> None:
-        """Start the timer for a request that is due from now on."""
+        """Start the time limit of a request, counted from now."""
         self._stop_timer()
         self._started_s = self.loop.time()
         self._timer = self.loop.call_later(self._limits.slow_s, self._check_progress)
@@ -235,7 +234,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _check_progress(self) -> None:
-        """Cut the connection, unless the bytes received earn it more time or this side has paused reading."""
+        """Abort the connection, unless the bytes received allow more time or this side has paused reading."""
         allowed_s = self._limits.slow_s + self._received / self._limits.bytes_per_s
         remaining_s = self._started_s + allowed_s - self.loop.time()
         if self.flow is not None and self.flow.read_paused:
@@ -266,9 +265,9 @@ def _unread_response(status: str, message: str) -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its handling of signals. Raises ConfigError if it cannot listen.
+    """uvicorn's server without its handling of signals. `startup` raises ConfigError if it cannot listen.
 
-    `who`: those whom it serves, for the log.
+    `who` names the server's clients in the log.
     """
 
     def __init__(self, config: uvicorn.Config, who: str, limits: ConnectionLimits, reuse_port: bool) -> None:
@@ -278,7 +277,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. uvicorn's own startup gives TLS a minute, before any limit applies to the connection."""
+        """Listen. uvicorn's own startup allows a minute for a TLS handshake, before any limit applies."""
         config = self.config
 
         def create_protocol() -> asyncio.Protocol:
@@ -323,9 +322,9 @@ def http_server(
     limits: ConnectionLimits = ConnectionLimits(),
     who: str = "clients",
 ) -> HttpServer:
-    """Build the server. `end_within_s`: the time for answers to finish once the server shuts down. `who` it
-    serves is for the log. With `reuse_port` several processes listen at one port, and the kernel shares out
-    its connections.
+    """Build the server. `end_within_s` is the number of seconds in which answers may finish at shutdown.
+    `who` names the server's clients in the log. With `reuse_port`, several processes listen at one port, and
+    the kernel distributes its connections among them.
     """
     config = uvicorn.Config(
         app,
@@ -337,8 +336,8 @@ def http_server(
         access_log=False,
         lifespan="off",
         server_header=False,
-        proxy_headers=False,  # the client is the peer: anybody can write a header
-        timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
+        proxy_headers=False,  # the client's address is the peer's: headers can be forged
+        timeout_keep_alive=75,  # longer than load balancers and pools keep connections
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),
     )

@@ -25,10 +25,9 @@ HEADERS: tuple[Header, ...] = (
 class EventStream:
     """Context manager that sends a comment whenever the stream has been silent for too long.
 
-    A timer detects silence and only a comment takes a task: a task per stream, cancelled at its end, would be
-    one reference cycle of garbage per stream. A lock guards the opening of the stream and the comments. A
-    frame needs no lock: each send is written at once, so a frame and a comment may come together and both
-    stay intact.
+    A timer detects silence, and a task is created only to send a comment: a task per stream, cancelled at its
+    end, would leave a reference cycle as garbage. A lock guards the opening of the stream and the comments.
+    Frames need no lock: each send is written at once, so a concurrent frame and comment both stay intact.
     """
 
     def __init__(
@@ -73,17 +72,17 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
 
     def write(self, frames: bytes) -> Awaitable[None]:
-        """Send frames; nothing waits unless the client reads too slowly."""
+        """Send frames. Waits only if the client reads too slowly."""
         self._last_s = self._clock()
         return self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end(self, frames: bytes) -> None:
-        """Send the last frames, of which the format's own last one says that the stream was not cut."""
+        """Send the last frames. The format's terminal frame shows clients that the stream was not cut."""
         await self.stop_comments()
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
     def _start_timer(self) -> None:
-        """Set the timer to the moment when the silence will have lasted too long."""
+        """Set the timer to the moment when the silence exceeds its limit."""
         if self._timer is not None:
             self._timer.cancel()
         remaining_s = max(0.0, self._remaining_s())
@@ -108,6 +107,6 @@ class EventStream:
             self._comment.cancel()
 
     def _remaining_s(self) -> float:
-        """Return the seconds until the silence has lasted too long."""
+        """Return the seconds until the silence exceeds its limit."""
         limit_s = self._keep_alive_s if self.started else self._first_byte_s
         return self._last_s + limit_s - self._clock()

@@ -1,6 +1,7 @@
 """Names the endpoints of OpenAI's API that this gateway lacks, in the error for an unknown path.
 
-Does not register them as routes: they would be half of all, and half of the time to build the application.
+They are not registered as routes: they would be half of all routes, and take half of the time to build the
+application.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SERVED = (
 
 
 def _tree(*names: str) -> tuple[str, ...]:
-    """Return the paths of these endpoints and of all below them."""
+    """Return regular expressions for the paths of these endpoints and all paths below them."""
     return tuple(path for name in names for path in (f"/v1/{name}", f"/v1/{name}/.+"))
 
 
@@ -53,11 +54,11 @@ _UNSUPPORTED = {  # regular expressions of paths
 
 _NAMES = tuple(_UNSUPPORTED)
 _PATTERN = re.compile("|".join(f"({'|'.join(paths)})" for paths in _UNSUPPORTED.values()), re.DOTALL)
-"""One group for each name."""
+"""Has one group for each of `_NAMES`."""
 
 
 def unsupported_endpoint(path: str) -> NotFound | None:
-    """Return the error that names the endpoint of `path`, None if OpenAI's API has none there."""
+    """Return the error that names the endpoint of `path`, or None if OpenAI's API has no such endpoint."""
     match = _PATTERN.fullmatch(normalize_path(path))
     if match is None or match.lastindex is None:
         return None

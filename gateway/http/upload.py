@@ -35,7 +35,7 @@ _EXTENDED_NAME: Final = re.compile(
     r"; *filename\* *= *(?P<charset>utf-8|iso-8859-1)'[^']*'(?P<encoded>[^;\s]+)", re.IGNORECASE
 )
 HEADER_CHARSET: Final = "iso-8859-1"
-"""Decodes any bytes: a file's name comes in the charset of its sender's terminal."""
+"""A charset that decodes any bytes: file names arrive in the charset of the sender's terminal."""
 MISSING: Final = "missing_required_parameter"
 
 BeginFile = Callable[[], Coroutine[Any, Any, FileWriter]]
@@ -43,7 +43,7 @@ BeginFile = Callable[[], Coroutine[Any, Any, FileWriter]]
 
 @dataclass(slots=True)
 class UploadForm:
-    """The form as read so far. `writer` has the bytes of the file, if there is one; the caller ends it."""
+    """The form as read so far. The caller finishes or discards `writer`, which is set if there is a file."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str = ""
@@ -71,7 +71,7 @@ async def read_form(
 
 
 class _FormReader:
-    """`_segment` is the part of the form that is being read."""
+    """Fills an UploadForm from the parser's events. `_segment` is the part being read."""
 
     def __init__(self, form: UploadForm, begin: BeginFile, limit_bytes: int) -> None:
         self._form = form
@@ -141,7 +141,7 @@ async def _read_body(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncI
         size += len(message["body"])
         if size > limit_bytes + FORM_OVERHEAD_BYTES:
             raise _too_large(limit_bytes)
-        if message["body"]:  # the parser takes an empty chunk for the end
+        if message["body"]:  # the parser treats an empty chunk as the end
             yield message["body"]
         more = message["more_body"]
 
@@ -158,9 +158,7 @@ def _boundary(scope: Scope) -> str:
 
 
 def _filename(segment: MultipartSegment) -> str:
-    """Return the name of a file: `filename*` (RFC 5987) if it can be decoded, otherwise `filename`, in UTF-8
-    or else in Latin-1.
-    """
+    """Return a file's name: `filename*` (RFC 5987) if decodable, else `filename` in UTF-8 or Latin-1."""
     unquoted = _QUOTED.sub("", segment.header("Content-Disposition", ""))
     if found := _EXTENDED_NAME.search(unquoted):
         with suppress(UnicodeDecodeError):

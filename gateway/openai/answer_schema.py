@@ -11,7 +11,7 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 def read_format(fields: Fields) -> str:
-    """Return the schema as JSON, empty if there is none. It is enforced, `strict` or not."""
+    """Return the schema as JSON, empty if there is none. It is enforced whether or not `strict` is set."""
     response_format = fields.child("response_format")
     if response_format is None:
         return ""

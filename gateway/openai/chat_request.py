@@ -40,7 +40,7 @@ REFUSED_FIELDS = UNSUPPORTED_FIELDS | {
     "verbosity",
 }
 _UNREAD_PARTS = {"audio": "leave it out", "function_call": "send the call as 'tool_calls'"}
-"""Fields of an assistant's message that hold a part of what it said, and that no model is told."""
+"""Fields with a part of an assistant's output that can't be passed to models, and the advice for each."""
 
 
 def read_chat(fields: Fields) -> GenerationRequest:
@@ -92,7 +92,7 @@ def _refuse_unsupported_by_chat(fields: Fields) -> None:
 
 
 def read_messages(fields: Fields) -> Iterator[Fields]:
-    """Yield the messages, none of them where there are too many."""
+    """Yield the messages, or none if there are more than MAX_MESSAGES."""
     if fields.required("messages") is not None:
         yield from fields.bounded_objects("messages", MAX_MESSAGES, "message")
 
@@ -119,7 +119,7 @@ def _message(message: Fields) -> Message:
 
 
 def _content(message: Fields, role: str, content: object) -> Content:
-    """Read texts, and the images that a user shows or a function returned."""
+    """Read the text, and for users and tools also the images."""
     if content is None:
         return Content()
     if role in ("user", "tool"):

@@ -22,7 +22,7 @@ TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 class ChatTools(NamedTuple):
-    """`custom`: the names of the custom tools among them."""
+    """The tools of a chat. `custom` holds the names of the custom tools among them."""
 
     tools: Tools = NO_TOOLS
     custom: frozenset[str] = frozenset()

@@ -1,6 +1,6 @@
 """Reads content that is a string or a list of parts, texts and images.
 
-Each format writes an image in its own way; sites get them as chat completions write them.
+Each format encodes images in its own way; sites receive them as chat completions encode them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DETAILS = ("auto", "low", "high", "original")
 
 
 class Content(NamedTuple):
-    """`text` is that of all parts."""
+    """`text` is the joined text of all parts."""
 
     text: str = ""
     images: Images | None = None
 
 
 class ImagePart(NamedTuple):
-    """A type of part that holds an image, and the reader of such a part; None where it was refused."""
+    """A type of part that holds an image, and its reader, which returns None for a refused image."""
 
     type: str
     read: Callable[[Fields], Image | None]
@@ -35,8 +35,8 @@ class ImagePart(NamedTuple):
 def read_content(
     owner: Fields, name: str, content: object, kinds: tuple[str, ...], image: ImagePart, *, between: str = ""
 ) -> Content:
-    """Read `content`, the value of the field `name`. `kinds`: the types of parts that hold text; `between`
-    stands between two of them in the text of all.
+    """Read `content`, the value of the field `name`. `kinds` are the types of parts that hold text; `between`
+    separates their texts.
     """
     if isinstance(content, str):
         return Content(content)

@@ -1,4 +1,4 @@
-"""Custom tools, which take one text. Templates know functions only: each becomes a function of one string."""
+"""Translates custom tools, which take one text, to functions of one string: templates know only functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYNTAXES = ("lark", "regex")
 
 
 def read_grammar_format(tool: Fields) -> Fields | None:
-    """Return the field `format` where it is a grammar, None where the input is any text."""
+    """Return the field `format` if it is a grammar, None if the input may be any text."""
     tool_format = tool.child("format")
     kind = None if tool_format is None else tool_format.required("type")
     if tool_format is None or kind in (None, "text"):
@@ -27,9 +27,9 @@ def read_grammar_format(tool: Fields) -> Fields | None:
 
 
 def read_custom(tool: Fields, grammar: Fields | None) -> dict[str, object]:
-    """Return the function that stands for a custom tool. `grammar`: the one its input is to follow, if any.
+    """Return the function that stands for a custom tool. `grammar` is the grammar of its input, if any.
 
-    A model is told of the grammar, and not held to it.
+    The grammar is added to the function's description; it is not enforced.
     """
     function = read_function(tool)
     description = function.get("description")
@@ -55,12 +55,12 @@ def _definition(grammar: Fields) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the call of the function that stands for a custom tool."""
+    """Return the arguments of the function call that stands for a custom tool's call with input `text`."""
     return msgspec.json.encode({CUSTOM_INPUT: text}).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """Return the one argument of a custom tool's call, or all of `arguments` if it is missing."""
+    """Return the input of a custom tool's call, or `arguments` unchanged if they do not have one."""
     try:
         read = msgspec.json.decode(arguments)
     except DECODE_ERRORS:

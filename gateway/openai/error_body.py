@@ -14,7 +14,7 @@ import msgspec
 from gateway import errors
 
 MAX_RETRY_AFTER_S = 120.0
-"""OpenAI's SDK does not retry at all when it is told to wait longer."""
+"""OpenAI's SDK does not retry if Retry-After is longer."""
 
 Header = tuple[bytes, bytes]
 
@@ -35,7 +35,7 @@ class ErrorResponse(NamedTuple):
 
 
 class ErrorKind(NamedTuple):
-    """Response fields of one class of the error tree. `wait_s`: Retry-After when the error has none."""
+    """Response fields of one class of the error tree. `wait_s` is Retry-After if the error has none."""
 
     status: int
     type: str
@@ -85,7 +85,7 @@ def translate(exc: BaseException, request_id: str) -> ErrorResponse:
 
 
 def incomplete_answer() -> errors.UpstreamLost:
-    """Return the error for an answer without a finish reason, which OpenAI's SDK would take for success."""
+    """Return the error for an answer without a finish reason, which OpenAI's SDK would treat as complete."""
     return errors.UpstreamLost(
         "The site stopped before the answer was finished. What was sent is incomplete."
     )
@@ -104,7 +104,7 @@ def _translate_tree(exc: errors.MicoError) -> ErrorResponse:
 
 
 def retry_after(wait_s: float) -> tuple[Header, ...]:
-    """Return both headers: whole seconds for everyone, milliseconds for OpenAI's SDK, which prefers them."""
+    """Return `retry-after` in whole seconds and `retry-after-ms`, which OpenAI's SDK prefers."""
     capped_s = min(max(wait_s, 0.001), MAX_RETRY_AFTER_S)
     return (
         (b"retry-after", b"%d" % math.ceil(capped_s)),

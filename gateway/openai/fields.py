@@ -12,7 +12,7 @@ from gateway.errors import BadRequest
 
 MAX_PROBLEMS = 10
 MAX_OBJECTS = 16_384
-"""Messages, parts of contents, calls and whatever else a request nests: each takes microseconds to read."""
+"""Maximum nested objects of a request (messages, parts, calls, ...): each takes microseconds to read."""
 MAX_IMAGES = 100
 MAX_ECHO_CHARS = 200
 
@@ -41,8 +41,8 @@ class Problems:
         self._images = 0
 
     def add(self, param: str, message: str, code: str = WRONG_VALUE) -> None:
-        """Add a problem. Raises BadRequest once there are more than are shown: a body of a million wrong
-        items is not read to its end.
+        """Add a problem. Raises BadRequest above MAX_PROBLEMS, so that a body of a million wrong items is not
+        read to its end.
         """
         if len(self._problems) == MAX_PROBLEMS:
             self.raise_any("There are more problems.")
@@ -93,7 +93,7 @@ def whole_number(value: object) -> int | None:
 
 
 class Fields:
-    """One JSON object. A field with a problem reads as its default, so that the others are read, too."""
+    """One JSON object. A field with a problem reads as its default, so that the other fields are checked."""
 
     def __init__(self, data: Mapping[str, object], problems: Problems, path: str = "") -> None:
         self._data = data
@@ -105,7 +105,7 @@ class Fields:
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str) -> object | None:
-        if name not in self._data:  # most requests have few of the fields that are looked for
+        if name not in self._data:  # most requests have few of the known fields
             return None
         self._read.add(name)
         return self._data[name]
@@ -117,7 +117,7 @@ class Fields:
         return sorted(found)
 
     def unread(self) -> list[str]:
-        """Return the names of the fields that no reader asked for, that is, the unknown ones."""
+        """Return the names of the fields that no reader has read, that is, the unknown ones."""
         return [name for name in self._data if name not in self._read]
 
     def refuse(self, name: str, message: str, code: str = WRONG_VALUE) -> None:
@@ -192,7 +192,7 @@ class Fields:
                 yield found
 
     def bounded_objects(self, name: str, most: int, noun: str) -> Iterator[Fields]:
-        """Yield the objects of a list that must hold one to `most`, none of them where there are more."""
+        """Yield the objects of a list that must hold one to `most` items, or none if it holds more."""
         items = self.items(name)
         if self.raw(name) == []:
             self.refuse(name, f"must hold at least one {noun}")

@@ -15,7 +15,7 @@ def named_frame(name: str, body: bytes) -> bytes:
 
 
 def one_line(body: bytes) -> bytes:
-    """Escape what many clients take for the end of a line in the JSON `body`: U+0085, U+2028, U+2029."""
+    """Escape the characters of a JSON `body` that many clients treat as line ends: U+0085, U+2028, U+2029."""
     if body.isascii():
         return body
     body = body.replace(b"\xc2\x85", b"\\u0085")

@@ -1,7 +1,7 @@
 """Defines what an API format is: how a request is read, and how its answer and errors are encoded.
 
-Each generating endpoint has one; below it there is one kind of query. `CHAT_COMPLETIONS` and `COMPLETIONS`
-are the two formats of the completion endpoints of OpenAI.
+Each generating endpoint has one format, and all formats build the same queries. `CHAT_COMPLETIONS` and
+`COMPLETIONS` are the formats of OpenAI's two completion endpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StreamEncoder(Protocol):
 
 
 class UnaryFormat(Protocol):
-    """One API format whose answers come whole."""
+    """One API format whose answers are sent whole."""
 
     @property
     def id_prefix(self) -> str: ...
@@ -47,19 +47,19 @@ class UnaryFormat(Protocol):
         """Read the body of a request; problems are collected in `fields.problems`."""
 
     def logprobs(self) -> LogprobLists:
-        """Return what collects the log probabilities of one choice."""
+        """Return a collector of the log probabilities of one choice."""
 
     def body(
         self, request: GenerationRequest, head: ResponseHead, answer: UnaryResponse
     ) -> bytes | Iterator[bytes]:
-        """Return the JSON body of a complete answer; a large one in parts."""
+        """Return the JSON body of a complete answer, in parts if it may be large."""
 
     def error_response(self, error: ErrorResponse, request_id: str) -> tuple[int, bytes]:
         """Return the status and the JSON body of an error response."""
 
 
 class GenerationFormat(UnaryFormat, Protocol):
-    """One API format whose answers may be streamed, too. `end_frames` end a stream that was not cut."""
+    """One API format whose answers may also be streamed. `end_frames` are the last frames of each stream."""
 
     @property
     def end_frames(self) -> bytes: ...

@@ -9,19 +9,19 @@ from typing import Final, NamedTuple
 
 MEDIA_TYPES: Final = ("image/png", "image/jpeg", "image/gif", "image/webp")
 MISNAMED_JPEG: Final = "image/jpg"
-"""The media type that programs make of a file's name; OpenAI and its kind take it."""
+"""A media type that programs derive from file names; OpenAI and similar APIs accept it."""
 MAX_IMAGE_BYTES: Final = 20 * 2**20
 MAX_ADDRESS_CHARS: Final = 8_192
 PIECE_CHARS: Final = 2**18
-"""A multiple of 4; a few milliseconds of decoding."""
+"""Base64 characters decoded in one call, a multiple of 4: a few milliseconds of decoding."""
 
 MAX_SEGMENTS: Final = 1_000
-"""Segments of a JPEG among which its size is looked for; cameras write some dozens before it."""
+"""Segments of a JPEG that are searched for its size; cameras write some dozens before that segment."""
 
 PATCH: Final = 28
-"""Pixels of the side of the square that most models read as one token (Qwen2-VL, §2.1)."""
+"""Side, in pixels, of the square that most models read as one token (Qwen2-VL, §2.1)."""
 MIN_TOKENS, MAX_TOKENS, UNSEEN_TOKENS = 64, 4_096, 1_024
-"""Bounds of the guess: models enlarge tiny images and shrink huge ones. The last: the size is unknown."""
+"""Bounds of the guess, as models enlarge tiny images and shrink huge ones; the guess for unknown sizes."""
 
 
 class Image(NamedTuple):
@@ -61,7 +61,7 @@ def inline_image(media_type: str, data: str) -> Image:
         raise BadImage(f"has more than the {MAX_IMAGE_BYTES} bytes that an image may have")
     try:
         raw = _decode(data)
-    except ValueError as exc:  # binascii.Error is one, and so is what is not ASCII
+    except ValueError as exc:  # also binascii.Error, and text that is not ASCII
         raise BadImage(f"is not valid base64: {exc}") from exc
     size = image_size(raw)
     if size is None:
@@ -70,7 +70,7 @@ def inline_image(media_type: str, data: str) -> Image:
 
 
 def _decode(data: str) -> bytes:
-    """Decode base64 in pieces, so that other threads get their turn between them. Raises ValueError."""
+    """Decode base64 in pieces, so that other threads can run between them. Raises ValueError."""
     if 0 <= data.find("=") < len(data) - 2:
         raise ValueError("there is padding before its end")
     starts = range(0, len(data), PIECE_CHARS)
@@ -105,7 +105,7 @@ def _pair(layout: str, raw: bytes, offset: int) -> tuple[int, int]:
 
 
 def _jpeg_size(raw: bytes) -> tuple[int, int]:
-    """Find the frame header among the first segments, each of which says its length."""
+    """Return width and height from the frame header, zeros if it is not among the first MAX_SEGMENTS."""
     offset = 2
     for _ in range(MAX_SEGMENTS):
         if offset + 4 > len(raw) or raw[offset] != 0xFF:

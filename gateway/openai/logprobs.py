@@ -19,8 +19,8 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], _offset_chars: int = 0) -> dic
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset_chars: int = 0) -> dict[str, object]:
-    """`offset_chars`: the characters of the choice's text before these tokens. The offset of a token is that
-    of the character that it begins in.
+    """Render log probabilities for a text completion. `offset_chars` is the number of characters of the
+    choice's text before these tokens. A token's offset is that of the character in which it begins.
     """
     offsets = []
     for token in tokens:
@@ -36,10 +36,10 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset_chars: int = 0) -> dict
 
 
 class LogprobLists:
-    """The log probabilities of one choice in one of the formats, each encoded when it comes.
+    """The log probabilities of one choice in one of the formats, each encoded on arrival.
 
-    As objects until the end, those of a long answer would take ten times the memory, and then hold the event
-    loop for seconds.
+    As objects until the end, the log probabilities of a long answer would take ten times the memory, and
+    encoding them would then block the event loop for seconds.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class LogprobLists:
 
 
 class TextLogprobs(LogprobLists):
-    """Those of the text alone, in the format of chat: those of a call or of reasoning have no place."""
+    """Log probabilities of the text alone, in chat's format. Those of calls and reasoning are dropped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._textless: list[TokenLogprob] = []  # of tokens that no text has followed yet
+        self._textless: list[TokenLogprob] = []  # of tokens not yet followed by text
         self._in_text = False
 
     def add(self, delta: Delta) -> None:
@@ -80,7 +80,7 @@ class TextLogprobs(LogprobLists):
             self.add_tokens(found)
 
     def of_text(self, delta: Delta) -> Sequence[TokenLogprob]:
-        """Return the log probabilities that the text up to the end of `delta` has more than before."""
+        """Return the log probabilities that `delta` adds to the text, including those held back so far."""
         found: Sequence[TokenLogprob] = ()
         in_text = bool(delta.text) or (self._in_text and not delta.reasoning)
         self._textless += delta.logprobs

@@ -12,18 +12,18 @@ from gateway.domain import Answer, AnswerEvent, Delta, Opening, Query, Usage
 from gateway.tasks import cancel
 
 QUEUE_PIECES = 64
-"""Per query; when the reader is slow, a full queue holds back the answers themselves."""
+"""Queue size per query. When the reader is slow, a full queue makes the answers wait."""
 
 Pieces = AsyncGenerator[AnswerEvent, None]
 
 
 def answer_all(answer: Answer, queries: Sequence[Query]) -> Pieces:
-    """Yield one answer to all queries. Does not check that it is complete: its encoder does, and raises."""
+    """Yield one answer to all queries. The encoder checks that it is complete, and raises."""
     return answer(queries[0]) if len(queries) == 1 else _answer_concurrently(answer, queries)
 
 
 async def _answer_concurrently(answer: Answer, queries: Sequence[Query]) -> Pieces:
-    """Yield the opening only when every query has one, so that a refusal still decides the HTTP status."""
+    """Yield the opening only once every query has one, so that a refusal can still set the HTTP status."""
     queue: asyncio.Queue[tuple[int, AnswerEvent | Exception | None]] = asyncio.Queue(
         QUEUE_PIECES * len(queries)
     )
@@ -57,7 +57,7 @@ async def _merge(
 ) -> Pieces:
     """Yield one opening, all deltas, then the summed usage.
 
-    Deltas that arrive before the last opening wait for it; at most a whole answer waits.
+    Deltas that arrive before the last opening are held until it arrives: at most the other queries' answers.
     """
     openings: list[Opening] = []
     waiting: list[Delta] = []
@@ -98,9 +98,7 @@ def merge_usages(usages: Sequence[Usage]) -> Usage:
 
 
 def merge_openings(openings: Sequence[Opening]) -> Opening:
-    """Return one opening for several: every site and model that takes part, the longest wait, all prompt
-    tokens.
-    """
+    """Merge openings: all sites and models, the most attempts, the longest wait, the sum of prompt tokens."""
     return replace(
         openings[0],
         site=",".join(sorted({opening.site for opening in openings})),

@@ -1,4 +1,4 @@
-"""The formats of POST /v1/embeddings, which is OpenAI's, and of POST /v1/rerank, as Jina's and Cohere's."""
+"""The formats of POST /v1/embeddings, which is OpenAI's, and POST /v1/rerank, like Jina's and Cohere's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Render = Callable[[GenerationRequest, ResponseHead, UnaryResponse, Sequence[Pool
 
 @dataclass(frozen=True, slots=True)
 class PoolingFormat:
-    """A response comes in parts, each made when it is sent: it may have a hundred megabytes of numbers."""
+    """A format whose bodies are rendered part by part as they are sent: they may hold a hundred megabytes."""
 
     id_prefix: str
     read: Callable[[Fields], GenerationRequest]

@@ -1,4 +1,4 @@
-"""Reads how much a model shall reason, the arguments of its chat template, and reasoning of earlier turns."""
+"""Reads the reasoning effort, the arguments of the chat template, and the reasoning of earlier turns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_KWARGS_BYTES = 1 << 16
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "messages", "tools"}
 )
-"""Arguments that decide what a template is and whether it is applied: they are not a client's."""
+"""Arguments that clients may not set: they replace the template or decide whether it is applied."""
 _ALWAYS_ON = frozenset(
     {"include_reasoning", "separate_reasoning", "stream_reasoning", "add_generation_prompt"}
 )
 
 
 def read_effort(owner: Fields, name: str) -> str:
-    """Return the effort, empty if the request has none. The most that sites know is 'xhigh'."""
+    """Return the effort, empty if the request has none. 'max' becomes 'xhigh', the highest for sites."""
     effort = owner.raw(name)
     if effort is None:
         return ""
@@ -43,13 +43,13 @@ def read_template_kwargs(fields: Fields) -> str:
 
 
 def refuse_hidden_reasoning(fields: Fields) -> None:
-    """Refuse extensions of other servers that would have reasoning left out or mixed with the text."""
+    """Refuse extensions of other servers that leave reasoning out or mix it with the text."""
     for name in fields.present(_ALWAYS_ON):
         if fields.raw(name) not in (None, True):
             fields.refuse(name, "can only be true", UNSUPPORTED)
 
 
 def read_earlier_reasoning(message: Fields) -> str:
-    """Return the reasoning of a message of the assistant, under either name."""
+    """Return an assistant's reasoning, from `reasoning` or else `reasoning_content`."""
     reasoning = message.text("reasoning")
     return reasoning or message.text("reasoning_content")

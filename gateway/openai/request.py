@@ -1,4 +1,4 @@
-"""Defines the request that either endpoint's body is read into, checks it and builds its queries."""
+"""Defines the request into which all formats read a body, checks it and builds its queries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
 from gateway.prompt import EMBED, RERANK, Prompt, least_chars
 
 MAX_CONVERSATION_CHARS = 200
-"""Longer names of conversations are cut."""
+"""Longer names of conversations are truncated."""
 RETRY_AFTER_S = 1.0
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`include_usage`: a last chunk has the usage of the answer; `continuous_usage`: every chunk has."""
+    """`include_usage`: a last chunk has the answer's usage; `continuous_usage`: every chunk has it."""
 
     stream: bool = False
     include_usage: bool = False
@@ -28,13 +28,15 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """`limit_field` is the name under which the client gave `sampling.max_tokens`; empty: where that is more
-    than a context holds, it means as many as fit.
+    """A request in any format.
 
-    `prompt_field` is the name under which the client gave the prompt; `field_names` are the names of other
-    fields of a chat where the format has others. `repeated`: fields of the request that its response repeats,
-    in the format of the response. `custom_tools`: the functions that stand for custom tools of a chat.
-    `conversation`: the client's name of it, empty if it gives none.
+    `limit_field` is the client's name for `sampling.max_tokens`. If it is empty, a value above the model's
+    context is not refused and means as many tokens as fit. `prompt_field` is the client's name for the
+    prompt. `field_names` maps other fields of a chat to the names that the format has for them.
+
+    `repeated` holds the fields of the request that the response repeats, in the format of the response.
+    `custom_tools` names the functions that stand for custom tools of a chat. `conversation` is the client's
+    name of the conversation, empty if it gives none.
     """
 
     model: str
@@ -84,8 +86,9 @@ _FEATURES = {
 def check_model(
     request: GenerationRequest, models: Sequence[Model], tenant: str, *, fleet_complete: bool = True
 ) -> None:
-    """Raise BadRequest for what no site that serves the model can do, NoSite as long as one that can may
-    still join. Does not refuse unknown models, nor say anything of those of other tenants.
+    """Raise BadRequest if no site of the model can serve the request, or NoSite while sites may still join.
+
+    Unknown models and those of other tenants are not checked.
     """
     model = next((m for m in models if m.id == request.model and m.tenant in ("", tenant)), None)
     if model is None:
@@ -102,9 +105,9 @@ def check_model(
 
 
 def _check_max_tokens(request: GenerationRequest, model: Model) -> None:
-    """Raise BadRequest if the context has no room for so many tokens, whatever the prompt.
+    """Raise BadRequest if `max_tokens` exceeds the model's context, whatever the prompt.
 
-    The site clips a smaller number that does not fit beside the prompt.
+    The site clips a smaller value that does not fit beside the prompt.
     """
     max_tokens = request.sampling.max_tokens
     if max_tokens is None or not request.limit_field or max_tokens <= model.context_tokens:
@@ -118,8 +121,8 @@ def _check_max_tokens(request: GenerationRequest, model: Model) -> None:
 
 
 def _check_prompts(request: GenerationRequest, model: Model) -> None:
-    """Raise ContextTooLong for a prompt that fits no site's context, however few tokens its characters are:
-    no site need read it.
+    """Raise ContextTooLong for a prompt that can't fit any site's context, by its token ids or by the least
+    number of its characters, so that no site has to tokenize it.
     """
     for prompt in request.prompts:
         ids = len(prompt) if isinstance(prompt, tuple) else 0
@@ -166,8 +169,8 @@ def build_queries(
 ) -> list[Query]:
     """Build one query per prompt. If there are several, the id of each ends with the number of its prompt.
 
-    `session`: the client's name of the conversation beside the body; narrower than one in the body, which
-    whole applications share.
+    `session` is the name of the conversation from a header. It precedes the name in the body, which whole
+    applications share.
     """
     several = len(request.prompts) > 1
     return [

@@ -43,7 +43,7 @@ class ResponseSchema:
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """Fields that every chunk of one response repeats. `unix_time` dates its end."""
+    """Fields that every chunk of one response repeats. `unix_time` is the clock that dates its end."""
 
     id: str
     created_s: int
@@ -88,7 +88,7 @@ def _render_message(parts: ChoiceParts) -> dict[str, object]:
 
 
 def _render_text(parts: ChoiceParts) -> dict[str, object]:
-    """Render a choice of a text completion, whose format has a place for the text alone."""
+    """Render a choice of a text completion, whose format has the text only."""
     return {"text": parts.text}
 
 

@@ -35,7 +35,7 @@ def response_fields(
     finish: Finish | None = None,
     error: ErrorResponse | None = None,
 ) -> dict[str, object]:
-    """Return the fields of a response object. `usage` None: the answer has not ended."""
+    """Return the fields of a response object. `usage` is None if the answer has not ended or has failed."""
     reason = INCOMPLETE_REASONS.get(finish) if finish else None
     return {
         "id": head.id,
@@ -58,7 +58,7 @@ def response_fields(
 
 
 def _error_code(error: ErrorResponse) -> str:
-    """Return the code of a failed response, of the few that the format has."""
+    """Return the code of a failed response: one of the few that the format defines."""
     if error.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.status < 500 else "server_error"
@@ -93,14 +93,14 @@ def reasoning_text(text: str) -> Item:
 
 
 def part_item(identity: str, status: str, content: Sequence[Item], *, reasoning: bool = False) -> Item:
-    """Return a message or, of reasoning, an item of that."""
+    """Return a message item, or a reasoning item if `reasoning` is True."""
     if reasoning:
         return {"type": "reasoning", "id": identity, "status": status, "summary": [], "content": content}
     return {"type": "message", "id": identity, "status": status, "role": "assistant", "content": content}
 
 
 def call_item(identity: str, status: str, call: ToolCall, tool: CalledTool) -> Item:
-    """Return the item of a call. A call of a custom tool has an input only."""
+    """Return the item of a call. A call of a custom tool has `input` in place of `arguments`."""
     fields: Item = {"id": identity, "status": status, "call_id": call.id, "name": tool.name}
     if tool.namespace:
         fields["namespace"] = tool.namespace
@@ -130,6 +130,6 @@ def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryR
         tool = tools.get(call.name, CalledTool(call.name))
         output.append(call_item(item_id(call_kind(tool), head, len(output)), COMPLETED, call, tool))
     status = INCOMPLETE if choice.finish in INCOMPLETE_REASONS else COMPLETED
-    output[-1]["status"] = status  # what came before the last item had been complete
+    output[-1]["status"] = status  # the items before the last one are complete
     fields = response_fields(request, head, status, output, usage=answer.usage, finish=choice.finish)
     return msgspec.json.encode(fields)

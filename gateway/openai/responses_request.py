@@ -1,6 +1,6 @@
 """Reads the body of POST /v1/responses as a chat. Stateless: the whole conversation is in `input`.
 
-Does not keep responses: `store`, `previous_response_id` and `conversation` are refused.
+Responses are not stored, so `store`, `previous_response_id` and `conversation` are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ITEMS = 4096
 MAX_TOP_LOGPROBS = 20
 MAX_METADATA = 16
 FIELD_NAMES = {"messages": "input", "response_format": "text.format", "logprobs": "top_logprobs"}
-"""The fields of a chat, by which sites name what they refuse, as this endpoint has them."""
+"""This endpoint's names for the fields of a chat that sites name in their refusals."""
 LOGPROBS = "message.output_text.logprobs"
 SUMMARIES = ("auto", "concise", "detailed")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -110,11 +110,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 @dataclass(slots=True)
 class _Conversation:
-    """Messages so far. Of the assistant, reasoning, a text and the calls that follow are one message."""
+    """Messages so far. Consecutive reasoning, text and calls of the assistant become one message."""
 
     messages: list[Message] = field(default_factory=list)
     calls: list[dict[str, object]] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)  # of the message of the assistant that comes next
+    reasoning: list[str] = field(default_factory=list)  # of the assistant's next message
 
     def add(self, message: Message) -> None:
         self.end_calls()
@@ -185,8 +185,8 @@ def _read_item(item: Fields, conversation: _Conversation) -> None:
 
 
 def _earlier_reasoning(item: Fields) -> str:
-    """Return the text of an item of reasoning, or its summary where it has no more. What another provider
-    encrypted is of no use here.
+    """Return the text of a reasoning item, or its summary if it has no text. Content that another provider
+    encrypted is ignored.
     """
     for name, kinds in (("content", ("reasoning_text", "text")), ("summary", ("summary_text",))):
         if item.raw(name) not in (None, "", []):

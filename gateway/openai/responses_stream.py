@@ -1,6 +1,6 @@
 """Encodes an answer as the events of a streamed response, numbered without a gap.
 
-Output items follow one another: one is closed before the next one begins.
+Output items do not overlap: each is closed before the next one begins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class _PartKind(NamedTuple):
-    """A kind of content part: its item, the name of its events, the field of the last one, its JSON."""
+    """A kind of content part: its item's type, its events' prefix, the last event's text field, its JSON."""
 
     item: str
     event: str
@@ -58,7 +58,7 @@ NO_TOOL: Final = CalledTool("")
 
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being written: one content part, or a call. `delta_head` begins its events."""
+    """The item that is being written: one content part, or a call. `delta_head` begins its delta events."""
 
     id: str
     index: int
@@ -71,7 +71,7 @@ class _OpenItem:
 
 
 class ResponseEncoder:
-    """Encodes the events of one answer. `output` holds the items that are complete."""
+    """Encodes the events of one answer. `_output` holds the items that are complete."""
 
     def __init__(self, request: GenerationRequest, head: ResponseHead) -> None:
         self._request = request
@@ -144,12 +144,12 @@ class ResponseEncoder:
             frames = self._close(COMPLETED) + self._open_call(part)
         item = self._open
         if item is None or item.call is None or item.call.index != part.index:
-            raise incomplete_answer()  # more of a call that was complete
+            raise incomplete_answer()  # continues a call that is already complete
         if not part.arguments:
             return frames
         item.parts.append(part.arguments)
         if item.tool.custom:
-            return frames  # its input is known at its end only
+            return frames  # the input is known only at the end of the call
         arguments = one_line(_json(part.arguments))
         return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + arguments + b"}\n\n"
 
@@ -239,6 +239,6 @@ class ResponseEncoder:
 
 
 def _delta_head(kind: str, identity: str, output_index: int, **fields: object) -> bytes:
-    """Return a frame of a delta up to the value of its sequence number, which is followed by the delta."""
+    """Return the frame of a delta up to its sequence number. That number and the delta follow."""
     body = {"type": kind, "item_id": identity, "output_index": output_index, **fields}
     return b"event: " + kind.encode() + b"\ndata: " + _json(body)[:-1] + b',"sequence_number":'

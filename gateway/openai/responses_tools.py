@@ -1,6 +1,6 @@
 """Reads the tools of POST /v1/responses.
 
-Templates know functions only: the functions of a namespace have its name before theirs.
+Chat templates know only functions, so the name of a namespace becomes a prefix of its functions' names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNUSED_TOOLS = (
     "web_search_preview",
     "web_search_preview_2025_03_11",
 )
-"""Tools that clients offer with every request and that run at nobody's here: models are not told of them."""
+"""Tools that clients offer with every request and that do not run here: they are not offered to models."""
 
 
 class CalledTool(NamedTuple):
@@ -58,8 +58,8 @@ def read_response_tools(fields: Fields) -> ResponseTools:
 
 
 def encode_once(value: object) -> msgspec.Raw:
-    """Encode what a response repeats as it came: at once, since it may nest too deeply for the larger stack
-    on which a response is encoded, and streams repeat it in several events.
+    """Encode a value that the response repeats unchanged. It is encoded now because it may nest too deeply to
+    be encoded deeper in the call stack, with the response, and because streams repeat it in several events.
     """
     return msgspec.Raw(msgspec.json.encode(value))
 
@@ -82,7 +82,7 @@ def called_tools(shown: object) -> dict[str, CalledTool]:
 
 
 def _read_tool(item: Fields, shown: list[dict[str, object]], functions: list[dict[str, object]]) -> None:
-    """Read one tool: append to `shown` what the response repeats, to `functions` what templates read."""
+    """Read one tool: append the response's form of it to `shown`, and the templates' form to `functions`."""
     kind = item.required("type")
     if kind == "function":
         function = read_function(item)

@@ -25,7 +25,7 @@ def _encode(value: object) -> bytes:
 
 
 class ChunkEncoder:
-    """Encodes pieces as frames. `usage` in a frame: absent, null until the last chunk, or cumulative."""
+    """Encodes pieces as frames, in which `usage` is absent, null until the last chunk, or cumulative."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ChunkEncoder:
         return frames
 
     def _encode_beside_text(self, delta: Delta) -> bytes:
-        """Encode reasoning and a refusal, for which text completions have no place."""
+        """Encode reasoning and a refusal. Text completions have no fields for them."""
         if not self._schema.first:
             return b""
         fields: dict[str, str] = reasoning_fields(delta.reasoning) if delta.reasoning else {}

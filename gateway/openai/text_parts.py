@@ -8,7 +8,7 @@ from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo
 def read_text(
     owner: Fields, name: str, content: object, kinds: tuple[str, ...] = ("text",), between: str = ""
 ) -> str:
-    """Return the text of `content`, the value of the field `name`, with `between` between two of its parts.
+    """Return the text of `content`, the value of the field `name`, its parts joined by `between`.
 
     `kinds`: the types of parts that hold text; others are refused.
     """
@@ -21,7 +21,7 @@ def read_text(
 
 
 def text_of(part: Fields, kinds: tuple[str, ...], others: tuple[str, ...] = ()) -> str:
-    """Return the text of a part. `others`: types that the caller reads, named where a part has neither."""
+    """Return the text of a part. `others` are types that the caller reads itself; refusals name them, too."""
     kind = part.required("type")
     if kind in kinds:
         field = "refusal" if kind == "refusal" else "text"

@@ -17,15 +17,15 @@ def tool_call_chunk(part: ToolCall) -> dict[str, object]:
 
 
 def parts_of_earlier_call(parts: Sequence[ToolCall]) -> int:
-    """Return how many parts of a delta go on with a call that an earlier delta began.
+    """Return the number of leading parts of a delta that continue a call of an earlier delta.
 
-    They come before the text of the delta where a stream writes one item after the other.
+    A stream that writes one item after the other writes these parts before the delta's text.
     """
     return next((number for number, part in enumerate(parts) if part.id), len(parts))
 
 
 class CustomCalls:
-    """The calls of custom tools in one answer. Their input is known once a call is complete."""
+    """The calls of custom tools in one answer. The input of a call is known only once it is complete."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -46,7 +46,7 @@ class CustomCalls:
         return chunks
 
     def end(self, choice: int) -> list[dict[str, object]]:
-        """Return the entries with the inputs of a choice that has ended."""
+        """Return the entries with the inputs of a choice that has ended, and forget its calls."""
         ended = [place for place in self._parts if place[0] == choice]
         inputs = [(place[1], custom_input("".join(self._parts.pop(place)))) for place in ended]
         return [{"index": index, "custom": {"input": text}} for index, text in inputs]

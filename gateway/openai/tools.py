@@ -1,4 +1,4 @@
-"""Reads the functions that a model may or must call: what the formats of requests share."""
+"""Reads the functions that a model may or must call; shared by the request formats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 from gateway.openai.fields import MISSING, WRONG_TYPE, Fields, echo
 
 MAX_TOOLS = 1024
-"""More than the 128 of OpenAI: an agent with several servers of tools has hundreds."""
+"""More than OpenAI's limit of 128: an agent with several tool servers has hundreds of tools."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NAME_RULE = "has 1 to 64 letters, digits, underscores and dashes"
 
 
 class Tools(NamedTuple):
-    """The fields of `Chat` with these names. All empty if no function may be called."""
+    """The tool fields of `Chat`, in its order. All are empty if no function may be called."""
 
     json: str = ""
     choice: str = ""
@@ -29,7 +29,7 @@ NO_TOOLS = Tools()
 
 
 class ToolChoice(NamedTuple):
-    """`name`: the function that must be called if `choice` is 'named'. `allowed` None: any may be called."""
+    """`name` is the function to call if `choice` is 'named'. `allowed` is None if any may be called."""
 
     choice: str
     name: str = ""
@@ -45,7 +45,7 @@ def read_tool_items(fields: Fields) -> list[Fields]:
 
 
 def distinct_names(fields: Fields, functions: Sequence[dict[str, object]]) -> set[str]:
-    """Return the names of the functions; one that two have is a problem."""
+    """Return the names of the functions. Two functions with one name are a problem."""
     named = [str(function["name"]) for function in functions if function["name"]]
     names = set(named)
     if len(names) < len(named):
@@ -54,7 +54,7 @@ def distinct_names(fields: Fields, functions: Sequence[dict[str, object]]) -> se
 
 
 def read_plain_choice(fields: Fields, has_tools: bool) -> ToolChoice | None:
-    """Read `tool_choice` where it is a word or wrong; return None for an object."""
+    """Read `tool_choice` if it is a word, and refuse wrong values. Return None for an object."""
     value = fields.raw("tool_choice")
     if value in (None, "auto", "none") and (has_tools or value != "auto"):
         return ToolChoice(str(value or "auto"))
@@ -86,7 +86,7 @@ def _read_single(fields: Fields) -> bool:
 
 
 def offered_tools(functions: Sequence[dict[str, object]], choice: ToolChoice, *, single: bool) -> Tools:
-    """Return the tools that a model is offered: the allowed ones, none if it is to call none."""
+    """Return the tools that a model is offered: the allowed ones, or none if it may not call any."""
     if choice.allowed is not None:
         functions = [function for function in functions if function["name"] in choice.allowed]
     if not functions or choice.choice == "none":
@@ -100,13 +100,13 @@ def read_offered(
     functions: Sequence[dict[str, object]],
     read_choice: Callable[[Fields, set[str]], ToolChoice],
 ) -> Tools:
-    """Read `tool_choice` and `parallel_tool_calls`, and return what a model is told of the functions."""
+    """Read `tool_choice` and `parallel_tool_calls`, and return the tools that a model is offered."""
     choice = read_choice(fields, distinct_names(fields, functions))
     return offered_tools(functions, choice, single=_read_single(fields))
 
 
 def read_function(function: Fields) -> dict[str, object]:
-    """Read name, description, parameters and `strict` of a function; templates and grammars need no more."""
+    """Read a function's name, description, parameters and `strict`: all that templates and grammars need."""
     name = function.required_text("name")
     if name and not NAME.fullmatch(name):
         function.refuse("name", NAME_RULE)

@@ -23,7 +23,7 @@ class Choice:
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    pooled: dict[int, Pooled] = field(default_factory=dict)  # by input: another try replaces what one began
+    pooled: dict[int, Pooled] = field(default_factory=dict)  # by input; a later attempt replaces results
     finish: Finish | None = None
     stop_sequence: str = ""
 
@@ -77,8 +77,8 @@ class UnaryResponse:
 async def collect(
     pieces: AsyncIterator[AnswerEvent], choices: int, logprobs: Callable[[], LogprobLists]
 ) -> UnaryResponse:
-    """Collect an answer; `logprobs` makes what collects the log probabilities of a choice. Raises
-    UpstreamLost if it is incomplete.
+    """Collect an answer. `logprobs` creates the collector of a choice's log probabilities. Raises
+    UpstreamLost if the answer is incomplete.
     """
     opening: Opening | None = None
     usage: Usage | None = None

@@ -14,7 +14,7 @@ MAX_ADDRESSES = 10_000
 class LoginLimiter:
     """Leaky bucket by address: MAX_FAILURES failures at once, FAILURES_PER_S a second in the long run.
 
-    Beyond MAX_ADDRESSES the addresses whose last failure is oldest are forgotten.
+    Above MAX_ADDRESSES, the address whose last failure is oldest is dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class LoginLimiter:
         self._seen = OrderedDict[str, tuple[float, float]]()
 
     def wait_s(self, address: str) -> float:
-        """Return 0.0 if the address may try now, else the time until it may."""
+        """Return the seconds until the address may try again, 0.0 if it may now."""
         return max(0.0, (self._level(address) + 1 - MAX_FAILURES) / FAILURES_PER_S)
 
     def record_failure(self, address: str) -> None:

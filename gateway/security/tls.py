@@ -28,8 +28,7 @@ class CertKeySource(Protocol):
 
 
 class CertificateFiles:
-    """The certificate in two files. Broken or half-written files change nothing: the last good pair stays in
-    use.
+    """The certificate in two files. While they are broken or half-written, the last good pair stays in use.
 
     Broken files are read again at every call, because a repair such as chmod does not change their time
     stamps.
@@ -57,9 +56,7 @@ class CertificateFiles:
         return self._pair
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for HTTP. A handshake checks the files; a new pair holds from the next one
-        on.
-        """
+        """Return the context for HTTP. Each handshake checks the files; a new pair serves the next one."""
         context, loaded = _context(*self._paths), self.pair()
 
         def reload_if_changed(*_: object) -> None:
@@ -90,7 +87,7 @@ def _context(chain: Path, key: Path) -> ssl.SSLContext:
 def grpc_credentials(source: CertKeySource, clients: bytes | None = None) -> Any:
     """Return the credentials of a gRPC port.
 
-    With `clients`, the PEM of an authority, clients need its certificate.
+    With `clients`, the PEM of an authority, clients need a certificate that it has signed.
     """
     shown = source.pair()
 

@@ -1,6 +1,4 @@
-"""Serve `/admin` and its files, read once at start, with a policy that allows no inline or foreign
-content.
-"""
+"""Serve `/admin` and its files, read once at start, under a policy without inline or foreign content."""
 
 from __future__ import annotations
 

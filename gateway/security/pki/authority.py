@@ -29,7 +29,7 @@ AUTHORITY_DAYS = 3650
 SITE_LIFE = timedelta(hours=24)
 SERVER_LIFE = timedelta(days=30)
 SKEW = timedelta(minutes=5)
-"""Tolerated lag of the clock of a machine that checks a certificate."""
+"""Tolerated clock lag of a machine that checks a certificate."""
 MAX_CSR_BYTES = 16 * 1024
 SITE_URI = "spiffe://mico/site/"
 _MIN_RSA_BITS = 2048
@@ -67,8 +67,8 @@ class Authority:
     def create(cls, folder: Path, name: str, now: datetime) -> Authority:
         """Create an authority.
 
-        Raises PkiError when the folder has one, which to replace would lock out every site, and for a name
-        that no certificate can have.
+        Raises PkiError if the folder already has an authority, since replacing it would lock out every site,
+        or if the name is not valid in a certificate.
         """
         if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
             raise PkiError(f"{folder} holds an authority already")
@@ -89,7 +89,7 @@ class Authority:
         write_secret(folder / KEY, _private(key))
         try:
             (folder / CERTIFICATE).write_bytes(made.pem)
-        except OSError:  # a part of an authority would stand in the way of the next attempt
+        except OSError:  # a partial authority would make the next attempt fail
             (folder / CERTIFICATE).unlink(missing_ok=True)
             (folder / KEY).unlink()
             raise
@@ -159,7 +159,7 @@ class Authority:
 
 
 def read_site(pem: bytes) -> SiteCertificate:
-    """Return the site that a certificate names. TLS checks the signature. Raises PkiError."""
+    """Return the site that a certificate names. The signature is checked by TLS only. Raises PkiError."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -177,7 +177,7 @@ def read_site(pem: bytes) -> SiteCertificate:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Create a file that only its owner can read, from the first moment on."""
+    """Create a file that only its owner can ever read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,7 +1,7 @@
 """Sign and verify join secrets: a site's name and two dates with a keyed hash. None are stored.
 
-A secret may be used again while it is valid, so that a replaced machine can return. A name that ends in `*`
-is for identical machines of a cloud: each states its own name in its request.
+A secret may be reused while it is valid, so that a replacement machine can join. A name that ends in `*` is
+for identical machines of a cloud, each of which gives its own name in its request.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class SelfIssuedCertificate:
         self._due_at = 0.0
 
     def pair(self) -> CertKeyPair:
-        """Return the current certificate; issue a new one when it is due."""
+        """Return the current certificate. Issue a new one first if it is due."""
         now = self._unix_time()
         if self._pair is None or now >= self._due_at:
             self._pair = self._authority.issue_server(self._names, datetime.fromtimestamp(now, UTC))
