@@ -33,11 +33,12 @@ _ALWAYS_OVER_TLS = [*_ALWAYS, (b"strict-transport-security", b"max-age=31536000"
 
 @dataclass(slots=True)
 class Exchange:
-    """`request_id` is the client's own if it sent a valid one; `query_id` is generated here and unique.
+    """One request and its response. `request_id` is the client's own if it sent a valid one; `query_id` is
+    generated here and unique.
 
-    `caller` is known once a generating request is authenticated; the response headers show its quotas.
-    `complete`: the response was sent to its end, that is, the client did not leave and nothing cut it. `line`
-    collects the fields of the log line, including those of the query.
+    `caller` is set once a generating request is authenticated; the response headers show its quotas.
+    `complete` is True once the whole response was sent. `line` collects the fields of the log line, including
+    those of the query.
     """
 
     request_id: str
@@ -56,7 +57,7 @@ class Exchange:
 
 
 def path_after(request: AnyRequest, prefix: str) -> str:
-    """Return the raw path behind `prefix`, decoded: the framework would merge double slashes in a name."""
+    """Return the decoded raw path after `prefix`. The framework's parameter would merge double slashes."""
     return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 
 
@@ -69,12 +70,12 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def from_anthropics(scope: Scope) -> bool:
-    """Return whether the client speaks Anthropic's API, whose version it names."""
+    """Return whether the client uses Anthropic's API, that is, sends the header `anthropic-version`."""
     return bool(header(scope, b"anthropic-version"))
 
 
 def safe_header_value(text: str) -> bytes:
-    """Drop everything that could break out of a header from a name that a site or a client chose."""
+    """Encode a name that a site or client chose, without characters that could break out of a header."""
     if text.isascii() and text.isprintable():
         return text.encode()
     return "".join(c for c in text if c.isascii() and c.isprintable()).encode()
@@ -83,7 +84,7 @@ def safe_header_value(text: str) -> bytes:
 class ExchangeMiddleware:
     """Runs the application that serves a request, adds the headers of every response, writes the log line.
 
-    `direct`: applications by the path of a POST that bypass `app`, the framework's application.
+    `direct` maps paths to applications that serve a POST in place of `app`, the framework's application.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ExchangeMiddleware:
             self._log(scope, exchange)
 
     def _select_app(self, scope: Scope) -> ASGIApp:
-        """Return the framework's application also for pages of another origin: they need its CORS headers."""
+        """Return the application for a request. One with an `origin` gets the framework's, for CORS."""
         is_post = scope["method"] == "POST"  # type: ignore[typeddict-item]
         app = self._direct.get(scope["path"]) if is_post else None
         return self._app if app is None or header(scope, b"origin") else app
@@ -170,7 +171,7 @@ class ExchangeMiddleware:
 
 
 def _allowing_head(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a response; HEAD, which is served as GET, is allowed where GET is."""
+    """Return the headers, with HEAD in `allow` wherever GET is: HEAD is served as GET."""
     return [
         (name, value + b", HEAD" if name == b"allow" and b"GET" in value and b"HEAD" not in value else value)
         for name, value in headers
@@ -178,7 +179,7 @@ def _allowing_head(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 
 
 def _head_only(send: Send) -> Send:
-    """Return a `send` that ends each response at its head, also that of a stream without end."""
+    """Return a `send` that ends each response after its head, even if the body is an endless stream."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.start":

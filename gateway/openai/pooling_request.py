@@ -1,4 +1,4 @@
-"""Reads the bodies of POST /v1/embeddings and POST /v1/rerank. What comes back is not generated."""
+"""Reads the bodies of POST /v1/embeddings and POST /v1/rerank. Their queries generate no text."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _input(fields: Fields, number: int, value: object, kind: type) -> str | tupl
 
 
 def _documents(fields: Fields) -> list[str]:
-    """Read texts, or objects with a text."""
+    """Read documents: texts, or objects with a `text`."""
     if fields.required("documents") is None:
         return []
     items = fields.items("documents")

@@ -1,4 +1,4 @@
-"""Reads the sampling fields that both endpoints share. Refuses fields whose effect a client would miss."""
+"""Reads the sampling fields that the formats share. Refuses fields that would silently have no effect."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo, whole_n
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
-"""A site holds back the beginning of a stop string, and compares it with all stop strings at each token."""
+"""Bounds the work of a site, which compares held-back text with all stop strings at each token."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
 MAX_TOKEN_IDS = 2**20
-"""Of one prompt: more than any context."""
+"""Maximum token ids of one prompt: more than any context."""
 
 IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
 """Fields that have no effect here; accepted with any value."""
@@ -43,7 +43,7 @@ UNSUPPORTED_FIELDS = frozenset(
         "moderation",
     }
 )
-"""Extensions of other servers, and the moderation of OpenAI's, refused because they would silently have no
+"""Extensions of other servers, and OpenAI's `moderation`, refused because they would silently have no
 effect.
 """
 
@@ -56,7 +56,7 @@ MODEL_DEFAULTS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Fields for which a model or a server may have defaults of its own, which hold where a client gives none."""
+"""Fields for which a model or server may have its own defaults, used if the client gives no value."""
 
 SAMPLING_FIELDS = frozenset(
     {*MODEL_DEFAULTS, "min_tokens", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logit_bias"}
@@ -119,13 +119,13 @@ def read_priority(fields: Fields) -> int:
 
 
 def read_conversation(fields: Fields) -> str:
-    """Return the client's name of the conversation, by which sites are found that have its beginning."""
+    """Return the client's name of the conversation, used to find sites that have its prefix cached."""
     name = fields.raw("prompt_cache_key")
     return name if isinstance(name, str) else ""
 
 
 def refuse_unsupported(fields: Fields, names: frozenset[str]) -> None:
-    """Refuse `names` where they have an effect: null, false and empty values pass."""
+    """Refuse the fields `names`, unless their value is null, false or empty."""
     for name in fields.present(names):
         if fields.raw(name):
             fields.refuse(name, "is not supported yet; leave it out", UNSUPPORTED)
@@ -140,7 +140,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 
 def stop_strings(fields: Fields, name: str, items: list[object], most: int) -> tuple[str, ...]:
-    """Read the strings of the list `name`, none of them where there are more than `most`."""
+    """Read the strings of the list `name`, or none if there are more than `most`."""
     if len(items) > most:
         fields.refuse(name, f"holds at most {most} strings, got {len(items)}")
         return ()
@@ -163,7 +163,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def token_ids(fields: Fields, name: str, items: list[object]) -> tuple[int, ...]:
-    """Read token ids up to the first bad one: a long prompt of bad ids is one problem."""
+    """Read token ids up to the first invalid one, so that a long prompt of invalid ids is one problem."""
     if len(items) > MAX_TOKEN_IDS:
         fields.refuse(name, f"holds at most {MAX_TOKEN_IDS} token ids, got {len(items)}")
         return ()
