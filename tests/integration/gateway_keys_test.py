@@ -15,6 +15,7 @@ import pytest
 import migrations
 from gateway import app
 from gateway.config import GatewayConfig
+from gateway.job_host import JobHost
 from gateway.store import keys
 from gateway.store.errors import StoreUnavailable
 from tests.support.fakes.federation import DEADLINE_S, TOKEN
@@ -26,11 +27,11 @@ def test_work_is_told_that_the_keys_could_not_be_read(
     found: list[Callable[[], Awaitable[None]]] = []
     begun = asyncio.Event()
 
-    def opened(really: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        found.append(named["refresh_keys"])
+    def opened(really: Callable[..., Any], host: JobHost) -> Any:
+        found.append(host.refresh_keys)
         if len(found) == 2:
             begun.set()
-        return really(*given, **named)
+        return really(host)
 
     for name in ("open_batches", "open_tuning"):
         monkeypatch.setattr(app, name, partial(opened, getattr(app, name)))
