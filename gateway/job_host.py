@@ -1,4 +1,4 @@
-"""What batches and fine-tuning of one replica run on."""
+"""Describes the replica that batches and fine-tuning jobs run on."""
 
 from __future__ import annotations
 
