@@ -57,8 +57,7 @@ ROUND_S: Final = 0.02
 `BatchLimits.starting` lines, which limits a replica to 400 lines a second.
 """
 IDLE_S, IDLE_TICK_S = 60.0, 1.0
-"""Time without a line in flight after which a batch makes room for another. Also the interval of checking it.
-"""
+"""Seconds without a line in flight after which a batch makes room for another, and its tick while idle."""
 BACKOFF_S: Final = 1.0
 MAX_AWAY_BACKOFFS, MAX_AWAY_S = 60, 3600.0
 """A line whose site is unreachable waits at most this many times BACKOFF_S, and this many seconds in all."""
