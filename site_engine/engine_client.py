@@ -139,7 +139,7 @@ class TrainingEngine(Protocol):
 
 
 class EngineClient(Protocol):
-    """An engine as a site uses it. Methods are called on the event loop and do not block; so are replies."""
+    """An engine as a site uses it. Methods and replies are called on the event loop; no method blocks."""
 
     @property
     def waiting(self) -> int:

@@ -23,7 +23,7 @@ tokens are late already. After MAX_WITHOUT such steps without a turn, the next o
 LATE_S = 5e-3
 """Longest time that the engine's thread waits for the loading thread to pause."""
 LONG_STEP_S = 0.1
-"""The loading thread takes a turn by itself if a step takes longer than this."""
+"""The loading thread takes a turn by itself after waiting this long, as beside a long step."""
 
 _here = threading.local()
 

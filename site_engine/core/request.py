@@ -117,7 +117,7 @@ MIN_RANDOM = 1e-6
 class Sampling:
     """Sampling and stopping rules. A rule at its neutral value is off."""
 
-    max_tokens: int | None = None  # None: up to the context length
+    max_tokens: int | None = None  # None: up to the engine's limit of tokens
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 0: greedy
     top_k: int = 0
@@ -197,7 +197,7 @@ class Request:
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
     prompt_len: int = field(default=0, init=False)
-    max_tokens: int = field(default=0, init=False)  # clipped to the context length
+    max_tokens: int = field(default=0, init=False)  # clipped to the room beside the prompt
     computed: int = field(default=0, init=False)  # leading tokens whose keys and values are in the pages
     received: int = field(default=0, init=False)  # leading tokens with received, still unused keys and values
     pages: list[int] = field(default_factory=list, init=False)

@@ -32,7 +32,7 @@ GAP_SHARE = 0.05
 """Weight of the newest value in the running mean of the time between two starts."""
 STARVING_AFTER_S = 60.0
 STARVING_EVERY = 4
-"""One start in this many goes to the longest-waiting request that is starving.
+"""One start in this many goes to the oldest starving request of the tenant whose turn it is, if any.
 
 If every start did, an overload in which nearly all requests starve would be served first come, first served.
 """

@@ -222,7 +222,9 @@ class Reservation:
         self.shares(request, 0)
 
     def shares(self, request: Request, first: int) -> None:
-        """Count a request's pages from index `first` on as shared, since they come from the prefix cache."""
+        """Add a request's pages from index `first` on, taken from the prefix cache. Each page counts only for
+        its keeper: this request, unless another keeper is expected to end no earlier.
+        """
         ends = self._spans[request].expected_end
         lent: dict[Request, int] = {}  # pages no longer counted for a request, since another is their keeper
         for page in request.pages[first:]:

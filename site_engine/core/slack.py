@@ -19,7 +19,7 @@ MIN_CHUNK_TOKENS = 16
 stop and the next iteration computes more of its prompt.
 """
 NEWCOMER_SHARE = 0.25
-"""Largest share of the time within the bound that is reserved for those tokens."""
+"""Largest share of the time that the bound leaves beside an iteration that is reserved for those tokens."""
 LATE_CHUNK_TOKENS = 128
 """Least prompt tokens of an iteration if an iteration without prompts already exceeds the bound."""
 KEPT_DELAYS = 400

@@ -202,7 +202,10 @@ def slots_bytes(engine: SiteEngine) -> int:
 def allocate_kv_cache(
     model: LoadedModel, settings: EngineSettings, memory: SleepMemory | None = None
 ) -> KVCache:
-    """Allocate pages for `kv_tokens` or, if None, for the free memory. Raises ValueError below one page."""
+    """Allocate pages for `kv_tokens` or, if None, for the free memory.
+
+    Raises ValueError below one page, and NoMemory.
+    """
     tokens = settings.kv_tokens
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # frees the originals of weights that were joined

@@ -197,7 +197,7 @@ class SiteEngine:
     # ---- between iterations
 
     def submit(self, request: Request, moved: Moved | None = None) -> None:
-        """Queue a request. Raises RequestRejected, whose message says what to change.
+        """Queue a request. Raises RequestRejected, whose message gives the reason.
 
         `moved` is the state of a request that another engine has begun and exported. Such a request was
         admitted there, so the limit on waiting requests does not apply.
@@ -254,7 +254,7 @@ class SiteEngine:
         self._scheduler.queue.push(request, now_s)
 
     def expect(self) -> None:
-        """Expect a moved request: for EXPECTED_WITHIN steps, launch none ahead and start no requests."""
+        """Hold back steps and starts until a moved request comes, for EXPECTED_WITHIN steps at most."""
         self._expected_within = EXPECTED_WITHIN
 
     def send_ahead(self, request_id: str, to: InboxPlace | None) -> bool:
@@ -312,7 +312,7 @@ class SiteEngine:
             self._live.finish(processor, Finish.CANCELLED)  # now: a pending token may end the request as well
 
     def waits(self, request_id: str) -> bool:
-        """Return whether a request is waiting in the queue and has never started."""
+        """Return whether a request is waiting in the queue, that is, has not started in this engine."""
         return request_id in self._scheduler.queue
 
     def release(self, request_ids: Iterable[str]) -> list[str]:

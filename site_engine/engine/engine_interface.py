@@ -46,7 +46,7 @@ class Engine(Protocol):
         """
 
     def waits(self, request_id: str) -> bool:
-        """Return whether a request is waiting in the queue and has never started."""
+        """Return whether a request is waiting in the queue, that is, has not started in this engine."""
 
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...

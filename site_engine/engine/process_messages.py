@@ -72,7 +72,7 @@ class Cancel(Message, frozen=True):
 
 
 class EndByText(Message, frozen=True):
-    """An answer's text has ended it after `generated` tokens."""
+    """A stop string, found by the site in an answer's text, has ended the answer after `generated` tokens."""
 
     number: int
     generated: int

@@ -22,7 +22,7 @@ def to_submit(
 ) -> pm.Submit:
     """Pack the requests of a group, or a single request that another engine has begun.
 
-    `generated` are that request's output tokens; its prompt log probabilities were sent with the first.
+    `generated`: its output tokens beyond the resumed ones. Prompt log probabilities came with the first.
     """
     first = group[0]
     sampling = first.sampling

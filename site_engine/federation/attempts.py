@@ -44,7 +44,7 @@ class _Choice:
     ended: bool = False  # in the engine
     finished: bool = False
     parser: ToolParser | None = None
-    forced: bool = False  # the client requires this one function
+    forced: bool = False  # the client requires a call of the function that it named
     reasoning_tokens: int = 0
     completion_tokens: int = 0  # so far, as the engine counts
 
@@ -348,7 +348,7 @@ def set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
 
 
 def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
-    """Separate tool calls from text. A stop after a call becomes the finish reason TOOL_CALLS."""
+    """Separate tool calls from text. A stop after a call becomes TOOL_CALLS, unless the call was forced."""
     text, calls, reasoning = parser.feed(output.text)
     if output.finish in {Finish.STOP, Finish.LENGTH}:
         rest = parser.end()

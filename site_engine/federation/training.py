@@ -291,8 +291,8 @@ class TrainingRuns:
         return isinstance(last, Saved)
 
     async def _keep(self, run: Run, saved: Saved) -> None:
-        """Store a snapshot, and a checkpoint after each epoch. If there is no room for them the run
-        continues.
+        """Store a snapshot, and a checkpoint after each epoch. If that fails the run continues. Raises
+        TransferFailed if the order is outdated.
         """
         order, total = run.order, run.steps[-1].total_steps if run.steps else 0
         try:
@@ -340,7 +340,7 @@ class TrainingRuns:
         raise TransferFailed(f"the content could not be fetched: {reason}")
 
     async def _store(self, order: Train, kind: Kind, step: int, data: bytes) -> None:
-        """Store at any gateway. Retries while their database is unreachable. Raises TransferFailed."""
+        """Store at any gateway, retrying until one accepts. Raises TransferFailed if a refusal is final."""
         while True:
             for bulk in self._bulks():
                 try:

@@ -126,8 +126,8 @@ def whole(size_bytes: int, memory: Granular) -> int:
 
 
 class SleepMemory:
-    """Frees a device's memory for sleep. Kept tensors are copied to the host or another GPU; rooms lose their
-    contents.
+    """Frees a device's memory for sleep. Kept tensors are copied to the host at the first sleep, or to
+    another GPU at each sleep; rooms lose their contents.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ SILENT_AFTER_S = 15.0
 the server counts as stalled. The setting `silence_s` later ends each answer individually.
 """
 GUESS_FACTOR = 2
-"""A prompt whose guessed length is this many times the context is refused here, because some servers would
+"""A prompt whose guessed length exceeds this many times the context is refused here, as some servers would
 process it to its end. Images are not counted: their number of tokens differs too much between models.
 """
 
@@ -363,8 +363,8 @@ class RemoteEngine:
         """Send a refused request again in another form, if there is one. Return whether it was sent.
 
         If the server refuses `max_tokens` beyond its context, the request is sent without a limit, and the
-        answer may be shorter. If the server refuses a field, the request is sent without that field. A prompt
-        that is too long is refused again.
+        answer may be shorter. If the refusal is one that `quirks.py` knows, the field that it names is
+        renamed or left out. A prompt that is too long is refused again.
         """
         again = None
         if (change := change_for(request.http, refusal.message)) is not None:

@@ -23,8 +23,8 @@ MAX_SYMBOLS = 20_000
 square: with this limit half a second, without one 8,000 took 12.5 s.
 """
 _CHAR = r'[^"\\\x00-\x1F\x7F]'
-_CHARS = (6, 8, 10, 12, 15, 20, 30)
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{most}}}" for most in _CHARS), f"{_CHAR}+"]
+_LENGTHS = (6, 8, 10, 12, 15, 20, 30)
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{most}}}" for most in _LENGTHS), f"{_CHAR}+"]
 """Sets of tokens that llguidance allows as a whole wherever a string has room for the longest of them; it
 tries each token of the other sets. With its own lengths, 10 and 30, strings near their `maxLength` take
 longer (bench/results/guided.md).

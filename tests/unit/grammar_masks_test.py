@@ -49,9 +49,9 @@ strings = st.one_of(
 )
 
 
-@given(strings, st.lists(st.integers(0, 1 << 30), max_size=12))
+@given(strings, st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12))
 def test_slices_change_no_mask(schema: dict[str, Any], drawn: list[int]) -> None:
-    whole = {"type": "object", "properties": {"a": schema, "b": schema}, "required": ["a"]}
+    whole = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     lark = LLMatcher.grammar_from_lark(guided_source(whole, None, None, json.dumps))
     sliced, plain = (LLMatcher(tokens(each), lark, log_level=0) for each in (True, False))
     for matcher in (sliced, plain):
