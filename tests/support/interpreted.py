@@ -1,4 +1,4 @@
-"""Import where kernels are tested: they run on a GPU, or interpreted (see conftest.py), or not at all.
+"""Import where kernels are tested: they run interpreted, or compiled on a GPU (see conftest.py), or not.
 
 Half of an interpreted kernel's time is in what Triton computes anew for each of its operations, from few
 shapes and types: kept here, with the same results.
