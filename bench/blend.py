@@ -160,8 +160,8 @@ def seconds_of(plan: SchedulePlan) -> float:
     """Return what an iteration costs on the device."""
     prompt = sum([chunk.length for chunk in plan.prefills])
     return H200.seconds(
-        len(plan.decodes),
-        sum([chunk.start for chunk in plan.decodes]) + len(plan.decodes),
+        len(plan.decoding),
+        sum(plan.starts) + len(plan.decoding),
         prompt,
         sum([chunk.samples for chunk in plan.prefills]),
         sum([chunk.length * (chunk.start + chunk.length / 2) for chunk in plan.prefills]),

@@ -64,10 +64,10 @@ def shorter(lines: list[Line], times: int) -> list[Line]:
 
 def features(plan: SchedulePlan, page_size: int) -> Features:
     """Return what an iteration's seconds depend on: rows, tokens that they read with padding, prompts."""
-    rows = _groups(np.array(sorted([chunk.start + 1 for chunk in plan.decodes]), np.int64), page_size)
+    rows = _groups(np.array(sorted(plan.starts), np.int64) + 1, page_size)
     return (
         1,
-        len(plan.decodes) + sum([chunk.samples for chunk in plan.prefills]),
+        len(plan.decoding) + sum([chunk.samples for chunk in plan.prefills]),
         float(sum([(end - begin) * width * page_size for begin, end, width, _ in rows])),
         bool(plan.prefills),
         len(plan.prefills),

@@ -56,13 +56,13 @@ VLLM_ORDERS, VLLM_WARM_LINES = ("arrival", "longest", "prefix"), 64
 
 def features(plan: SchedulePlan) -> Features:
     """Return what the seconds of an iteration depend on, as the terms of `Cost.seconds`."""
-    decodes, prompt = len(plan.decodes), sum([chunk.length for chunk in plan.prefills])
+    decodes, prompt = len(plan.decoding), sum([chunk.length for chunk in plan.prefills])
     tokens = decodes + prompt
     return (
         1,
         tokens,
         max(0, tokens - RIDGE),
-        sum([chunk.start for chunk in plan.decodes]),
+        sum(plan.starts),
         sum([chunk.length * (chunk.start + chunk.length / 2) for chunk in plan.prefills]),
         bool(plan.prefills),
     )
@@ -157,7 +157,7 @@ class Measured:
                 graphs_s, known_graphs = graphs_s + now - step_began, made
             elif plan is not None and plan.chunks:
                 self.iterations.append((features(plan), now - step_began))
-                self.decodes.append(len(plan.decodes))
+                self.decodes.append(len(plan.decoding))
             step_began, pending = now, engine._pending
         took_s, ended = seconds() - began, serving.ended
         for kind, each in sorted(kinds.items()):

@@ -68,7 +68,7 @@ def kind_of(plan: SchedulePlan | None) -> str:
         return "first"
     if plan.prefills:
         return "large prefill" if plan.tokens > MIXED_TOKENS[-1] else "mixed"
-    rows = len(plan.decodes)
+    rows = len(plan.decoding)
     limits = (8, 16, 32, 64, 128, 192, 240, 256, 384, 512, 768)
     return f"decode <= {next((limit for limit in limits if rows <= limit), 1024)}"
 

@@ -44,7 +44,7 @@ def count(
     resident: list[bool] = []
 
     def seconds(plan: SchedulePlan) -> float:
-        prompts = plan.tokens - len(plan.decodes)
+        prompts = plan.tokens - len(plan.decoding)
         return float(given.iteration_ms * 1e-3 + prompts * given.token_us * 1e-6)
 
     adapters = AdapterSlots(slots, lambda variant, slot: placed.append(variant))

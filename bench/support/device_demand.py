@@ -96,7 +96,7 @@ class StepCost(NamedTuple):
     def of(self, plan: SchedulePlan, chains: Mapping[str, str]) -> float:
         adapters = {chains.get(chunk.request.id, "") for chunk in plan.chunks} - {""}
         prompts = sum(chunk.length for chunk in plan.prefills)
-        base = self.always + self.each_row * len(plan.decodes) + self.each_prompt_token * prompts
+        base = self.always + self.each_row * len(plan.decoding) + self.each_prompt_token * prompts
         return base + (self.adapted + self.each_adapter * len(adapters) if adapters else 0.0)
 
 

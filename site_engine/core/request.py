@@ -209,6 +209,8 @@ class Request:
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
+    ends: frozenset[int] = field(default=frozenset(), init=False)  # tokens that end the response
+    alone_until: int = field(default=0, init=False)  # outputs below so many response tokens are one token
     guide: Guide | None = field(default=None, init=False)  # the answer's position in the grammar
     variant: ServedVariant | None = field(default=None, init=False)  # of `chain`; None: the base
     _line: tuple[RemainingCurve | None, RemainingLine] = field(default=NO_LINE, init=False)  # current segment
@@ -247,6 +249,11 @@ class Request:
         """Restore the times and counts of a request that another engine has begun."""
         self.arrived_s, self.started_s, self.first_token_s = moved[:3]
         self.preemptions, self.cached_tokens = moved.preemptions, moved.cached_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Return whether the prompt's log probabilities, which the host computes, are still missing."""
+        return self.sampling.prompt_logprobs and self.first_token_s is None
 
     @property
     def reads_again(self) -> bool:

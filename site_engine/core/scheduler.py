@@ -95,7 +95,7 @@ class Scheduler:
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
         has_chats = self.queue.has_lane(Lane.CHAT) or any(one.lane is Lane.CHAT for one in self.running[:1])
-        self.prompt_budget.begin(now, len(plan.decodes), budget, has_chats, bool(self._decode_heavy))
+        self.prompt_budget.begin(now, len(plan.decoding), budget, has_chats, bool(self._decode_heavy))
         budget = self._plan_prefills(plan, budget)
         # prefills may hold every page, so that none can grow; a request in State.LAST is about to free pages
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
@@ -109,7 +109,7 @@ class Scheduler:
 
     def advance(self, plan: SchedulePlan) -> None:
         """Mark a plan's tokens as computed: their keys and values are in the pages, or are being written."""
-        for request, start, _, _ in plan.decodes:
+        for request, start in zip(plan.decoding, plan.starts, strict=True):
             request.computed = start + 1
         for request, start, length, samples in plan.prefills:
             request.computed = start + length
@@ -132,7 +132,7 @@ class Scheduler:
             self.kv_cache_manager.drop_received(request)
         else:
             self.queue.remove(request.id)
-        request.state = State.FINISHED
+        request.state, request.alone_until = State.FINISHED, 0
 
     def preempt_beyond(self, page: int) -> None:
         """Preempt the running requests that hold a page numbered above `page`."""
@@ -150,15 +150,16 @@ class Scheduler:
     # ---- running requests
 
     def _plan_decodes(self, plan: SchedulePlan) -> int:
-        decodes, decoding = plan.decodes, State.DECODE
+        decoding, starts, state = plan.decoding, plan.starts, State.DECODE
         page_size = self.kv_cache_manager.pool.page_size
         for request in list(self.running):
-            if request.state is not decoding or request.row < 0:  # preempted by an earlier row of this plan
+            if request.state is not state or request.row < 0:  # preempted by an earlier row of this plan
                 continue
             start = request.computed
             if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
-                decodes.append(ScheduledChunk(request, start, 1, True))
-        return self.token_budget - len(decodes)
+                decoding.append(request)
+                starts.append(start)
+        return self.token_budget - len(decoding)
 
     def _plan_prefills(self, plan: SchedulePlan, budget: int) -> int:
         for request in self.running:
@@ -202,7 +203,7 @@ class Scheduler:
         while pages are short. Return False if the request itself was preempted.
         """
         while not self.kv_cache_manager.grow(request, request.computed + 1):
-            planned = {entry.request for entry in plan.decodes}
+            planned = set(plan.decoding)
             victim = next(one for one in reversed(self.running) if one not in planned)
             self._preempt(victim)
             if victim is request:
@@ -322,7 +323,7 @@ class Scheduler:
         """
         self._leave(request)
         request.preemptions += 1
-        request.state = State.WAITING
+        request.state, request.alone_until = State.WAITING, 0
         self.preempted.append(request)
 
     def _leave(self, request: Request) -> None:

@@ -6,6 +6,8 @@ Chooses shapes and buckets and fills the block. Does not touch the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
     @property
     def size(self) -> int:
         """Return the numbers in the block."""
-        return sum(_aligned(size) for size in self.sections)
+        return _begins(self)[-1]
 
 
 class Sections(NamedTuple):
@@ -75,16 +77,23 @@ class Sections(NamedTuple):
 
 def views(block: Any, shape: Shape) -> Sections:
     """Split a block into its sections."""
-    at, made = 0, []
-    for size in shape.sections:
-        made.append(block[at : at + size])
-        at += _aligned(size)
-    return Sections(*made)
+    return Sections(*[block[at : at + size] for at, size in zip(_begins(shape), shape.sections)])  # noqa: B905
 
 
-def _aligned(size: int) -> int:
-    """Round up to 16 bytes: Triton compiles a kernel again for addresses that are not aligned."""
-    return -(-size // 4) * 4
+@lru_cache(maxsize=1024)
+def _begins(shape: Shape) -> list[int]:
+    """Return where each section begins, and the numbers of all. Addresses are multiples of 16 bytes: Triton
+    compiles a kernel again for others.
+    """
+    return list(accumulate((-(-size // 4) * 4 for size in shape.sections), initial=0))
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a plan that decode, as arrays."""
+
+    starts: Numbers  # [rows]: tokens before the one that a row computes
+    slots: Numbers  # [rows]
+    chunks: Numbers  # [rows]: that a row is cut into; each has an item
 
 
 class PageTables:
@@ -106,16 +115,18 @@ class PageTables:
         at: list[int] = []
         pages: list[int] = []
         size = self._page_size
-        for request, start, _, _ in [scheduled for scheduled in plan.decodes if scheduled.start % size == 0]:
-            at.append(request.row * self.pages_per_row + start // size)
-            pages.append(request.pages[start // size])
+        for row in [row for row, start in enumerate(plan.starts) if start % size == 0]:
+            request, page = plan.decoding[row], plan.starts[row] // size
+            at.append(request.row * self.pages_per_row + page)
+            pages.append(request.pages[page])
         for scheduled in plan.prefills:
             request, row = scheduled.request, scheduled.request.row
             shown = self._shown[row] if self._lists[row] is request.pages else 0
             first = row * self.pages_per_row
             at += range(first + shown, first + len(request.pages))
             pages += request.pages[shown:]
-        self.table.reshape(-1)[at] = pages
+        if at:
+            self.table.reshape(-1)[at] = pages
         return at, pages
 
     def applied(self, plan: SchedulePlan) -> None:
@@ -141,26 +152,36 @@ class Packer:
         self._page_size = page_size
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
+        self._numbered = np.arange(slots + 8, dtype=np.int32)  # buckets of rows may have more than `slots`
+        self._items = np.repeat(self._numbered[:, None], 4, axis=1)
+        self._no_item = np.array([-1, 0, 0, slots], dtype=np.int32)
         self.rules = SlotRules(slots)
 
-    def shape(self, plan: SchedulePlan, patches: int) -> Shape:
+    def decode_rows(self, plan: SchedulePlan) -> DecodeRows:
+        starts = np.array(plan.starts, dtype=np.int32)
+        slots = np.array([request.row for request in plan.decoding], dtype=np.int32)
+        return DecodeRows(starts, slots, np.maximum(1, -(-starts // self._chunk_tokens(self._samples(plan)))))
+
+    def _samples(self, plan: SchedulePlan) -> int:
+        """Return how many sampled rows the step of a plan has, with padding."""
+        if not plan.prefills:
+            return row_bucket(len(plan.starts), self._slots)
+        bucket = _mixed_bucket(plan)
+        return max(plan.samples, 1) if bucket is None else self._mixed_samples(bucket)
+
+    def shape(self, plan: SchedulePlan, rows: DecodeRows, patches: int) -> Shape:
         """Return the shape of a plan: padded for a graph if it decodes or is small, else exact.
 
         A step with prompts takes the kernels of split rows, whether or not a row is split: those that graphs
         of such steps have, so that none is compiled under traffic.
         """
-        rows, tokens = len(plan.decodes), plan.tokens
+        samples, items = self._samples(plan), int(rows.chunks.sum())
         if not plan.prefills:
-            bucket = row_bucket(rows, self._slots)
-            items = self._items_of(plan, bucket) + bucket - rows
-            return decode_shape(bucket, items)
-        samples = rows + sum(scheduled.samples for scheduled in plan.prefills)
-        if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MAX_CHUNKS:
-            items = self._items_of(plan, max(samples, 1))
-            blocks = sum(-(-scheduled.length // self._block_tokens) for scheduled in plan.prefills)
-            return Shape(tokens, max(samples, 1), items, True, blocks, patches, False)
-        bucket = next(size for size in MIXED_TOKENS if size >= tokens)
-        return self.mixed_shape(bucket, self._items_of(plan, self._mixed_samples(bucket)))
+            return decode_shape(samples, items + samples - len(rows.starts))
+        if (bucket := _mixed_bucket(plan)) is not None:
+            return self.mixed_shape(bucket, items)
+        blocks = sum(-(-scheduled.length // self._block_tokens) for scheduled in plan.prefills)
+        return Shape(plan.tokens, samples, items, True, blocks, patches, False)
 
     def mixed_shape(self, tokens: int, items: int) -> Shape:
         """Return the graph shape of a mixed step; `tokens` is a bucket."""
@@ -179,62 +200,54 @@ class Packer:
     def _mixed_samples(self, tokens: int) -> int:
         return min(tokens, row_bucket(self._slots, self._slots))
 
-    def _items_of(self, plan: SchedulePlan, samples: int) -> int:
-        return int(self._chunks(_starts(plan), samples).sum())
-
-    def _chunks(self, starts: Numbers, samples: int) -> Numbers:
-        """Return the chunks that decode rows with so many tokens before them are cut into."""
-        chunks: Numbers = np.maximum(1, -(-starts // self._chunk_tokens(samples)))
-        return chunks
-
-    def fill(self, to: Sections, shape: Shape, plan: SchedulePlan) -> list[Request]:
+    def fill(self, to: Sections, shape: Shape, plan: SchedulePlan, rows: DecodeRows) -> list[Request]:
         """Fill everything but the patches; return the requests that the sampled rows belong to, in order."""
-        rows = len(plan.decodes)
-        starts, sampled = _starts(plan), [scheduled.request for scheduled in plan.decodes]
-        slots = np.array([request.row for request in sampled], dtype=np.int32)
-        np.subtract(-1, slots, out=to.source[:rows])
-        known = [row for row, (request, at, _, _) in enumerate(plan.decodes) if at < len(request.tokens)]
-        to.source[known] = [sampled[row].tokens[plan.decodes[row].start] for row in known]
-        to.position[:rows] = starts
-        to.slot[:rows] = 0
-        to.wanted[:rows] = np.arange(rows)
-        to.owner[:rows] = slots
-        self._fill_items(to.items.reshape(-1, 4), shape, starts, slots)
-        self._fill_prefills(to, plan, sampled)
+        starts, slots, _ = rows
+        count, sampled = len(starts), plan.sampled
+        np.subtract(-1, slots, out=to.source[:count])
+        pairs = enumerate(zip(plan.decoding, plan.starts, strict=True))
+        if known := [row for row, (request, start) in pairs if start < len(request.tokens)]:
+            to.source[known] = [sampled[row].tokens[plan.starts[row]] for row in known]
+        to.position[:count] = starts
+        to.slot[:count] = 0
+        to.wanted[:count] = self._numbered[:count]
+        to.owner[:count] = slots
+        self._fill_items(to.items.reshape(-1, 4), shape, rows)
+        if plan.prefills:
+            self._fill_prefills(to, plan)
+        else:
+            to.source[count:], to.position[count:], to.slot[count:] = 0, 0, 0
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
-        for scheduled in plan.prefills:
-            self.rules.set(scheduled.request)
-        ends = sampled_ends(plan)
-        self.rules.fill(to.rules.reshape(RULES, -1), to.owner[: len(sampled)], ends)
+        self.rules.fill(to.rules.reshape(RULES, -1), to.owner[: len(sampled)], sampled_ends(plan))
         return sampled
 
-    def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
+    def _fill_items(self, items: Numbers, shape: Shape, rows: DecodeRows) -> None:
         """Write one item per chunk of a row; without prefill, padding rows have one item and become zeros."""
-        rows = len(starts)
-        chunks = self._chunks(starts, shape.samples)
-        total = int(chunks.sum())
-        owner = np.repeat(np.arange(rows), chunks)
-        items[:total, 0] = owner
-        items[:total, 1] = np.arange(total) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-        items[:total, 2] = starts[owner] + 1
-        items[:total, 3] = slots[owner]
-        padding = shape.samples - rows if shape.blocks == 0 else 0
-        items[total:] = (-1, 0, 0, self._slots)
-        items[total : total + padding, 0] = np.arange(rows, rows + padding)
+        (starts, slots, chunks), count = rows, len(rows.starts)
+        ends = chunks.cumsum()
+        total = int(ends[-1]) if count else 0
+        of_rows = self._items[:count]  # column 0 is their numbers
+        of_rows[:, 1], of_rows[:, 2], of_rows[:, 3] = ends - chunks, starts + 1, slots
+        items[:total] = of_rows.repeat(chunks, axis=0)
+        np.subtract(np.arange(total, dtype=np.int32), items[:total, 1], out=items[:total, 1])
+        items[total:] = self._no_item
+        if shape.blocks == 0:
+            padding = shape.samples - count
+            items[total : total + padding, 0] = self._numbered[count : count + padding]
 
-    def _fill_prefills(self, to: Sections, plan: SchedulePlan, sampled: list[Request]) -> None:
-        begin = at = len(plan.decodes)
+    def _fill_prefills(self, to: Sections, plan: SchedulePlan) -> None:
+        begin = at = sampled = len(plan.starts)
         ids: list[int] = []
         blocks: list[tuple[int, int, int, int]] = []
         for request, start, length, samples in plan.prefills:
             ids += request.tokens[start : start + length]
             blocks += self._blocks(at, request.row, start, length)
             at += length
+            self.rules.set(request)
             if samples:
-                to.wanted[len(sampled)] = at - 1
-                to.owner[len(sampled)] = request.row
-                sampled.append(request)
+                to.wanted[sampled], to.owner[sampled] = at - 1, request.row
+                sampled += 1
         to.source[begin:at], to.source[at:] = ids, 0
         to.position[at:], to.slot[at:] = 0, 0
         self._fill_positions(to.position[begin:at], to.slot[begin:at], plan)
@@ -246,8 +259,6 @@ class Packer:
 
     def _fill_positions(self, position: Numbers, slot: Numbers, plan: SchedulePlan) -> None:
         """Write the positions and cache slots of prompt tokens, chunk after chunk."""
-        if not plan.prefills:
-            return
         lengths = [scheduled.length for scheduled in plan.prefills]
         ends = np.cumsum(lengths)
         before = np.array([scheduled.start for scheduled in plan.prefills]) - (ends - lengths)
@@ -266,13 +277,19 @@ class Packer:
         return [(at + i, row, position + i, min(step, length - i)) for i in range(0, length, step)]
 
 
-def _starts(plan: SchedulePlan) -> Numbers:
-    return np.array([scheduled.start for scheduled in plan.decodes], dtype=np.int32)
+def _mixed_bucket(plan: SchedulePlan) -> int | None:
+    """Return the bucket of a plan with prompts, None for one that no graph has."""
+    tokens = plan.tokens
+    if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MAX_CHUNKS:
+        return None
+    bucket: int = next(size for size in MIXED_TOKENS if size >= tokens)
+    return bucket
 
 
 def sampled_ends(plan: SchedulePlan) -> list[int]:
     """Return the tokens of each sampled request before its next one, in the order of the sampled rows."""
-    return [start + length for _, start, length, samples in plan.chunks if samples]
+    prompts = [start + length for _, start, length, samples in plan.prefills if samples]
+    return [start + 1 for start in plan.starts] + prompts
 
 
 def decode_shape(rows: int, items: int) -> Shape:

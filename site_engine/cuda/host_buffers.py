@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+MOST_PARTS = 512
+"""Sizes of which a buffer keeps a view, which takes longer to make than to find."""
+
 
 class HostBuffers:
     """Pinned memory that the device copies int32 numbers from and to, reused in turn.
@@ -17,6 +20,7 @@ class HostBuffers:
     def __init__(self, size: int, *, pinned: bool) -> None:
         self._size, self._pinned = size, pinned
         self._buffers = [self._new(size) for _ in range(self.IN_TURN)]
+        self._parts: list[dict[int, torch.Tensor]] = [{} for _ in range(self.IN_TURN)]
         self._next = 0
 
     def take(self, size: int) -> torch.Tensor:
@@ -24,7 +28,13 @@ class HostBuffers:
         if size > self._size:
             return self._new(size)
         self._next = (self._next + 1) % self.IN_TURN
-        return self._buffers[self._next][:size]
+        parts = self._parts[self._next]
+        part = parts.get(size)
+        if part is None:
+            if len(parts) == MOST_PARTS:
+                parts.clear()
+            part = parts[size] = self._buffers[self._next][:size]
+        return part
 
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)

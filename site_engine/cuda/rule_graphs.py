@@ -44,11 +44,11 @@ OF_EDIT = 3
 class RuledRow(NamedTuple):
     """A sampled row of a step, and its rules."""
 
+    place: int  # among the rows with rules
     row: int
     slot: int
     penalties: tuple[float, float, float] | None  # presence, frequency, repetition
     counting: bool  # whether the counts of the slot lack the last token
-    draw: Numbers  # [RULES], as of `SlotRules`
     allowed: Numbers | None  # [vocabulary / 32]: bits of the tokens that a grammar allows
     edits: Edits
 
@@ -91,7 +91,7 @@ class RuleGraphs:
         self._graphs: dict[tuple[Callable[[int], None], int], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle() if where.type == "cuda" else None
         for rows in ROWS:
-            self._copy(StepAddresses(0, 0, 0, 0), (), rows)
+            self._copy(StepAddresses(0, 0, 0, 0), rows)
             for kernels in (self._sample, self._rank):
                 kernels(rows)  # compiled before they are captured
                 if where.type == "cuda":
@@ -104,10 +104,11 @@ class RuleGraphs:
         for each in (self._host_numbers, self._host_allowed, self._host_ranking):
             each.begin()
 
-    def sample(self, step: StepAddresses, ruled: Sequence[RuledRow]) -> None:
+    def sample(self, step: StepAddresses, ruled: Sequence[RuledRow], draws: Numbers) -> None:
         """Queue what replaces the tokens of some sampled rows.
 
-        Those whose logits were not finite keep their mark.
+        `draws` [RULES, places]: how each is drawn, as of `SlotRules`. Rows whose logits were not finite keep
+        their mark.
         """
         for group in _groups(sorted(ruled, key=lambda each: each.allowed is None)):
             rows = next(size for size in ROWS if size >= len(group))
@@ -116,7 +117,7 @@ class RuleGraphs:
                 from_host = self._host_allowed.take(lines.numel()).view_as(lines)
                 np.stack(masks, out=from_host.numpy())
                 lines.copy_(from_host, non_blocking=True)
-            self._copy(step, group, rows)
+            self._copy(step, rows, group, draws)
             self._run(self._sample, rows)
 
     def rank(self, step: StepAddresses, rows: Sequence[int], best: int) -> list[torch.Tensor]:
@@ -129,10 +130,9 @@ class RuleGraphs:
         for first in range(0, len(rows), ROWS[-1]):
             some = rows[first : first + ROWS[-1]]
             size = next(size for size in ROWS if size >= len(some))
-            nothing = np.zeros(RULES, dtype=np.int32)
             slot = len(self._newest) - 1
-            group = [RuledRow(row, slot, None, False, nothing, None, NO_EDITS) for row in some]
-            self._copy(step, group, size, best)
+            group = [RuledRow(0, row, slot, None, False, None, NO_EDITS) for row in some]
+            self._copy(step, size, group, best=best)
             self._run(self._rank, size)
             ranked = self._ranking[: len(some)]
             to = self._host_ranking.take(ranked.numel()).view_as(ranked)
@@ -145,7 +145,14 @@ class RuleGraphs:
         else:
             kernels(rows)
 
-    def _copy(self, step: StepAddresses, group: Sequence[RuledRow], rows: int, best: int = 0) -> None:
+    def _copy(
+        self,
+        step: StepAddresses,
+        rows: int,
+        group: Sequence[RuledRow] = (),
+        draws: Numbers | None = None,
+        best: int = 0,
+    ) -> None:
         """Copy the numbers of a group, padded to `rows`, to the device."""
         counts = [len(each.edits.tokens) for each in group]
         end = HEAD + (OF_ROWS + RULES) * rows
@@ -153,13 +160,16 @@ class RuleGraphs:
         numbers = from_host.numpy()
         numbers[:HEAD].view(np.int64)[:] = *step, sum(counts), best
         of_rows, of_edits = numbers[HEAD:end].reshape(-1, rows), numbers[end:].reshape(-1, OF_EDIT)
-        of_rows[:] = 0
-        of_rows[0], of_rows[1] = -1, len(self._newest) - 1
-        if group:
-            of_rows[:3, : len(group)] = np.array([(each.row, each.slot, _flags(each)) for each in group]).T
+        padding = rows - len(group)
+        of_rows[0] = [each.row for each in group] + [-1] * padding
+        of_rows[1] = [each.slot for each in group] + [len(self._newest) - 1] * padding
+        of_rows[2] = [_flags(each) for each in group] + [0] * padding
+        of_rows[3:] = 0
+        if any(each.penalties for each in group):
             penalties = [each.penalties or (0.0, 0.0, 1.0) for each in group]
             of_rows.view(np.float32)[3:OF_ROWS, : len(group)] = np.array(penalties).T
-            of_rows[OF_ROWS:, : len(group)] = np.array([each.draw for each in group]).T
+        if draws is not None:
+            of_rows[OF_ROWS:, : len(group)] = draws[:, [each.place for each in group]]
         if len(of_edits):
             of_edits[:, 0] = np.repeat(range(len(group)), counts)
             of_edits[:, 1] = np.concatenate([each.edits.tokens for each in group])

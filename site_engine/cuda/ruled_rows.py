@@ -76,7 +76,7 @@ class RuledRows:
             graphs.begin()
             changed = self._changed(ruled, rules, graphs)
             if changed:
-                graphs.sample(step.addresses, changed)
+                graphs.sample(step.addresses, changed, ruled.draws)
             pairs = zip(ruled.rows, ruled.requests, strict=True)
             wanted = {row: n for row, request in pairs if (n := request.sampling.logprobs) is not None}
             if not wanted:
@@ -96,8 +96,7 @@ class RuledRows:
             elif place not in allowed and place not in edits:
                 continue
             its = allowed.get(place), edits.get(place, NO_EDITS)
-            row, draw = ruled.rows[place], ruled.draws[:, place]
-            changed.append(RuledRow(row, slot, penalties, counting, draw, *its))
+            changed.append(RuledRow(place, ruled.rows[place], slot, penalties, counting, *its))
         return changed
 
     def _count(self, request: Request, slot: int, end: int, counts: torch.Tensor) -> bool:

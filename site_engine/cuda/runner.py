@@ -106,7 +106,7 @@ class DeviceStep:
         self.finish()
         if self._done is not None:
             self._done.synchronize()
-        numbers: list[int] = self._ids[: len(self.requests)].tolist()
+        numbers: list[int] = self._ids.numpy()[: len(self.requests)].tolist()
         alternatives = self._ranked.read() if self._ranked is not None else None
         if min(numbers, default=0) >= 0:
             return StepTokens(numbers, self._failed, alternatives)
@@ -168,14 +168,14 @@ class DeviceRunner:
         knows what grammars allow. Without `rules` no request of the plan may have any.
         """
         step, requests, to = self._start(plan)
-        slots = to.owner[: len(requests)]
-        rows = self._packer.rules.ruled(slots) if rules is not None else []
+        rows = self._packer.rules.ruled(requests) if rules is not None else []
         ids = self._ids.take(len(step.chosen))
         if not rows or rules is None:
             return DeviceStep(plan, requests, step.chosen, ids)
         ends, ruled_requests = sampled_ends(plan), [requests[row] for row in rows]
         draws = to.rules.reshape(RULES, -1)[:, rows]
-        ruled = Ruled(rows, ruled_requests, slots[rows].tolist(), [ends[row] for row in rows], draws)
+        slots = [request.row for request in ruled_requests]
+        ruled = Ruled(rows, ruled_requests, slots, [ends[row] for row in rows], draws)
         unsampled = Unsampled(rows, partial(self._ruled.sample, step, ruled, rules))
         self._unfinished = DeviceStep(plan, requests, step.chosen, ids, unsampled)
         return self._unfinished
@@ -250,13 +250,13 @@ class DeviceRunner:
 
     def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Sections]:
         """Queue a plan; return its step, the requests of the sampled rows and its numbers."""
+        rows = self._packer.decode_rows(plan)
         at, pages = self._tables.patches(plan)
-        shape = self._packer.shape(plan, len(at))
+        shape = self._packer.shape(plan, rows, len(at))
         arenas = self._arenas
-        if arenas is not None and any(chunk.request.has_adapter for chunk in plan.chunks):
-            owned = arenas.own is not None and any(
-                chunk.request.variant in arenas.own for chunk in plan.chunks
-            )
+        answered = [] if arenas is None else [each for each in plan.requests if each.variant is not None]
+        if arenas is not None and any(request.has_adapter for request in answered):
+            owned = arenas.own is not None and any(request.variant in arenas.own for request in answered)
             # steps with prompts run eagerly then: their graphs would be captured for few
             graph = shape.graph and not (owned and shape.blocks)
             shape = shape._replace(tiles=arenas.tiles(shape.tokens), owned=owned, graph=graph)
@@ -265,7 +265,7 @@ class DeviceRunner:
             at, pages = [], []
         block = self._blocks.take(shape.size)
         to = views(block.numpy(), shape)
-        requests = self._packer.fill(to, shape, plan)
+        requests = self._packer.fill(to, shape, plan, rows)
         if arenas is not None and shape.tiles:
             arenas.fill(to.tiles.reshape(-1, TILE_NUMBERS), plan, shape.tokens)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1

@@ -5,6 +5,7 @@ Does not sample. Random numbers depend only on a request's seed and position, as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,12 @@ class SlotRules:
         self._numbers = np.zeros((RULES - 1, slots), dtype=np.int32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._prompts = np.zeros(slots, dtype=np.int64)
-        self._ruled = np.zeros(slots, dtype=np.bool_)
+        self._ruled: set[int] = set()
 
     def set(self, request: Request) -> None:
         """Store a request's rules in its slot, when its prompt is computed."""
         sampling, row = request.sampling, request.row
-        self._ruled[row] = has_rules(request)
+        (self._ruled.add if has_rules(request) else self._ruled.discard)(row)
         if sampling.greedy:
             self._numbers[0, row] = 0
             return
@@ -37,10 +38,10 @@ class SlotRules:
         self._numbers[1, row] = sampling.top_k
         self._seeds[row], self._prompts[row] = seed_of(request), request.prompt_len
 
-    def ruled(self, slots: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
-        """Return the rows, given their slots, whose logits change or are ranked before a token is taken."""
-        rows: list[int] = np.flatnonzero(self._ruled[slots]).tolist()
-        return rows
+    def ruled(self, requests: Sequence[Request]) -> list[int]:
+        """Return the rows whose logits change or are ranked before a token is taken."""
+        ruled = self._ruled
+        return [row for row, request in enumerate(requests) if request.row in ruled] if ruled else []
 
     def fill(
         self,

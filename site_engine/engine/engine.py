@@ -172,7 +172,7 @@ class SiteEngine:
         plan = self._scheduler.plan(began, max_new=max_new, max_prompt_tokens=self.training.prompt_tokens)
         before, before_s = self._pending, self._launched_s
         self._pending, self._launched_s = None, began
-        if any(_needs_host(chunk.request) for chunk in plan.prefills):
+        if any(chunk.request.needs_prompt_logprobs for chunk in plan.prefills):
             self._publish_step(before, before_s)
             self._run(plan.of(lambda request: request.row >= 0), self._clock())
             return
@@ -180,8 +180,8 @@ class SiteEngine:
             try:
                 self._pending = runner.launch(plan, self._rules)
                 self._scheduler.advance(plan)
-                for request, start, length, samples in plan.chunks:
-                    if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
+                for request in plan.sampled:
+                    if request.computed - request.prompt_len + 1 >= request.max_tokens:
                         request.state = State.LAST  # the last token is being computed: no more planning
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
@@ -369,18 +369,20 @@ class SiteEngine:
         """
         token_ids, broken, alternatives = tokens
         live, outputs, discarded = self._live.processors, self._live.outputs, 0
-        in_columns = not outputs.has_tokens
-        described = {*broken, *(alternatives or ())}  # rows with an error or log probabilities
+        # rows with an error or log probabilities; all, if a token before these is not in columns
+        described = range(len(requests)) if outputs.has_tokens else {*broken, *(alternatives or ())}
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            if request.state is State.FINISHED:
-                discarded += 1
-                continue
-            processor = live[request.id]
-            if in_columns and row not in described and (generated := processor.take_alone(token_id)):
+            generated = len(request.tokens) - request.prompt_len + 1
+            if generated < request.alone_until and token_id not in request.ends and row not in described:
+                request.tokens.append(token_id)
                 outputs.request_ids.append(request.id)
                 outputs.token_ids.append(token_id)
                 outputs.generated.append(generated)
                 continue
+            if request.state is State.FINISHED:
+                discarded += 1
+                continue
+            processor = live[request.id]
             fault = broken.get(row)
             if fault is None and request.guide is not None and request.guide.error:
                 fault = f"the answer's grammar: {request.guide.error}"
@@ -405,10 +407,10 @@ class SiteEngine:
         """
         chunks, made = plan.chunks, 0
         lost: set[int] = set()  # pages never written, which other chunks of the plan may share
-        for chunk in chunks:
+        for at, chunk in enumerate(chunks):
             if not lost.isdisjoint(chunk.request.pages):
                 continue  # restarted below
-            alone = SchedulePlan([chunk]) if chunk in plan.decodes else SchedulePlan([], [chunk])
+            alone = SchedulePlan([chunk]) if at < len(plan.decoding) else SchedulePlan([], [chunk])
             try:
                 if len(chunks) == 1:
                     raise error
@@ -437,14 +439,9 @@ class SiteEngine:
     def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
         self.training.served(plan, seconds)
         self._meter.iteration(
-            rows=len(plan.chunks),
+            rows=len(plan.decoding) + len(plan.prefills),
             tokens=plan.tokens,
             kv_tokens=plan.kv_tokens,
             sampled=plan.samples - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
-
-
-def _needs_host(request: Request) -> bool:
-    """Return whether the host must read the logits of a request's prompt for its log probabilities."""
-    return request.sampling.prompt_logprobs and request.first_token_s is None

@@ -17,8 +17,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_answer",
-        "_ends",
-        "_has_no_text",
+        "_is_token_alone",
         "_min_tokens",
         "_prompt_logprobs",
         "_starts_timed",
@@ -29,9 +28,10 @@ class OutputProcessor:
     def __init__(self, request: Request, vocabulary: Vocabulary, eos_token_ids: Collection[int]) -> None:
         self.request = request
         self._vocabulary = vocabulary
-        self._ends = end_tokens(request, eos_token_ids)
-        self._answer = AnswerText(request, vocabulary, self._ends)
-        self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
+        request.ends = end_tokens(request, eos_token_ids)
+        self._answer = AnswerText(request, vocabulary, request.ends)
+        has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
+        self._is_token_alone = has_no_text and request.guide is None  # between the first output and the last
         self._min_tokens = request.sampling.min_tokens
         first = request.prompt[:1] if request.sampling.prompt_logprobs else ()  # has no log probability
         self._prompt_logprobs = [self._logprob(token_id, None) for token_id in first]
@@ -48,25 +48,6 @@ class OutputProcessor:
     def contradicts_delivered(self) -> bool:
         return self._answer.contradicts_delivered
 
-    def take_alone(self, token_id: int) -> int:
-        """Append a token if its output consists of the token id alone; return the number of tokens generated.
-
-        Returns 0 and appends nothing if the output needs more: text, a finish, timings or a grammar.
-        """
-        request = self.request
-        tokens = request.tokens
-        generated = len(tokens) - request.prompt_len + 1
-        if (
-            generated >= request.max_tokens
-            or token_id in self._ends
-            or self._starts_timed <= request.preemptions
-            or request.guide is not None
-            or not self._has_no_text
-        ):
-            return 0
-        tokens.append(token_id)
-        return generated
-
     def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
         """Append a token and return its output."""
         request, answer = self.request, self._answer
@@ -80,9 +61,10 @@ class OutputProcessor:
         finish = self._finish(token_id, generated)
         is_timed = finish is None and self._starts_timed > request.preemptions
         text, finish = answer.read(token_id, generated, finish)
-        ended = finish is Finish.STOP and token_id in self._ends
+        ended = finish is Finish.STOP and token_id in request.ends
         is_timed = finish is None and is_timed
         self._starts_timed = request.preemptions + 1
+        request.alone_until = request.max_tokens if self._is_token_alone else 0
         output = Output(
             request.id,
             answer.take_carried() + text,
@@ -132,7 +114,7 @@ class OutputProcessor:
         guide = self.request.guide
         if guide is not None and guide.take(token_id) and guide.ended:
             return Finish.STOP  # a completed grammar needs no end-of-sequence token
-        if token_id in self._ends and generated >= self._min_tokens:
+        if token_id in self.request.ends and generated >= self._min_tokens:
             return Finish.STOP
         return Finish.LENGTH if generated >= self.request.max_tokens else None
 

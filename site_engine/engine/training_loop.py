@@ -199,7 +199,7 @@ class TrainingLoop:
         """Count an iteration of serving."""
         self._cost = None
         if self.jobs:
-            batch_alone = all(chunk.request.lane is Lane.BATCH for chunk in plan.chunks)
+            batch_alone = all(request.lane is Lane.BATCH for request in plan.requests)
             self._slack.served(seconds, batch_alone=batch_alone)
             if not batch_alone:
                 self._chat_s = self._clock()

@@ -97,7 +97,8 @@ def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
             plan.prefills.append(ScheduledChunk(request, start, length, samples=True))
         elif left:
             length = 1
-            plan.decodes.append(ScheduledChunk(request, start, length, samples=True))
+            plan.decoding.append(request)
+            plan.starts.append(start)
         else:
             continue
         request.computed += length

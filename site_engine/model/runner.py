@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -133,7 +132,7 @@ class PackedRunner:
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Run a plan and return its logits."""
-        plan.decodes.sort(key=itemgetter(1))  # by length, so that rows of similar length are neighbours
+        plan.sort_decodes()  # rows of similar length are neighbours then
         self._update_tables(plan)
         step = self._numbers(plan)
         variants = nullcontext() if self._use_variants is None else self._use_variants(plan, step.wanted)
@@ -157,7 +156,7 @@ class PackedRunner:
     def _update_tables(self, plan: SchedulePlan) -> None:
         """Write new pages into the rows' tables. Entries beyond a row's pages are the null page."""
         lists, shown = self._lists, self._shown
-        for request, _, _, _ in plan.chunks:
+        for request in plan.requests:
             row, pages = request.row, request.pages
             if lists[row] is not pages:
                 self._tables[row] = NULL_PAGE
@@ -169,13 +168,13 @@ class PackedRunner:
     def _numbers(self, plan: SchedulePlan) -> PackedStep:
         page_size = self.kv_cache.page_size
         begins, wanted = self._layout(plan)
-        ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
-        at = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
+        ids = [request.tokens[start] for request, start in zip(plan.decoding, plan.starts, strict=True)]
+        at = [np.array(plan.starts, dtype=np.int64)]
         for request, start, length, _ in plan.prefills:
             ids += request.tokens[start : start + length]
             at.append(np.arange(start, start + length))
         positions = np.concatenate(at)
-        rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
+        rows = np.array([request.row for request in plan.decoding], dtype=np.int64)
         owners = [rows, *(np.full(chunk.length, chunk.request.row) for chunk in plan.prefills)]
         pages = self._tables[np.concatenate(owners), positions // page_size]
         slots = pages * page_size + positions % page_size
@@ -191,7 +190,7 @@ class PackedRunner:
 
     def _layout(self, plan: SchedulePlan) -> tuple[list[int], np.ndarray]:
         """Return the first packed token of each prefill chunk, and the tokens whose logits are wanted."""
-        at = len(plan.decodes)
+        at = len(plan.decoding)
         wanted, begins = list(range(at)), []
         for chunk in plan.prefills:
             begins.append(at)
@@ -226,7 +225,7 @@ def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np
 
 def split_logits(plan: SchedulePlan, rows: torch.Tensor) -> Logits:
     """Split logits [wanted, vocabulary] into rows to sample and whole chunks of prompts."""
-    sampled = [chunk.request for chunk in plan.decodes]
+    sampled = list(plan.decoding)
     picked = list(range(len(sampled)))
     prompts: list[tuple[ScheduledChunk, torch.Tensor]] = []
     at = len(sampled)

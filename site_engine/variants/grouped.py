@@ -74,7 +74,7 @@ def batch_rows(plan: SchedulePlan, wanted: np.ndarray, device: torch.device) -> 
     """Group the packed tokens of a plan by variant; None if all are the base's."""
     variants: dict[LoadedVariant, int] = {}
     numbers = []
-    for request, _, _, _ in plan.chunks:
+    for request in plan.requests:
         variant: Any = request.variant
         numbers.append(0 if variant is None else variants.setdefault(variant, len(variants) + 1))
     if not variants:

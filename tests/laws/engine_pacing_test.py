@@ -189,8 +189,8 @@ def test_prompts_are_computed_a_few_tokens_an_iteration_beside_long_answers(seed
 
     def keeps_pace(plan: SchedulePlan) -> float:
         paced = sum(chunk.length for chunk in plan.prefills if chunk.request.prefill_heavy)
-        if any(not chunk.request.prefill_heavy for chunk in plan.decodes):
-            assert paced <= pace.prompt_tokens(len(plan.decodes), BUDGET)
+        if any(not request.prefill_heavy for request in plan.decoding):
+            assert paced <= pace.prompt_tokens(len(plan.decoding), BUDGET)
         return 1.0
 
     assert engine_for(requests, 1 << 16, keeps_pace).run().output > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
-from operator import itemgetter
 from time import process_time
 
 from site_engine.core.adapter_slots import AdapterSlots
@@ -96,7 +95,7 @@ class CountedEngine:
         began = process_time()
         plan = scheduler.plan(counts.seconds)
         counts.plan_s += process_time() - began
-        plan.decodes.sort(key=itemgetter(1))  # as runners do: those that end together are released so
+        plan.sort_decodes()  # as runners do: those that end together are released so
         scheduler.advance(plan)
         counts.iterations += 1
         counts.seconds += self._measure(plan)

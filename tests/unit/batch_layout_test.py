@@ -11,7 +11,14 @@ from functools import partial
 from site_engine.core.request import Request, Sampling
 from site_engine.core.schedule_plan import ScheduledChunk, SchedulePlan
 from site_engine.cuda.attention_launch import chunk_tokens
-from site_engine.cuda.batch_layout import MIXED_TOKENS, Packer, PageTables, decode_shapes, row_buckets
+from site_engine.cuda.batch_layout import (
+    MIXED_TOKENS,
+    Packer,
+    PageTables,
+    Shape,
+    decode_shapes,
+    row_buckets,
+)
 
 SLOTS, PAGE, KV_HEADS, LONGEST = 64, 16, 2, 2048
 
@@ -28,6 +35,10 @@ def plan(rows: int, context: int, prompt: int) -> SchedulePlan:
     return SchedulePlan(decodes, [ScheduledChunk(asked, 0, prompt, True)] if prompt else [])
 
 
+def shape_of(packer: Packer, made: SchedulePlan) -> Shape:
+    return packer.shape(made, packer.decode_rows(made), patches=0)
+
+
 @pytest.fixture
 def packer() -> Packer:
     tables = PageTables(SLOTS, LONGEST // PAGE, PAGE)
@@ -41,7 +52,7 @@ def test_an_eager_step_takes_decode_kernels_that_mixed_graphs_have(
     packer: Packer, rows: int, context: int
 ) -> None:
     graphs = [shape for tokens in MIXED_TOKENS for shape in packer.mixed_shapes(tokens, LONGEST)]
-    eager = packer.shape(plan(rows, context, MIXED_TOKENS[-1] + 1), patches=0)
+    eager = shape_of(packer, plan(rows, context, MIXED_TOKENS[-1] + 1))
     assert not eager.graph
     few = chunk_tokens(1, KV_HEADS)  # compiled by the answers that a start computes beside a long prompt
     known = {(chunk_tokens(shape.samples, KV_HEADS), shape.split) for shape in graphs} | {(few, True)}
@@ -57,5 +68,5 @@ def test_steps_of_equal_contexts_within_half_of_the_longest_have_a_graph_from_th
         for rows in row_buckets(SLOTS)
         for shape in decode_shapes(rows, -(-LONGEST // chunk_tokens(rows, KV_HEADS)))
     }
-    missing = [rows for rows in range(1, SLOTS + 1) if packer.shape(plan(rows, context, 0), 0) not in made]
+    missing = [rows for rows in range(1, SLOTS + 1) if shape_of(packer, plan(rows, context, 0)) not in made]
     assert missing == []

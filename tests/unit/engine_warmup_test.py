@@ -34,7 +34,7 @@ def test_long_prompts_run_alone_and_beside_answers_of_any_context() -> None:
     engine._scheduler.plan = seen  # type: ignore[method-assign]
     warm_up(engine, VOCAB, 512, longest=40)
     assert_idle(engine)
-    steps = [(len(plan.decodes), plan.prefills[0]) for plan in plans if plan.prefills]
+    steps = [(len(plan.decoding), plan.prefills[0]) for plan in plans if plan.prefills]
     assert {bool(decodes) for decodes, chunk in steps if chunk.start == 0 and chunk.length > 8} == {
         True,
         False,

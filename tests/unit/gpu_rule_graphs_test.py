@@ -11,6 +11,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 # isort: split
 import numpy as np
 import torch
+import triton
 
 from site_engine.core.request import MAX_LOGPROBS, Request, Sampling
 from site_engine.cuda import rule_graphs
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 75  # no multiple of a word's bits
 CPU = torch.device("cpu")
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
-GREEDY = np.zeros(RULES, dtype=np.int32)
+HERE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")  # where kernels run
+GREEDY = np.zeros((RULES, 70), dtype=np.int32)
 KINDS: tuple[Sampling, ...] = (
     Sampling(presence_penalty=0.8, frequency_penalty=0.6),
     Sampling(repetition_penalty=1.7),
@@ -72,7 +73,7 @@ def ruled(requests: Sequence[Request], rules: LogitRules, graphs: RuleGraphs, sk
         one = request.sampling
         penalties = one.presence_penalty, one.frequency_penalty, one.repetition_penalty
         its = (penalties, True) if is_penalised(request) else (None, False)
-        found.append(RuledRow(row, row, *its, GREEDY, None, edits.get(row, NO_EDITS)))
+        found.append(RuledRow(row, row, row, *its, None, edits.get(row, NO_EDITS)))
     return found
 
 
@@ -82,7 +83,7 @@ def test_rows_of_any_number_have_the_tokens_of_the_host(rows: int, dtype: torch.
     requests, graphs = asked(rows, step), RuleGraphs(step.newest, step.logits)
     changed, before = step.logits.float().cpu().clone(), step.chosen.clone()
     rules.apply(requests, changed)
-    graphs.sample(step.addresses, ruled(requests, rules, graphs, 1))
+    graphs.sample(step.addresses, ruled(requests, rules, graphs, 1), GREEDY)
     assert step.chosen[0] == before[0] and step.newest[0] == -1, "a row without rules was touched"
     assert step.chosen[1:].tolist() == changed.argmax(-1)[1:].tolist()
     assert step.newest[1:rows].tolist() == step.chosen[1:].tolist()
@@ -93,12 +94,12 @@ def test_a_row_is_counted_once_a_step_and_no_further_than_the_counts_reach() -> 
     step = OfStep(2)
     graphs = RuleGraphs(step.newest, step.logits)
     graphs.counts[1, int(step.ids[1])] = IN_PROMPT - 2
-    rows = [RuledRow(row, row, (0.0, 0.1, 1.0), True, GREEDY, None, NO_EDITS) for row in range(2)]
+    rows = [RuledRow(row, row, row, (0.0, 0.1, 1.0), True, None, NO_EDITS) for row in range(2)]
     for _ in range(3):
-        graphs.sample(step.addresses, rows)
+        graphs.sample(step.addresses, rows, GREEDY)
     assert graphs.counts[0].sum() == graphs.counts[0, int(step.ids[0])] == 3
     assert graphs.counts[1].sum() == IN_PROMPT - 1
-    graphs.sample(step.addresses, [each._replace(counting=False) for each in rows])
+    graphs.sample(step.addresses, [each._replace(counting=False) for each in rows], GREEDY)
     assert graphs.counts[0].sum() == 3
 
 
@@ -108,10 +109,11 @@ def test_what_a_grammar_forbids_is_not_taken_and_rows_of_others_may_have_it() ->
     bits = np.full(-(-VOCAB // 32), -1, dtype=np.int32)
     bits[best[1] // 32] &= np.int32(~np.uint32(1 << best[1] % 32).view(np.int32))
     bits[best[2] // 32] &= np.int32(~np.uint32(1 << best[2] % 32).view(np.int32))
-    free = RuledRow(0, 0, None, counting=False, draw=GREEDY, allowed=None, edits=Edits.of({best[0]: 1.0}))
+    free = RuledRow(0, 0, 0, None, counting=False, allowed=None, edits=Edits.of({best[0]: 1.0}))
     graphs.sample(
         step.addresses,
         [free, *(free._replace(row=row, slot=row, allowed=bits, edits=NO_EDITS) for row in (1, 2))],
+        GREEDY,
     )
     assert step.chosen[0] == best[0]
     for row in (1, 2):
@@ -126,7 +128,7 @@ def test_more_edits_than_a_graph_holds_take_two(monkeypatch: pytest.MonkeyPatch)
     requests, graphs = asked(9, step), RuleGraphs(step.newest, step.logits)
     changed = step.logits.cpu().clone()
     rules.apply(requests, changed)
-    graphs.sample(step.addresses, ruled(requests, rules, graphs, 0))
+    graphs.sample(step.addresses, ruled(requests, rules, graphs, 0), GREEDY)
     assert step.chosen.tolist() == changed.argmax(-1).tolist()
 
 
@@ -134,8 +136,8 @@ def test_a_row_that_was_not_finite_keeps_its_mark() -> None:
     step = OfStep(2)
     step.chosen[1] = -7
     graphs = RuleGraphs(step.newest, step.logits)
-    row = RuledRow(1, 1, None, counting=False, draw=GREEDY, allowed=None, edits=Edits.of({5: 99.0}))
-    graphs.sample(step.addresses, [row._replace(row=0, slot=0), row])
+    row = RuledRow(1, 1, 1, None, counting=False, allowed=None, edits=Edits.of({5: 99.0}))
+    graphs.sample(step.addresses, [row._replace(row=0, slot=0), row], GREEDY)
     assert step.chosen.tolist() == [5, -7]
 
 
@@ -168,5 +170,5 @@ def test_one_row_may_have_more_edits_than_rows_share(monkeypatch: pytest.MonkeyP
     biases = {token_id: -50.0 for token_id in range(VOCAB) if token_id != 60}
     request = Request("much", [1], Sampling(logit_bias=biases))
     graphs = RuleGraphs(step.newest, step.logits)
-    graphs.sample(step.addresses, ruled([request], rules, graphs, 0))
+    graphs.sample(step.addresses, ruled([request], rules, graphs, 0), GREEDY)
     assert step.chosen.tolist() == [60]
