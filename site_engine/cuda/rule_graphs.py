@@ -115,7 +115,8 @@ class RuleGraphs:
             if masks := [each.allowed for each in group if each.allowed is not None]:
                 lines = self._allowed[: len(masks)]
                 from_host = self._host_allowed.take(lines.numel()).view_as(lines)
-                np.stack(masks, out=from_host.numpy())
+                for line, mask in zip(from_host.numpy(), masks, strict=True):
+                    line[:] = mask
                 lines.copy_(from_host, non_blocking=True)
             self._copy(step, rows, group, draws)
             self._run(self._sample, rows)

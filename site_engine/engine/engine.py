@@ -372,8 +372,11 @@ class SiteEngine:
         # rows with an error or log probabilities; all, if a token before these is not in columns
         described = range(len(requests)) if outputs.has_tokens else {*broken, *(alternatives or ())}
         for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            generated = len(request.tokens) - request.prompt_len + 1
-            if generated < request.alone_until and token_id not in request.ends and row not in described:
+            generated, guide = len(request.tokens) - request.prompt_len + 1, request.guide
+            alone = generated < request.alone_until and token_id not in request.ends and row not in described
+            if guide is not None and request.state is not State.FINISHED:
+                alone &= guide.take(token_id) and not guide.ended
+            if alone:
                 request.tokens.append(token_id)
                 outputs.request_ids.append(request.id)
                 outputs.token_ids.append(token_id)
@@ -384,8 +387,8 @@ class SiteEngine:
                 continue
             processor = live[request.id]
             fault = broken.get(row)
-            if fault is None and request.guide is not None and request.guide.error:
-                fault = f"the answer's grammar: {request.guide.error}"
+            if fault is None and guide is not None and guide.error:
+                fault = f"the answer's grammar: {guide.error}"
             if fault is not None:
                 self._live.fail(processor, fault)
                 discarded += 1

@@ -327,11 +327,12 @@ class EngineThread:
 
     def _check_health(self, outputs: Sequence[Output]) -> None:
         """Detect a dead device, which fails all requests at once and then looks idle. Raises EngineBroken."""
-        failed = [each for each in with_more_than_a_token(outputs) if each.finish is Finish.FAILED]
+        others = with_more_than_a_token(outputs)
+        failed = [each for each in others if each.finish is Finish.FAILED]
         for output in failed:
             if output.request_id == PROBE_ID:
                 raise EngineBroken(f"even a request of one token fails: {output.error}")
-        if any(output.token_ids for output in outputs):
+        if len(others) < len(outputs) or any(output.token_ids for output in others):
             self._steps_without_token = 0
         elif failed:
             self._steps_without_token += 1

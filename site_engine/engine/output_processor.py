@@ -17,7 +17,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_answer",
-        "_is_token_alone",
+        "_has_no_text",
         "_min_tokens",
         "_prompt_logprobs",
         "_starts_timed",
@@ -30,8 +30,7 @@ class OutputProcessor:
         self._vocabulary = vocabulary
         request.ends = end_tokens(request, eos_token_ids)
         self._answer = AnswerText(request, vocabulary, request.ends)
-        has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
-        self._is_token_alone = has_no_text and request.guide is None  # between the first output and the last
+        self._has_no_text = isinstance(vocabulary, NoText) and request.thinking is None
         self._min_tokens = request.sampling.min_tokens
         first = request.prompt[:1] if request.sampling.prompt_logprobs else ()  # has no log probability
         self._prompt_logprobs = [self._logprob(token_id, None) for token_id in first]
@@ -39,8 +38,10 @@ class OutputProcessor:
 
     def replay(self) -> Finish | None:
         """Process the tokens generated at another site; return the finish reason if they end the response."""
-        finish = None
+        finish, guide = None, self.request.guide
         for at, token_id in enumerate(self.request.resumed, start=1):
+            if guide is not None:
+                guide.take(token_id)
             finish = self._answer.carry(token_id, at, self._finish(token_id, at))
         return finish
 
@@ -49,7 +50,7 @@ class OutputProcessor:
         return self._answer.contradicts_delivered
 
     def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
-        """Append a token and return its output."""
+        """Append a token, which the grammar has taken, and return its output."""
         request, answer = self.request, self._answer
         if request.first_token_s is None:
             request.first_token_s = now
@@ -64,7 +65,7 @@ class OutputProcessor:
         ended = finish is Finish.STOP and token_id in request.ends
         is_timed = finish is None and is_timed
         self._starts_timed = request.preemptions + 1
-        request.alone_until = request.max_tokens if self._is_token_alone else 0
+        request.alone_until = request.max_tokens if self._has_no_text else 0
         output = Output(
             request.id,
             answer.take_carried() + text,
@@ -112,7 +113,7 @@ class OutputProcessor:
     def _finish(self, token_id: int, generated: int) -> Finish | None:
         """Return the finish reason if a token ends the response: by grammar, end token or token limit."""
         guide = self.request.guide
-        if guide is not None and guide.take(token_id) and guide.ended:
+        if guide is not None and guide.ended:
             return Finish.STOP  # a completed grammar needs no end-of-sequence token
         if token_id in self.request.ends and generated >= self._min_tokens:
             return Finish.STOP

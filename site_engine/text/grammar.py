@@ -53,7 +53,7 @@ class Guide:
     @property
     def ended(self) -> bool:
         """True if the grammar is satisfied and nothing can follow."""
-        return self.matcher.is_stopped()
+        return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def error(self) -> str:
