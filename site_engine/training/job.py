@@ -17,9 +17,9 @@ from site_engine.training.data import Dataset, Example, RowEncoder
 from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
-SLICE_S = 0.01
-"""So long a newcomer waits at most. Slices of half the time leave a GPU waiting for their launches: an H200
-trained a third of the tokens a second at 8B and a seventh at 0.5B.
+SLICE_S = 0.005
+"""So long a newcomer waits at most. Micro-batches of half the size leave a GPU waiting for their launches: an
+H200 trained a third of the tokens a second at 8B and a seventh at 0.5B.
 """
 MAX_TRAIN_TOKENS = 16384
 """Of a micro-batch on a GPU: of more the kept inputs of layers take gigabytes."""

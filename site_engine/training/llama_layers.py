@@ -8,7 +8,7 @@ they train as transformers computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from site_engine.core.tensor_split import FAMILIES
 from site_engine.cuda.kernels import training_kernels
 from site_engine.model.attention_context import AttentionContext, Scoring
 from site_engine.training.adapter import Factors, exact_product
+from site_engine.training.slices import Slice
 
 GATE_ROWS, GATE_COLUMNS, LOGIT_BLOCK = 32, 128, 4096
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -230,15 +231,28 @@ class TrainedLayer:
         context: AttentionContext,
         gradient: torch.Tensor,
         kept: Attended | None = None,
-    ) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of the layer's input and of its factors, by the names of their modules."""
+    ) -> Generator[Slice, None, tuple[torch.Tensor, Gradients]]:
+        """Return the gradients of the layer's input and of its factors, by the names of their modules.
+
+        Yields the kinds of the slices after the first.
+        """
         half, between_normed = kept, None
         if half is None:
             half, between_normed = self._attend(hidden, rotary, context, grad=True)
         else:
             between_normed = self._between.forward(half.between)
         factors: Gradients = {}
-        between = self._gate_backward(half.between, between_normed, gradient, factors)
+        parts, inner = self._gate_up.forward(between_normed, add=False)
+        gated = torch.empty_like(parts[0])
+        self._gate(training_kernels.gate_forward, parts, inner, gated)
+        wanted = self._down.backward([gradient], gated, self._down.inner(gated), factors)
+        del gated
+        yield Slice.GATE_UP_BACKWARD
+        self._gate(training_kernels.gate_backward, parts, inner, wanted)
+        normed = self._gate_up.backward(parts, between_normed, inner, factors)
+        between = self._between.backward(half.between, normed, gradient)
+        del parts, inner, wanted, between_normed
+        yield Slice.ATTENTION_BACKWARD
         attended = half.attended.detach().flatten(1)
         wanted = self._output.backward([between], attended, half.output_inner, factors)
         parts = [
@@ -255,19 +269,6 @@ class TrainedLayer:
         """Read the adapter's factors again: they have changed."""
         for each in self._joined:
             each.forget()
-
-    def _gate_backward(
-        self, between: torch.Tensor, normed: torch.Tensor, gradient: torch.Tensor, factors: Gradients
-    ) -> torch.Tensor:
-        """Compute the second half again; return the gradient of what it begins with."""
-        parts, inner = self._gate_up.forward(normed, add=False)
-        gated = torch.empty_like(parts[0])
-        self._gate(training_kernels.gate_forward, parts, inner, gated)
-        wanted = self._down.backward([gradient], gated, self._down.inner(gated), factors)
-        self._gate(training_kernels.gate_backward, parts, inner, wanted)
-        return self._between.backward(
-            between, self._gate_up.backward(parts, normed, inner, factors), gradient
-        )
 
     def _gate(
         self, kernel: Any, parts: Sequence[torch.Tensor], inner: torch.Tensor | None, other: torch.Tensor

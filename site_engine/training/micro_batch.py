@@ -8,24 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import torch
 
 from site_engine.training.adapter import Adapter
 from site_engine.training.packing import Packed
 from site_engine.training.sliced_model import SlicedModel
-
-
-class Slice(StrEnum):
-    """The kinds of slices, whose times are unlike."""
-
-    BEGIN = "begin"
-    FORWARD = "forward"
-    HEAD = "head"
-    RECOMPUTE = "recompute"
-    BACKWARD = "backward"
-    UPDATE = "update"
+from site_engine.training.slices import Slice
 
 
 @dataclass(slots=True)
@@ -89,7 +78,7 @@ def run_micro_batch(
             again = model.recompute(number, kept.pop(), begun)
             yield Slice.BACKWARD
             factors = {name: adapter.factors[name] for name in adapted[number]}
-            gradient, found = model.backward(number, again, begun, gradient, factors)
+            gradient, found = yield from model.backward(number, again, begun, gradient, factors)
             by_layer.insert(0, found)
         result.gradients = [each for layer in by_layer for each in layer]
     return result

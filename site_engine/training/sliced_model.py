@@ -1,4 +1,4 @@
-"""A model's forward and backward pass in slices: one layer, or the head on a few tokens, at a time.
+"""A model's forward and backward pass in slices: one layer or less, or the head on a few tokens, at a time.
 
 A copy of the modules is trained, which shares all tensors with the model that serves: nothing of the latter
 is changed. Whatever a family does before and after its layers is done by its own code: while that runs, the
@@ -8,7 +8,7 @@ layers are stood in for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from site_engine.model.hf_attention import install_hook
 from site_engine.model.pausing import PauseBeforeOperations
 from site_engine.training.adapter import Adapter, Factors, attach, target_modules
 from site_engine.training.context import PackedContext
+from site_engine.training.slices import Slice
 from site_engine.variants.certify import plain_model
 
 if TYPE_CHECKING:
@@ -175,13 +176,17 @@ class SlicedModel:
 
     def backward(
         self, number: int, again: Recomputed, begun: Begun, gradient: torch.Tensor, factors: Factors
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the gradients of a layer's input (not the first's) and of its factors."""
+    ) -> Generator[Slice, None, tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Return the gradients of a layer's input (not the first's) and of its factors.
+
+        Yields the kinds of the slices after the first.
+        """
         if again.above is None:
             rotary = begun.calls[number].named["position_embeddings"]
             trained = self._trained[number]
             kept = None if begun.kept is None else begun.kept.pop(number)
-            given, made = trained.backward(again.below[0], rotary, begun.context, gradient[0], kept)
+            passes = trained.backward(again.below[0], rotary, begun.context, gradient[0], kept)
+            given, made = yield from passes
             return given[None], [each for name in factors for each in made[name]]
         wanted = [factor for pair in factors.values() for factor in pair]
         wrt = [again.below, *wanted] if number > 0 else wanted
@@ -277,7 +282,7 @@ class SlicedModel:
         if self._head is not None:  # its kernels are compiled here, and not beside answers
             loss, _, gradient = self._head.loss(hidden[0], ids, 1, len(ids))
             assert gradient is not None
-            self.backward(0, Recomputed(begun.hidden), begun, gradient[None], {})
+            deque(self.backward(0, Recomputed(begun.hidden), begun, gradient[None], {}), maxlen=0)
             exact = F.cross_entropy(wanted.float(), ids, reduction="sum")
             off = torch.maximum(off, (loss - exact).abs() / exact)
         with released():

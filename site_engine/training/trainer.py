@@ -20,7 +20,7 @@ from site_engine.core.training import Failed, Recipe, StepDone
 from site_engine.errors import TrainingRefused
 from site_engine.training.adapter import new_adapter
 from site_engine.training.data import Dataset, Example
-from site_engine.training.micro_batch import MicroBatch, Slice, run_micro_batch
+from site_engine.training.micro_batch import MicroBatch, run_micro_batch
 from site_engine.training.optimizer import Optimizer
 from site_engine.training.packing import (
     Packed,
@@ -32,6 +32,7 @@ from site_engine.training.packing import (
     sizes_up_to,
 )
 from site_engine.training.sliced_model import SlicedModel
+from site_engine.training.slices import BACKWARD_SLICES, LAYER_SLICES, Slice
 from site_engine.training.snapshot import Snapshot
 
 MAX_SKIPPED = 3
@@ -48,7 +49,7 @@ class Trainer:
     """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
 
     `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
-    `warm_up` fits it so that a layer's backward pass, the longest kind of slice, takes no longer than that;
+    `warm_up` fits it so that no slice of a layer's backward pass, the longest kinds, takes longer than that;
     without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
     sizes, so that none has one that was not warmed up. `costs`: what slices took of other jobs with adapters
     of this shape. Raises TrainingRefused.
@@ -110,8 +111,7 @@ class Trainer:
     def following(self) -> NextSlice:
         """What the next slice is expected to take."""
         cost = partial(self._costs.seconds, size=self._size, now_s=self._clock())
-        layer_s = sum(map(cost, (Slice.FORWARD, Slice.RECOMPUTE, Slice.BACKWARD)))
-        whole_s = len(self._model.layers) * layer_s
+        whole_s = len(self._model.layers) * sum(map(cost, LAYER_SLICES))
         return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
     def run_slice(self, *, ahead: bool = False) -> float:
@@ -207,11 +207,12 @@ class Trainer:
         self.snapshot()
 
     def _fit(self, slice_s: float) -> Generator[Slice, None, int]:
-        """Return the most tokens of which a layer's backward pass takes at most so long."""
+        """Return the most tokens of which each slice of a layer's backward pass takes at most so long."""
         fitted = tokens = min(MIN_TRAIN_TOKENS, self._train_tokens)
         while tokens <= self._train_tokens:
             yield from self._rehearse(tokens)
-            taken_s = self._costs.seconds(Slice.BACKWARD, tokens, self._clock())
+            now_s = self._clock()
+            taken_s = max(self._costs.seconds(kind, tokens, now_s) for kind in BACKWARD_SLICES)
             fitted = tokens if taken_s <= slice_s else fitted
             if 2 * taken_s > slice_s:  # twice as many would take longer
                 break

@@ -14,9 +14,10 @@ from site_engine.core.training import AdapterShape, StepDone
 from site_engine.cuda.kernels import training_kernels
 from site_engine.training import llama_layers, sliced_model
 from site_engine.training.adapter import Adapter, new_adapter
-from site_engine.training.micro_batch import MicroBatch
+from site_engine.training.micro_batch import MicroBatch, run_micro_batch
 from site_engine.training.packing import pack, pad
 from site_engine.training.sliced_model import SlicedModel
+from site_engine.training.slices import BACKWARD_SLICES, Slice
 from tests.support.engine_models import FAMILIES, WINDOW
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, computed, examples, run, trainer
@@ -66,6 +67,15 @@ def test_loss_and_gradients_are_those_of_the_layers_of_transformers(
     for one, other in zip(found.gradients, wanted.gradients, strict=True):
         assert one.dtype == other.dtype
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-9
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_layer_s_backward_pass_is_three_slices(fused: bool) -> None:
+    model, adapter, adapted = started("llama", "all-linear", fused=fused)
+    packed = pack(examples(3, seed=3, longest=8).examples)
+    slices = list(run_micro_batch(model, adapter, adapted, packed, 1))
+    of_layer = [*BACKWARD_SLICES] if fused else [Slice.RECOMPUTE, Slice.BACKWARD]
+    assert slices[slices.index(Slice.HEAD) + 1 :] == of_layer * len(model.layers)
 
 
 def test_what_is_padded_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
