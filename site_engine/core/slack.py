@@ -194,6 +194,10 @@ class SliceCosts:
     def knows(self, kind: str, size: int) -> bool:
         return size in self._usual_s.get(kind, ())
 
+    def least_s(self, kind: str, size: int) -> float:
+        """Return the shortest duration of slices of a kind and size; 0 if none was measured."""
+        return min(self._taken.get((kind, size), ()), default=0.0)
+
     def adopt(self, rehearsed: SliceCosts) -> None:
         """Adopt, for kinds and sizes not seen yet, the shortest durations of a rehearsal."""
         for (kind, size), taken in rehearsed._taken.items():

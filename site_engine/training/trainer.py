@@ -32,7 +32,7 @@ from site_engine.training.packing import (
     sizes_up_to,
 )
 from site_engine.training.sliced_model import SlicedModel
-from site_engine.training.slices import BACKWARD_SLICES, LAYER_SLICES, Slice
+from site_engine.training.slices import LAYER_SLICES, Slice
 from site_engine.training.snapshot import Snapshot
 
 MAX_SKIPPED = 3
@@ -40,6 +40,10 @@ MAX_SKIPPED = 3
 SNAPSHOT_INTERVAL_S = 300.0
 MIN_TRAIN_TOKENS = 256
 """Of a micro-batch whose size is fitted: a GPU computes fewer no faster."""
+NEARLY = 0.95
+"""Share of the best speed that a size must have to be preferred for its shorter slices."""
+BETWEEN_SLICES_S = 1e-4
+"""Of the engine's loop, which the times of slices leave out."""
 REHEARSED_LAYERS = 3
 """Computed backward, twice, to see how long slices of a size take."""
 Event: TypeAlias = StepDone | Snapshot | Failed
@@ -49,7 +53,7 @@ class Trainer:
     """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
 
     `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
-    `warm_up` fits it so that no slice of a layer's backward pass, the longest kinds, takes longer than that;
+    `warm_up` fits it so that no slice of a layer takes longer than that, and to no more than pays;
     without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
     sizes, so that none has one that was not warmed up. `costs`: what slices took of other jobs with adapters
     of this shape. Raises TrainingRefused.
@@ -207,17 +211,25 @@ class Trainer:
         self.snapshot()
 
     def _fit(self, slice_s: float) -> Generator[Slice, None, int]:
-        """Return the most tokens of which each slice of a layer's backward pass takes at most so long."""
-        fitted = tokens = min(MIN_TRAIN_TOKENS, self._train_tokens)
+        """Return the tokens of a micro-batch: the fewest that are computed nearly as fast as any for which
+        there is memory and of which no slice of a layer takes longer than `slice_s`.
+        """
+        speeds = dict[int, float]()  # tokens a second, by size
+        tokens = min(MIN_TRAIN_TOKENS, self._train_tokens)
         while tokens <= self._train_tokens:
-            yield from self._rehearse(tokens)
-            now_s = self._clock()
-            taken_s = max(self._costs.seconds(kind, tokens, now_s) for kind in BACKWARD_SLICES)
-            fitted = tokens if taken_s <= slice_s else fitted
-            if 2 * taken_s > slice_s:  # twice as many would take longer
+            try:
+                yield from self._rehearse(tokens)
+            except (MemoryError, torch.OutOfMemoryError):
+                if not speeds:
+                    raise
                 break
+            taken_s = [self._costs.least_s(kind, tokens) for kind in LAYER_SLICES]
+            if speeds and max(taken_s) > slice_s:
+                break
+            between_s = BETWEEN_SLICES_S * sum(each > 0.0 for each in taken_s)
+            speeds[tokens] = tokens / (sum(taken_s) + between_s or 1.0)
             tokens *= 2
-        return fitted
+        return min(size for size, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
 
     def _rehearse(self, size: int) -> Generator[Slice, None, None]:
         """Compute a micro-batch of a size up to some layers backward, twice."""

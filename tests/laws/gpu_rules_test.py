@@ -56,6 +56,7 @@ def test_rows_with_rules_keep_them_and_hold_nobody_back(monkeypatch: pytest.Monk
     for name, rules in RULED.items():
         engine.submit(Request(name, [3, 2, 1], Sampling(**{"temperature": 0.0, "max_tokens": 5} | rules)))
     got = drain(engine)
+    assert not [each.last.error for each in got.values() if each.last is not None and each.last.error]
     assert got["plain"].token_ids == of.generate([1, 2, 3], 6)
     for name, one in wanted.items():
         assert got[name].token_ids == one.token_ids, name

@@ -18,6 +18,7 @@ from site_engine.training.job import warm_up
 from site_engine.training.packing import fitting_size, pack, pad, sizes_up_to
 from site_engine.training.sliced_model import Recomputed, SlicedModel
 from site_engine.training.slices import Slice
+from site_engine.training.snapshot import Snapshot
 from tests.support.engine_models import FAMILIES, family
 from tests.support.model_families import random_model
 from tests.support.training import SMALL, computed, equal, examples, run, started, trainer
@@ -83,14 +84,21 @@ def test_a_padded_job_trains_the_same_adapter_whatever_its_sizes_are() -> None:
             torch.testing.assert_close(padded.adapter.tensors()[name], factor, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("token_s", "fitted"), [(1e-8, 1024), (2e-5, 512), (3e-5, 256), (1e-4, 256)])
+@pytest.mark.parametrize(
+    ("token_s", "fitted", "tried"),
+    [(1e-8, 1024, 1024), (1e-5, 512, 1024), (2e-5, 256, 1024), (3e-5, 256, 512), (1e-4, 256, 512)],
+)
 def test_micro_batches_are_fitted_to_the_time_of_a_slice(
-    token_s: float, fitted: int, monkeypatch: pytest.MonkeyPatch
+    token_s: float, fitted: int, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, backward = [0.0], SlicedModel.backward
+    """Launches take 5 ms whatever the size, at times much longer: more tokens are computed faster until their
+    own time counts. Of equally fast sizes the smallest is taken; none is tried after one that takes too long.
+    """
+    now_s, backward, sizes = [0.0], SlicedModel.backward, list[int]()
 
     def timed(self: SlicedModel, number: int, again: Recomputed, *more: Any) -> Any:
-        now_s[0] += again.below.shape[1] * token_s
+        sizes.append(again.below.shape[1])
+        now_s[0] += max(0.005, sizes[-1] * token_s) + 0.02 * (len(sizes) % 3 == 0)
         return backward(self, number, again, *more)
 
     monkeypatch.setattr(SlicedModel, "backward", timed)
@@ -98,7 +106,25 @@ def test_micro_batches_are_fitted_to_the_time_of_a_slice(
     job = trainer(examples(4), clock=lambda: now_s[0], **most)
     job.warm_up()
     assert job.train_tokens == fitted
+    assert max(sizes) == tried
     assert run(job)
+
+
+def test_micro_batches_are_fitted_to_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = SlicedModel.backward
+
+    def small(self: SlicedModel, number: int, again: Recomputed, *more: Any) -> Any:
+        if again.below.shape[1] > 512:
+            raise torch.OutOfMemoryError("no memory")
+        return backward(self, number, again, *more)
+
+    monkeypatch.setattr(SlicedModel, "backward", small)
+    most: dict[str, Any] = {"train_tokens": 4096, "slice_s": 1.0, "padded": True}
+    ticks = count()
+    job = trainer(examples(4), clock=lambda: 0.001 * next(ticks), **most)
+    job.warm_up()
+    assert job.train_tokens == 512
+    assert any(isinstance(event, Snapshot) for event in run(job))
 
 
 def test_the_moments_of_a_job_are_allocated_before_its_first_step() -> None:
