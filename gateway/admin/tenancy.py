@@ -91,9 +91,15 @@ def _list_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
     @get("/admin/api/tenants")
     async def list_tenants(request: AnyRequest) -> dict[str, Any]:
+        """List at most `limit` tenants by name; those that follow the name `after`, if it is given."""
         await access.operator(request)
+        page = read_page(request, MAX_ENTRIES, MAX_ENTRIES)
         async with translated_errors():
-            return {"tenants": msgspec.to_builtins(await store.quotas.tenants())}
+            found = await store.quotas.tenants(page.limit + 1, page.after)
+        return {
+            "tenants": msgspec.to_builtins(found[: page.limit]),
+            "has_more": len(found) > page.limit,
+        }
 
     @get("/admin/api/quotas")
     async def list_quotas(request: AnyRequest) -> dict[str, Any]:

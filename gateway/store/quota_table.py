@@ -58,9 +58,13 @@ class QuotaTable:
         self._engine = engine
         self._clock = clock
 
-    async def tenants(self) -> list[Tenant]:
+    async def tenants(self, limit: int | None = None, after: str | None = None) -> list[Tenant]:
+        """List tenants by name: at most `limit`, those that follow the name `after`, if given."""
+        listed = select(tenants).order_by(tenants.c.name).limit(limit)
+        if after is not None:
+            listed = listed.where(tenants.c.name > after)
         async with self._engine.connect() as connection:
-            found = await connection.execute(select(tenants).order_by(tenants.c.name))
+            found = await connection.execute(listed)
             return [Tenant(row.name, row.created_at, row.best_priority) for row in found]
 
     async def set_tenant(self, name: str, *, best_priority: int | None, act: Act) -> Tenant:

@@ -99,17 +99,37 @@ def test_keys_are_listed_a_page_at_a_time(url: str, tmp_path: Path) -> None:
             made = [await store.keys.create_key("boss", admin=True) for _ in range(5)]
             ids = [key.id for key, _ in sorted(made, key=lambda each: (each[0].created_at, each[0].id))][::-1]
             async with admin_api(store, made[0][1]) as client:
-                seen, after = list[str](), ""
-                while True:
-                    page = await get(client, f"keys?limit=2{after}")
-                    seen += [key["id"] for key in page["keys"]]
-                    after = f"&after={seen[-1]}"
-                    if not page["has_more"]:
-                        break
-                assert seen == ids and len(page["keys"]) == 1
+                assert await in_pages(client, "keys", "id") == ids
                 assert [key["id"] for key in (await get(client, "keys"))["keys"]] == ids
                 for wrong in ("after=key_of_nobody", "limit=1001"):
                     assert (await client.get(f"/admin/api/keys?{wrong}")).status_code == 400
+
+    asyncio.run(main())
+
+
+async def in_pages(client: httpx2.AsyncClient, kind: str, by: str) -> list[str]:
+    """Return what is listed, two at a time; the last page must have one."""
+    seen, after = list[str](), ""
+    while True:
+        page = await get(client, f"{kind}?limit=2{after}")
+        seen += [each[by] for each in page[kind]]
+        after = f"&after={seen[-1]}"
+        if not page["has_more"]:
+            assert len(page[kind]) == 1
+            return seen
+
+
+def test_tenants_are_listed_a_page_at_a_time_by_name(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            async with admin_api(store, secret) as client:
+                for name in ("shop", "lab", "Zoo", "bank"):
+                    await post(client, "tenants", name=name, reason="new")
+                listed = [each["name"] for each in (await get(client, "tenants"))["tenants"]]
+                assert sorted(listed) == ["Zoo", "bank", "default", "lab", "shop"]
+                assert await in_pages(client, "tenants", "name") == listed
+                assert (await client.get("/admin/api/tenants?limit=1001")).status_code == 400
 
     asyncio.run(main())
 
