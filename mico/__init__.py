@@ -1,1 +1,1 @@
-"""The command line and the local federation of `mico up`. The only package that imports all others."""
+"""The command line, and the local federation of `mico up`. The only package that imports all others."""

@@ -1,4 +1,4 @@
-"""Run `mico`, also as `python -m mico`: the local federation starts its processes so, whatever PATH says."""
+"""Run `mico`, also as `python -m mico`, which starts the local federation's processes independent of PATH."""
 
 import sys
 
@@ -6,7 +6,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run a command and return its exit status, also where Ctrl-C comes before the commands are imported."""
+    """Run a command and return its exit status, including for Ctrl-C during the import of the commands."""
     try:
         from mico.cli import main as run
 

@@ -1,6 +1,6 @@
 """The command tree of `mico`.
 
-Does not import anything heavy: each command imports what it needs when it runs.
+Imports only lightweight modules. Each command imports its dependencies when it runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ app = typer.Typer(
     help="One OpenAI-compatible endpoint over GPU sites in many clouds.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # help texts have brackets of their own
+    rich_markup_mode=None,  # help texts contain literal brackets
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -118,12 +118,12 @@ app.add_typer(database.app, name="db")
 
 @cache
 def command_tree() -> Any:
-    """Return typer's command of `app`, which has the others; typer itself would build it for every call."""
+    """Return the root command of `app`, which contains all others. Cached, since typer rebuilds it."""
     return typer.main.get_command(app)
 
 
 def extra_of(package: str) -> str:
-    """Return the first extra of Mico that brings a package, "" if none of them names it."""
+    """Return the first extra of Mico that requires a package, "" if there is none."""
     with suppress(PackageNotFoundError):
         for requirement in requires("mico") or ():
             name, _, extra = requirement.partition("; extra == ")
@@ -135,7 +135,7 @@ def extra_of(package: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    A failure prints at most three lines on stderr, and a traceback only with --debug.
+    A failure prints at most three lines on stderr. With --debug, it is raised with its traceback.
     """
     open_closed_streams()
     replace_undecodable_text()
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else 1
     except Exception as error:
-        if logging.root.handlers:  # a gateway or a site: its log keeps the traceback
+        if logging.root.handlers:  # a gateway or a site logs the traceback
             log.critical("a fault ends this process", exc_info=error)
         fault = CommandFailed("mico met a fault of its own", cause=repr(error), tip=DEBUG_TIP)
         return report_failure(fault, error)
@@ -168,25 +168,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed (`>&-`), which Python leaves None.
+    """Open /dev/null for each closed standard stream (`>&-`), which Python sets to None.
 
-    Data that is written to a closed stdout is an OSError, as for a full disk.
+    Writing to a closed stdout raises OSError, as for a full disk.
     """
-    modes = {"stdin": "r", "stdout": "r", "stderr": "w"}  # stdout too, or data would be lost in silence
+    modes = {"stdin": "r", "stdout": "r", "stderr": "w"}  # stdout read-only, or data would be lost silently
     for name, mode in modes.items():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, PTH123  as long as the process
 
 
 def replace_undecodable_text() -> None:
-    """Replace characters that a terminal can't show, and undecodable bytes, by a question mark."""
+    """Replace characters that cannot be encoded, and bytes that cannot be decoded, on standard streams."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def report_failure(failure: CommandFailed, source: Exception | None = None) -> int:
-    """Print a failure on stderr and return its exit status; with --debug, raise it or its `source`."""
+    """Print a failure on stderr and return its exit status. With --debug, raise `source` or the failure."""
     if "MICO_DEBUG" in os.environ:
         raise source or failure
     sys.stderr.write("\n".join(failure.lines()) + "\n")

@@ -1,4 +1,4 @@
-"""HTTP client of the gateway for the command line: plain dictionaries, and errors a person can act on."""
+"""HTTP client of the gateway for the command line. Returns dictionaries and raises actionable errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 30.0
-"""For requests that only read: they answer at once or not at all."""
+"""Timeout of GET requests, which are answered without delay."""
 TEMPORARY_STATUSES = (502, 503, 504)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT_TIP = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the environment say how"
@@ -26,20 +26,20 @@ ENVIRONMENT_TIP = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the e
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One chunk of a streamed answer as the gateway sent it, and the response headers."""
+    """A chunk of a streamed answer as sent by the gateway, and the response headers."""
 
     chunk: dict[str, Any]
     headers: dict[str, str]
 
 
 class Answer(dict[str, Any]):
-    """A JSON object of an answer. Raises CommandFailed for a key that it lacks."""
+    """A JSON object in an answer. Raises CommandFailed for a missing key."""
 
     def __missing__(self, key: str) -> Any:
         raise not_understood(f"it has no {key!r}")
 
     def objects(self, key: str) -> list[Answer]:
-        """Return a list of objects. Raises CommandFailed if the value is anything else."""
+        """Return the list of objects at `key`. Raises CommandFailed if the value is not a list of objects."""
         found = self[key]
         if not isinstance(found, list) or not all(isinstance(each, Answer) for each in found):
             raise not_understood(f"its {key!r} is no list of objects")
@@ -55,9 +55,9 @@ def not_understood(cause: str) -> CommandFailed:
 
 
 class Client:
-    """A gateway's API. `base_url` ends in /v1, as in OpenAI's SDK; the admin API is at the root beside it.
+    """Client of a gateway's API. `base_url` ends in /v1, as in OpenAI's SDK. The admin API is at /admin.
 
-    Raises CommandFailed when a request fails, and GatewayUnavailable when no gateway answers.
+    Raises CommandFailed when a request fails, and GatewayUnavailable when no gateway responds.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Client:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         is_local = url.scheme == "http" and url.host in LOOPBACK
-        try:  # a proxy for the world outside does not know this machine's own addresses
+        try:  # a proxy cannot reach loopback addresses of this machine
             self.http = httpx.Client(
                 headers=headers,
                 timeout=timeout,
                 transport=transport,
                 trust_env=not is_local,
-                verify=not is_local,  # nor has loopback certificates, whose loading costs 80 ms
+                verify=not is_local,  # plain HTTP needs no certificates; loading them takes 80 ms
             )
         except (ImportError, ValueError, OSError) as error:
             raise CommandFailed(
@@ -112,7 +112,7 @@ class Client:
         return self._request("DELETE", path)
 
     def upload(self, path: Path, purpose: str) -> Answer:
-        """Upload a file while reading it, so that a large file is never in memory as a whole."""
+        """Upload a file as a stream, without loading it into memory."""
         with path.open("rb") as file:
             return self._request(
                 "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
@@ -120,8 +120,9 @@ class Client:
 
     @contextmanager
     def uploads(self, purpose: str) -> Generator[Callable[[Path], str]]:
-        """Yield what uploads a file and returns its id; delete the files if the gateway refuses the request
-        for which they are.
+        """Yield a function that uploads a file and returns its id.
+
+        Deletes the uploaded files if the block raises CommandFailed, unless the gateway is unavailable.
         """
         ids = list[str]()
 
@@ -131,7 +132,7 @@ class Client:
 
         try:
             yield upload
-        except GatewayUnavailable:  # which deletes nothing either
+        except GatewayUnavailable:  # deleting would fail as well
             raise
         except CommandFailed:
             for file_id in ids:
@@ -140,8 +141,9 @@ class Client:
             raise
 
     def download(self, path: str, target: Path) -> None:
-        """Download into `target`, which appears once it is complete; write to a pipe, to a device and through
-        a link directly: /dev/stdout is a link, to a file where a shell redirects it.
+        """Download to `target`, which is created when the download is complete.
+
+        Pipes, devices and links are written to directly: /dev/stdout can be a link to a redirected file.
         """
         import httpx
 
@@ -157,7 +159,7 @@ class Client:
             if not is_special:
                 partial.replace(target)
         except httpx.HTTPError as error:
-            if is_special and written:  # a second try would write its beginning again
+            if is_special and written:  # a retry would write the beginning again
                 raise CommandFailed("the download broke off", cause=str(error)) from error
             raise self.unreachable(error) from error
         except OSError as error:
@@ -190,7 +192,7 @@ class Client:
         return answer
 
     def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Generator[StreamEvent]:
-        """Yield the chunks of a streamed answer; closing the generator closes the connection and cancels."""
+        """Yield the chunks of a streamed answer. Closing the generator cancels the request."""
         import httpx
 
         body = {"model": model, "messages": messages, "stream": True, **options}
@@ -224,7 +226,7 @@ class Client:
 
 
 def parse_base_url(base_url: str) -> httpx.URL:
-    """Return the base URL parsed. Raises CommandFailed when it is not an http or https URL with a host."""
+    """Parse the base URL. Raises CommandFailed if it is not an http or https URL with a host."""
     import httpx
 
     try:
@@ -245,7 +247,7 @@ def parse_base_url(base_url: str) -> httpx.URL:
 
 
 def error_message(text: str) -> str:
-    """Return the message of an error in OpenAI's shape, the beginning of any other."""
+    """Return the message of an error in OpenAI's format, or the first 200 characters of other texts."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -253,7 +255,7 @@ def error_message(text: str) -> str:
 
 
 def error_from_response(status: int, text: str) -> CommandFailed:
-    """Convert an error response, in OpenAI's shape or any other, into a CommandFailed."""
+    """Convert an error response, in OpenAI's format or any other, to a CommandFailed."""
     cause = error_message(text)
     if status == 401:
         tip = "mico keys create NAME makes a key (--admin for operators); --api-key or MICO_API_KEY passes it"

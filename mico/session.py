@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The context of one command. `exit_stack` closes when the command ends, however it ends."""
+    """The context of a command. `exit_stack` is closed when the command ends or fails."""
 
     terminal: Terminal
     settings: Settings
@@ -33,13 +33,13 @@ class Session:
 
     @classmethod
     def open(cls, folder: Path, *, quiet: bool) -> Session:
-        """Read mico.toml and the folder's state once: a command sees one consistent set of settings."""
+        """Read mico.toml and the state of the folder once, so that a command's settings are consistent."""
         local = Folder(folder.resolve())
         settings = Settings(os.environ, read_file(Path(FILE)), local.client_settings())
         return cls(Terminal(quiet), settings, local)
 
     def client(self, base_url: str | None, api_key: str | None) -> Client:
-        """Return a client of the gateway that options and settings name; it closes with the session."""
+        """Return a client of the gateway given by options and settings. It is closed with the session."""
         from mico.client import Client
 
         url = self.settings.value("base_url", base_url)
@@ -48,14 +48,14 @@ class Session:
         return client
 
     def with_store(self, database_url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
-        """Return the result of `work` on the store of the gateways' database. Raises CommandFailed."""
+        """Run `work` on the store of the gateways' database, and return its result. Raises CommandFailed."""
         from mico.store_access import with_store
 
         return with_store(self.settings.value("database_url", database_url), self.folder.path, work)
 
 
 def session_of(context: typer.Context) -> Session:
-    """Return the session that the callback of the command line made."""
+    """Return the session created by the callback of the command line."""
     found = context.find_object(Session)
     assert found is not None, "the callback of the command line makes it"
     return found

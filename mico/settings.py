@@ -1,6 +1,6 @@
-"""Settings of client commands: flag, environment, mico.toml, local federation, default, in this order.
+"""Settings of client commands, resolved from flag, environment, mico.toml, local federation, default.
 
-Does not hold the settings of the processes: those are gateway.config and site_engine.config.
+The settings of the server processes are in gateway.config and site_engine.config.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PASSWORD_PARAMETER = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One name in mico.toml (`table.key`) and the variables that override it, the most specific first."""
+    """A setting: its key in mico.toml (`table.key`), and the variables that override it, by precedence."""
 
     name: str
     table: str
@@ -30,7 +30,7 @@ class Setting:
     secret: bool = False
     min_value: int = 0
     max_value: int = 0
-    """Bounds of a whole number."""
+    """`min_value` and `max_value` are the bounds of an integer."""
 
 
 SETTINGS = {
@@ -49,7 +49,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A value and its origin; `shown` contains neither a secret nor the password in an address."""
+    """A value and its origin. `shown` is the value without secrets and without the password of a URL."""
 
     setting: Setting
     value: Any
@@ -65,7 +65,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sources of settings; `detected` are those of a federation that runs in this folder."""
+    """The sources of settings. `detected` are the settings of the federation that runs in this folder."""
 
     environment: Mapping[str, str]
     file: Mapping[str, Any]
@@ -88,9 +88,9 @@ class Settings:
         return self.resolve(name, flag).value
 
     def is_trusted(self, variable: str) -> bool:
-        """Return whether a variable counts: a key for OpenAI does only if an address is set beside it.
+        """Return whether a variable is used. OPENAI_API_KEY is used only if a base URL is also set.
 
-        Otherwise that key would be sent to another address.
+        Otherwise the key would be sent to a server that it is not for.
         """
         if variable != "OPENAI_API_KEY":
             return True
@@ -98,15 +98,15 @@ class Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a mico.toml by name.
+    """Return the settings in a mico.toml file by name.
 
-    Raises CommandFailed; for an unknown key it names the nearest known one.
+    Raises CommandFailed. For an unknown key, the tip names the closest known key.
     """
     if not path.exists():
         return {}
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise CommandFailed(
             f"{path} is not TOML", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
@@ -138,7 +138,7 @@ def file_key(setting: Setting) -> str:
 
 
 def parse_value(setting: Setting, value: Any, where: str) -> Any:
-    """Convert a value to the type of the setting. Raises CommandFailed that names `where` it stands."""
+    """Convert a value to the type of the setting. Raises CommandFailed, which names the origin `where`."""
     if not isinstance(setting.default, int):
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
@@ -159,9 +159,9 @@ def invalid_value(where: str, expected: str, value: Any) -> CommandFailed:
 
 
 def redacted(secret: str) -> str:
-    """Return an address without its password, or the last four characters of a key: enough to recognise.
+    """Return a URL without its password, or the last four characters of a key, which identify it.
 
-    Postgres takes a password also among the parameters of an address.
+    PostgreSQL URLs can contain a password in the query parameters as well.
     """
     if "://" in secret:
         secret = PASSWORD_PARAMETER.sub(r"\1***", secret)

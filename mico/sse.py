@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 
 def lines(parts: Iterable[bytes]) -> Iterator[str]:
-    """Yield decoded lines, ended by LF or CR LF.
+    """Yield decoded lines, terminated by LF or CR LF.
 
-    Not by other characters at which Python's splitlines ends a line: U+2028 and similar occur in JSON.
+    Other line boundaries of `str.splitlines`, such as U+2028, are not terminators: they occur in JSON.
     """
     rest = b""
     for part in parts:
@@ -20,7 +20,7 @@ def lines(parts: Iterable[bytes]) -> Iterator[str]:
 
 
 def data_events(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the payload of each event; several data lines of one event are joined by line feeds."""
+    """Yield the payload of each event. The data lines of an event are joined by line feeds."""
     pending: list[str] = []
     for line in lines:
         if line.startswith("data:"):

@@ -1,4 +1,4 @@
-"""Access to the database for commands that work beside the gateway and without it."""
+"""Access to the database for commands that work with or without a running gateway."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ UNREACHABLE_TIP = "see that it runs and that its address is right; --database na
 def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitable[T]]) -> T:
     """Open the store, run `work` on it, and return its result.
 
-    The pepper of the keys is the gateway's: MICO_GATEWAY_KEY_PEPPER, as in its container, else that in
-    `folder`. Raises CommandFailed.
+    The pepper of the keys is that of the gateway: MICO_GATEWAY_KEY_PEPPER, as in its container, else the one
+    in `folder`. Raises CommandFailed.
     """
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -61,7 +61,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     except SchemaMismatch as error:
         tip = TOO_NEW_TIP if isinstance(error, SchemaTooNew) else UNPREPARED_TIP
         raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
-    except StoreError as error:  # of its URL, the folder or the pepper, which nothing prepares
+    except StoreError as error:  # invalid URL, folder or pepper, which `mico db upgrade` cannot fix
         raise CommandFailed("the database can't be used", cause=str(error)) from error
     except SQLAlchemyError as error:
         raise CommandFailed(
@@ -70,7 +70,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
 
 def require_file(database_url: str) -> None:
-    """Raise SchemaMismatch if an SQLite file is missing: opening it would create an empty database."""
+    """Raise SchemaMismatch if an SQLite file does not exist: opening it would create an empty database."""
     from gateway.store import database
     from gateway.store.errors import SchemaMismatch
 
@@ -81,7 +81,7 @@ def require_file(database_url: str) -> None:
 
 
 def upgrade(database_url: str) -> StoredSchema:
-    """Upgrade the schema to the newest revision, and return it. Raises CommandFailed."""
+    """Upgrade the schema to the newest revision, and return the stored schema. Raises CommandFailed."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason

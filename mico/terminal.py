@@ -1,4 +1,4 @@
-"""Output of commands: data on stdout, progress on stderr, colour only on a terminal that wants it."""
+"""Output of commands: data on stdout, progress on stderr, colour only on terminals without NO_COLOR."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE_COLOURS = {"ready": "green", "ok": "green", "running": "green", "draining"
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """`quiet` silences progress; errors and data are always written."""
+    """Write the output of a command. `quiet` suppresses progress, but not errors and data."""
 
     quiet: bool = False
 
@@ -25,7 +25,7 @@ class Terminal:
         sys.stdout.flush()
 
     def aside(self, text: str) -> None:
-        """Show text beside the data, dimmed, where people read both; it is left out of files and pipes."""
+        """Write dimmed text to stderr, only if stdout and stderr are both terminals."""
         if self.quiet or not (sys.stdout.isatty() and sys.stderr.isatty()):
             return
         dimmed = f"\x1b[2m{text}\x1b[0m" if "NO_COLOR" not in os.environ else text
@@ -34,20 +34,20 @@ class Terminal:
             sys.stderr.flush()
 
     def json(self, value: Any) -> None:
-        """Print a value as JSON. Raises TypeError for a type without a plain text form."""
+        """Print a value as JSON. Paths and dates become strings. Raises TypeError for other types."""
         import json
 
         self.data(json.dumps(value, indent=2, default=_encode))
 
     def info(self, text: str) -> None:
-        """Print a line of progress on stderr; a closed stderr does not end the command."""
+        """Print a line of progress on stderr. A closed stderr is ignored."""
         if not self.quiet:
             with suppress(OSError):
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-        """Print a table. Rich drops colours by itself when stdout is no terminal or NO_COLOR is set."""
+        """Print a table. Rich omits colours if stdout is not a terminal or NO_COLOR is set."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -66,7 +66,7 @@ class Terminal:
         *,
         as_json: bool,
     ) -> None:
-        """Print what was found as JSON or as a table; if that is nothing, the line `nothing` on stderr."""
+        """Print the results as JSON or as a table. In place of an empty table, print `nothing` on stderr."""
         if as_json:
             self.json(found)
         elif found:
@@ -75,12 +75,12 @@ class Terminal:
             self.info(nothing)
 
     def records(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Print a table of rows by column; all have the columns of the first. There is at least one."""
+        """Print rows as a table. Requires at least one row; all rows have the columns of the first."""
         self.table(list(rows[0]), [list(row.values()) for row in rows])
 
     @contextmanager
     def spinner(self, text: str) -> Iterator[None]:
-        """Show a spinner while the block runs, or print one line where stderr is no terminal."""
+        """Show a spinner while the block runs, or print one line if stderr is not a terminal."""
         if self.quiet or not sys.stderr.isatty():
             self.info(text)
             yield
@@ -92,7 +92,7 @@ class Terminal:
 
 
 def format_seconds(value: float | None) -> str:
-    """Return a duration in ms or s, `-` for None."""
+    """Format a duration in ms or s, `-` for None."""
     if value is None:
         return "-"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

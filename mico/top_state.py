@@ -1,6 +1,6 @@
-"""The state of `mico top`: the order of sites, the selected one, and a drain that is being entered.
+"""The state of `mico top`: the sort order, the selected site, and a drain that is being entered.
 
-Pure: keys and answers go in, requests to the gateway come out. Does not draw or send anything.
+No I/O: converts keys and answers to requests for the gateway. Does not render or send anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SORT_ORDERS = (
 
 
 class DrainStage(Enum):
-    """Stage of entering a drain: none, typing the reason, or confirming after the preview."""
+    """The stage of entering a drain: none, typing the reason, or confirming after the preview."""
 
     NONE = "none"
     REASON = "reason"
@@ -37,7 +37,7 @@ class DrainStage(Enum):
 
 
 class DrainRequest(NamedTuple):
-    """A drain to request from the gateway; with `dry_run` only its preview."""
+    """A drain to request from the gateway, or only its preview if `dry_run`."""
 
     site: str
     reason: str
@@ -59,7 +59,7 @@ class TopState:
 
     @property
     def sites(self) -> list[Site]:
-        """The sites in the chosen order, and by name where they are equal."""
+        """Return the sites in the selected order, then by name."""
         order = SORT_ORDERS[self.order]
         return sorted(self.snapshot["sites"], key=lambda site: (order.key(site), site["name"]))
 
@@ -75,7 +75,7 @@ class TopState:
         return None
 
     def show_answer(self, answer: dict[str, Any]) -> None:
-        """Show the preview of a dry run and ask for confirmation; show a drain as done."""
+        """Show the preview of a dry run and ask for confirmation, or report a completed drain."""
         preview = answer["preview"]
         if answer["done"]:
             self._end_drain(f"done: {preview['text']}")
@@ -87,7 +87,7 @@ class TopState:
         self._end_drain(f"not drained: {why}")
 
     def footer(self) -> list[str]:
-        """Return the last lines of the screen: the current prompt, or the list of keys."""
+        """Return the last lines of the screen: messages, and the current prompt or the list of keys."""
         if self.stage is DrainStage.REASON:
             return [f"Drain {self.selected}. Why? {self.reason}▏  (Enter goes on, Esc leaves)"]
         if self.stage is DrainStage.CONFIRM:

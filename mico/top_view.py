@@ -1,4 +1,4 @@
-"""The screen of `mico top`: the banner, the totals, a line per site, the latest events, the keys."""
+"""Render the screen of `mico top`: banner, totals, sites and devices, batches, latest events, and keys."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def render(
     sites: list[dict[str, Any]] | None = None,
     selected: str = "",
 ) -> RenderableType:
-    """Render a snapshot of the overview and the batches that have not ended; `sites` are its sites
-    in another order.
-    """
+    """Render a snapshot of the overview and the running batches. `sites` overrides the order of its sites."""
     from rich.console import Group
     from rich.text import Text
 
@@ -45,7 +43,7 @@ def render(
 
 
 def render_screen(state: TopState, console: Console) -> RenderableType:
-    """Render all of a terminal's screen. Its last lines, where questions stand, are never cut off."""
+    """Render the whole screen of a terminal. The footer, which contains prompts, is never truncated."""
     from rich.console import Group
     from rich.layout import Layout
     from rich.text import Text
@@ -97,13 +95,13 @@ def site_table(sites: list[dict[str, Any]], selected: str) -> RenderableType:
         figures = [Text(cell, style=unknown) for cell in cells]
         reverse = "reverse" if site["name"] == selected else None
         table.add_row(site["name"], state, *figures, format_seconds(site["report_age_s"]), style=reverse)
-        for device in site.get("devices", ()):  # gateways of before name none
+        for device in site.get("devices", ()):  # older gateways do not report devices
             table.add_row(*device_row(device), style="dim")
     return table
 
 
 def batch_lines(batches: Sequence[dict[str, Any]]) -> list[RenderableType]:
-    """Return a line for each of the newest batches that have not ended, and an empty one behind them."""
+    """Return a line for each of the newest BATCHES_SHOWN running batches, and a trailing empty line."""
     from datetime import UTC, datetime
 
     from rich.text import Text
@@ -125,7 +123,7 @@ def batch_lines(batches: Sequence[dict[str, Any]]) -> list[RenderableType]:
 
 
 def device_row(device: dict[str, Any]) -> list[RenderableType | str]:
-    """Return the cells of one device of the site above."""
+    """Return the cells of a device's row, below the row of its site."""
     from rich.text import Text
 
     used = 1 - device["kv_free_tokens"] / device["kv_tokens"] if device["kv_tokens"] else None
@@ -146,7 +144,7 @@ def device_row(device: dict[str, Any]) -> list[RenderableType | str]:
 
 
 def event_line(event: dict[str, Any], now: float) -> RenderableType:
-    """Return the line of an event, with its day if that is another than that of `now`, unix time."""
+    """Return the line of an event, with its date unless that is the date of `now`, a Unix time."""
     from datetime import UTC, datetime
 
     from rich.text import Text

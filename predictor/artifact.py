@@ -1,4 +1,4 @@
-"""Read and write artifacts: folders with a graph, its card, and the vocabulary where a model reads any.
+"""Read and write artifacts: folders with a graph, a card and, for models with word pieces, a vocabulary.
 
 Does not run the model.
 """
@@ -21,25 +21,25 @@ FORMAT = 2
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
 NEW_SUFFIX = ".new"
-"""Suffix of files that are about to replace those without it."""
+"""Suffix of a new file that is to replace the file without the suffix."""
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v2"
 SMALL_NAME = "small-v5"
 DEFAULT_NAME = SMALL_NAME
 KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME}
-"""Names of the shipped artifacts, by the word that selects them."""
+"""Names of the shipped artifacts by kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """The description of a model: everything that a server or a reader needs besides its weights."""
+    """The metadata of a model: everything besides its weights and its vocabulary."""
 
     name: str
     kind: str
     edges: tuple[int, ...]
     models: tuple[str, ...]
-    """Row 0 stands for every model that was not trained on."""
+    """Names by row of the model table. Row 0 represents all models that were not trained on."""
     digest: str
     """SHA-256 of `model.onnx`."""
     vocabulary_digest: str = ""
@@ -54,7 +54,7 @@ class Card:
 
 
 class Artifact(NamedTuple):
-    """A card, its graph, and the word pieces that the graph reads, if any."""
+    """A card, its graph, and the vocabulary of word pieces, empty if the graph reads none."""
 
     card: Card
     graph: bytes
@@ -62,7 +62,7 @@ class Artifact(NamedTuple):
 
 
 def resolve_folder(chosen: Path | None) -> Path:
-    """Return the folder of a word of KINDS or of a path, and of the default artifact for None."""
+    """Return the folder of a key of KINDS, a path, or, for None, the default artifact."""
     if chosen is None:
         return SHIPPED / DEFAULT_NAME
     return SHIPPED / KINDS[str(chosen)] if str(chosen) in KINDS else chosen
@@ -74,22 +74,22 @@ def encode_vocabulary(pieces: Sequence[str]) -> bytes:
 
 
 def read(folder: Path) -> Artifact:
-    """Read an artifact, and check its format and that its parts belong together.
+    """Read an artifact, and verify its format and the digests of its files.
 
-    An interrupted write leaves the old artifact or, once all new files lie beside it, the new one. Raises
-    ArtifactError.
+    After an interrupted write, the result is the old artifact or, if all new files are complete, the new one.
+    Raises ArtifactError.
     """
     try:
         return _read(folder, CARD_FILE)
     except ArtifactError:
-        for card in (CARD_FILE + NEW_SUFFIX, CARD_FILE):  # again, for who writes now may have ended meanwhile
+        for card in (CARD_FILE + NEW_SUFFIX, CARD_FILE):  # retry: a concurrent write may have ended meanwhile
             with suppress(ArtifactError):
                 return _read(folder, card)
         raise
 
 
 def read_card(folder: Path) -> Card:
-    """Read the card of an artifact, and check the whole artifact as `read` does."""
+    """Read the card of an artifact, and verify the whole artifact as `read` does."""
     return read(folder).card
 
 
@@ -109,7 +109,7 @@ def _read(folder: Path, name: str) -> Artifact:
 
 
 def _read_part(folder: Path, name: str, digest: str) -> bytes:
-    """Return the file with that digest: the one of that name, or the new one that was to replace it."""
+    """Return the content with that digest, from the file `name` or from the new file that replaces it."""
     missing = True
     for each in (name, name + NEW_SUFFIX):
         try:
@@ -127,16 +127,16 @@ def _read_part(folder: Path, name: str, digest: str) -> bytes:
 
 
 def digest_of(graph: bytes) -> str:
-    """Return the SHA-256 of a file's contents, as a card states it."""
+    """Return the SHA-256 of a file's content in hexadecimal, as recorded in a card."""
     return sha256(graph).hexdigest()
 
 
 def write(
     folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = (), *, replacing: Card | None = None
 ) -> None:
-    """Replace the artifact in a folder; the old one stays until all new files are on disk.
+    """Replace the artifact in a folder. The old one stays valid until all new files are on disk.
 
-    `replacing` is the card that must still be there. Raises ArtifactError if another one is.
+    `replacing` is the card expected in the folder. Raises ArtifactError if the folder has another card.
     """
     parts = {VOCABULARY_FILE: encode_vocabulary(vocabulary)} if vocabulary else {}
     parts[GRAPH_FILE] = graph
@@ -159,7 +159,7 @@ def write(
 
 
 def _finish_interrupted(folder: Path) -> None:
-    """Put the new files of an interrupted write in place if they are in force: they would be overwritten."""
+    """Complete an interrupted write if only its new files are valid: a later write overwrites them."""
     try:
         _read(folder, CARD_FILE)
     except ArtifactError:
@@ -169,14 +169,14 @@ def _finish_interrupted(folder: Path) -> None:
 
 
 def _put_in_place(folder: Path) -> None:
-    for name in (VOCABULARY_FILE, GRAPH_FILE, CARD_FILE):  # the card last: until then the new one fits
+    for name in (VOCABULARY_FILE, GRAPH_FILE, CARD_FILE):  # the card last: until then the new card is valid
         with suppress(FileNotFoundError):
             (folder / (name + NEW_SUFFIX)).replace(folder / name)
 
 
 @contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Hold a lock against other writers, where the file system supports it."""
+    """Hold an exclusive lock against other writers, if the file system supports it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -187,7 +187,7 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
 
 
 def _write_synced(file: Path, content: bytes) -> None:
-    """Write a file, and flush it to disk."""
+    """Write a file, and sync it to disk."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -195,7 +195,7 @@ def _write_synced(file: Path, content: bytes) -> None:
 
 
 def export(folder: Path, out: Path) -> Card:
-    """Check the artifact in `folder`, and copy it to `out`. Raises ArtifactError if `out` holds one."""
+    """Verify the artifact in `folder`, and copy it to `out`. Raises ArtifactError if `out` has one."""
     artifact = read(folder)
     if (out / CARD_FILE).exists():
         raise ArtifactError(f"{out} holds an artifact already")

@@ -1,7 +1,7 @@
 """Detect drift between forecasts and outcomes.
 
 Tracks two figures over recent outcomes: the population stability index between forecast and observed lengths,
-and the coverage of the p90. Bounded memory; no clock.
+and the coverage of the p90. Uses bounded memory and no clock.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from predictor.forecast import Forecast
 
 LENGTH_BOUNDS = (16, 48, 96, 192, 384, 768, 1536)
-"""Bounds of eight classes of length, coarse enough that two hundred outcomes fill them."""
+"""Bounds of eight length classes, coarse enough to be populated by 200 outcomes."""
 STABILITY_ALARM = 0.25
-"""The usual reading of the index: below 0.1 nothing has changed, above 0.25 much has."""
+"""The usual threshold: below 0.1 the index indicates no change, above 0.25 a large change."""
 STATED_COVERAGE = 0.9
 COVERAGE_SLACK = 0.03
 MIN_OUTCOMES = 200
 FADE_AT_OUTCOMES = 5_000.0
-"""Counts are halved at this many outcomes, so that older ones fade."""
+"""Counts are halved at this number of outcomes, so that older outcomes decay."""
 SMOOTHING = 0.5
 
 
@@ -34,19 +34,19 @@ class Drift(NamedTuple):
 
 
 class DriftMonitor:
-    """Accumulates forecasts with their outcomes; older ones fade."""
+    """Accumulate forecasts with their outcomes. Older outcomes decay."""
 
     def __init__(self) -> None:
         self._forecast_counts = [0.0] * (len(LENGTH_BOUNDS) + 1)
         self._observed_counts = [0.0] * (len(LENGTH_BOUNDS) + 1)
         self._within_p90 = 0.0
-        self._p90_outcomes = 0.0  # of forecasts whose p90 could be exceeded
+        self._p90_outcomes = 0.0  # outcomes whose p90 was below the limit
         self._outcomes = 0.0
 
     def observe(self, forecast: Forecast, tokens: int, limit: int | None = None) -> None:
-        """Add a forecast whose query was answered in `tokens`; no more than `limit` could come.
+        """Add a forecast and its outcome of `tokens`. `limit` is the maximum length of the answer.
 
-        Answers that reach their limit belong here: without them those that end sooner look too short.
+        Include answers that reach their limit: without them, observed lengths are biased towards short ones.
         """
         shares = forecast.shares_within(LENGTH_BOUNDS)
         if limit is not None:
@@ -65,7 +65,11 @@ class DriftMonitor:
             self._fade()
 
     def report(self) -> Drift:
-        """Return the figures now; an alarm needs MIN_OUTCOMES and a deviation of three standard errors."""
+        """Return the current figures.
+
+        An alarm requires MIN_OUTCOMES and either an index above STABILITY_ALARM or a coverage error above
+        COVERAGE_SLACK plus three standard errors.
+        """
         if self._outcomes == 0.0:
             return Drift(0.0, 0.0, STATED_COVERAGE, alarm=False)
         coverage, index = self._p90_coverage(), self._stability_index()

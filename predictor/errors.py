@@ -3,21 +3,21 @@
 PredictorError
 ├── ArtifactError      an artifact is missing, damaged or of another version
 ├── DataError          a data set lacks what training or evaluation needs
-└── RefusedUpdate      a new model was not better, the old one stays
+└── RefusedUpdate      an updated model is not better, the current one stays in force
 """
 
 
 class PredictorError(Exception):
-    """Base of the predictor's errors; the message is a reason that a person can act on."""
+    """Base class of the predictor's errors. The message states a reason that a user can act on."""
 
 
 class ArtifactError(PredictorError):
-    """An artifact cannot be served."""
+    """Raised when an artifact cannot be read, written or served."""
 
 
 class DataError(PredictorError):
-    """A data set cannot be used for training or evaluation."""
+    """Raised when a data set cannot be used for training or evaluation."""
 
 
 class RefusedUpdate(PredictorError):
-    """The updated model is not better than the one in force."""
+    """Raised when the updated model is not better than the one in force."""

@@ -1,7 +1,7 @@
-"""Extract features of a text, the same for training and for serving.
+"""Extract the features of a text. Training and serving use the same code.
 
-Hashed words and word pairs with TF weights, and a few counts. Any text gives features, without an exception
-and in bounded time. Does not know lengths, models or onnx.
+Features are hashed words and word pairs with TF weights, and DENSE_FEATURES counts. Extraction takes bounded
+time and raises no exception for any text. Independent of lengths, models and onnx.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 HEAD_CHARS = 3_000
 TAIL_CHARS = 1_000
-"""Of a longer text only the beginning and the end are read, where instructions stand."""
+"""Of longer texts, only the beginning and the end are read, since instructions usually are there."""
 
 WORD_SLOTS = 1 << 15
 PAIR_SLOTS = 1 << 16
@@ -26,27 +26,27 @@ PADDING_SLOT = WORD_SLOTS + PAIR_SLOTS
 SLOTS = PADDING_SLOT + 1
 DENSE_FEATURES = 12
 
-# Scripts written without spaces count by the character; of a number the first four digits count.
+# Scripts without spaces are split into characters, and numbers into groups of at most four digits.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|\d{1,4}|[^\W\d_]+|[^\w\s]|\n")
-_PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same of lower-case ASCII, sooner
+_PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same for lower-case ASCII, faster
 
 
 MAX_CACHED_WORDS = 50_000
 SHORT_TEXT_WORDS = 48
-"""Texts up to this length are counted faster in Python than in numpy, which has a cost per call."""
+"""For texts up to this length, Python is faster than numpy because of numpy's overhead per call."""
 _CAPITAL_LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 _LEFT_FACTOR, _RIGHT_FACTOR = 0x9E3779B1, 0x85EBCA77
 _TF_WEIGHTS = (0.0, *(1.0 + np.log(np.arange(1, 2 * SHORT_TEXT_WORDS))).tolist())
-"""Weight of a slot by its count, before the norm."""
+"""The weight of a slot by its count, before normalization."""
 _NUMBER_FLAG, _SIGN_FLAG = 1 << 32, 1 << 33
 _word_cache: dict[str, int] = {}
-"""The code of a word: its hash in 32 bits, and above them flags for a number and for a sign."""
+"""Maps a word to its code: a 32-bit hash, with the flags for numbers and for signs above it."""
 
 
 class Bag(NamedTuple):
-    """A text as slots of the table, each with its weight, and its counts."""
+    """The features of a text: distinct slots of the table, the weight of each slot, and dense counts."""
 
     slots: NDArray[np.int64]
     weights: NDArray[np.float32]
@@ -62,14 +62,14 @@ class Batch(NamedTuple):
 
 
 def truncate(text: str) -> str:
-    """Return the part of a text that is read."""
+    """Return the part of a text that features are extracted from."""
     if len(text) <= HEAD_CHARS + TAIL_CHARS:
         return text
     return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
 
 
 def words(text: str) -> list[str]:
-    """Return lower-case words, numbers, signs and line ends, in order."""
+    """Return the lower-case words, numbers, signs and line breaks of a text, in order."""
     lowered = truncate(text).lower()
     return (_PLAIN_WORD if lowered.isascii() else _WORD).findall(lowered)
 
@@ -80,7 +80,7 @@ def bag(text: str) -> Bag:
 
 
 def bags(texts: Sequence[str]) -> list[Bag]:
-    """Return the features of several texts; one call costs less than a call for each."""
+    """Return the features of several texts. One call is cheaper than one call per text."""
     codes_of_texts = [_word_codes(words(text)) for text in texts]
     if len(codes_of_texts) == 1 and len(codes_of_texts[0]) <= SHORT_TEXT_WORDS:
         return [_bag_of_short_text(texts[0], codes_of_texts[0])]
@@ -115,7 +115,7 @@ def _bag_of_short_text(text: str, codes: list[int]) -> Bag:
     distinct = sorted(counts)
     raw = [_TF_WEIGHTS[counts[slot]] for slot in distinct]
     squares = 0.0
-    for each in raw:  # in order, and rounded each time: `sum` rounds less from Python 3.12 on
+    for each in raw:  # rounded at each step as in numpy: `sum` compensates rounding from Python 3.12 on
         squares += each * each
     norm = math.sqrt(squares)
     numbers = sum([code & _NUMBER_FLAG > 0 for code in codes])
@@ -130,9 +130,9 @@ def _bag_of_short_text(text: str, codes: list[int]) -> Bag:
 def _count_slots(
     hashes: NDArray[np.uint64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Count slots of words and of pairs of neighbours by text.
+    """Count the slots of words and of adjacent word pairs in each text.
 
-    Returns parallel arrays: the text, the slot, and its count.
+    Returns parallel arrays: text index, slot, and count.
     """
     pairs = (hashes[:-1] * np.uint64(_LEFT_FACTOR) + hashes[1:] * np.uint64(_RIGHT_FACTOR)) >> np.uint64(7)
     same_text = owner[:-1] == owner[1:]
@@ -147,7 +147,7 @@ def _count_slots(
 
 
 def batch(bags: Sequence[Bag]) -> Batch:
-    """Pad bags to one rectangle; empty places point at the padding slot with weight 0."""
+    """Pad bags to a common width. Padding uses PADDING_SLOT with weight 0."""
     if len(bags) == 1 and len(bags[0].slots):
         (one,) = bags
         return Batch(one.slots[None], one.weights[None], one.dense[None])
@@ -162,7 +162,7 @@ def batch(bags: Sequence[Bag]) -> Batch:
 
 
 def _word_codes(found: list[str]) -> list[int]:
-    """Return the codes of words, cached; a full cache is cleared."""
+    """Return the codes of words. Codes are cached; a full cache is cleared."""
     codes = list(map(_word_cache.get, found))
     if None not in codes:
         return cast(list[int], codes)
@@ -172,7 +172,7 @@ def _word_codes(found: list[str]) -> list[int]:
 
 
 def _encode_word(word: str) -> int:
-    """Return a word's code, and cache it."""
+    """Compute, cache and return the code of a word."""
     number, sign = word[0].isdigit() * _NUMBER_FLAG, (not word[0].isalnum()) * _SIGN_FLAG
     code = _word_cache[word] = crc32(word.encode("utf-8", "surrogatepass")) | number | sign
     return code
@@ -185,7 +185,7 @@ def _count_capitals(text: str) -> int:
 
 
 def _dense_features(text: str, word_count: int, numbers: int, signs: int) -> list[float]:
-    """Return counts that words do not carry, each about 0 to 1."""
+    """Return features that words do not capture, each about 0 to 1."""
     read = truncate(text)
     length = max(1, len(read))
     lines = read.count("\n")

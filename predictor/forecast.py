@@ -1,6 +1,6 @@
-"""A forecast: the length of an answer as a distribution over ranges of length.
+"""Represent a forecast: the length of an answer as a distribution over ranges of lengths.
 
-Pure. Within a range every whole length counts as equally likely.
+No I/O. Within a range, every integer length is equally likely.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 MIN_REMAINING_TOKENS = 1.0
 CURVE_POINTS = 24
 CURVE_MIN_SURVIVAL = 1e-3
-"""Curves end at the length that one query in a thousand reaches."""
+"""Curves end at the last edge that more than this fraction of answers exceeds."""
 
 
 class RemainingPoint(NamedTuple):
-    """The remaining length once `generated` tokens are out."""
+    """The remaining length in tokens after `generated` tokens."""
 
     generated: int
     expected_remaining: float
@@ -29,7 +29,7 @@ class RemainingPoint(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The figures of a whole answer that are recorded: its expected length and two quantiles."""
+    """The recorded figures of a forecast: the expected length and two quantiles, in tokens."""
 
     expected: float
     p50: int
@@ -38,9 +38,9 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]].
+    """A distribution over lengths in tokens: `probabilities[i]` is P(edges[i] < L <= edges[i+1]).
 
-    `cumulative[i]` is P(L <= edges[i]), computed once, since a query's forecast is read a dozen times.
+    `cumulative[i]` is P(L <= edges[i]), precomputed since a query's forecast is read about a dozen times.
     """
 
     edges: tuple[int, ...]
@@ -53,7 +53,7 @@ class Forecast:
         object.__setattr__(self, "cumulative", tuple(accumulate(self.probabilities, initial=0.0)))
 
     def expected(self, generated: int = 0) -> float:
-        """Return E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
+        """Return the expected remaining tokens, E[L - t | L > t] with t = `generated`, at least 1."""
         if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
             moment: float = sum(map(mul, self.probabilities, _range_means(self.edges)))
             return max(MIN_REMAINING_TOKENS, moment / self.cumulative[-1] - generated)
@@ -66,7 +66,7 @@ class Forecast:
         return max(MIN_REMAINING_TOKENS, moment / mass - generated)
 
     def quantile(self, q: float, generated: int = 0) -> int:
-        """Return the least length n with P(L <= n | L > generated) >= q: the whole length, not the rest."""
+        """Return the smallest total length n, not remaining length, with P(L <= n | L > generated) >= q."""
         if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
             return self._length_at(q * self.cumulative[-1])
         parts = self._ranges_above(generated)
@@ -81,7 +81,7 @@ class Forecast:
 
     @property
     def summary(self) -> Summary:
-        """Return the figures that are recorded. Computed once: rows, metrics and the page read them."""
+        """Return the recorded figures, computed on first use."""
         if self._summary is None:
             found = Summary(self.expected(), self.quantile(0.5), self.quantile(0.9))
             object.__setattr__(self, "_summary", found)
@@ -101,11 +101,11 @@ class Forecast:
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
     def remaining_curve(self) -> tuple[RemainingPoint, ...]:
-        """Return at most 24 points, at 0 and at edges, for a gateway to send to a site with a query."""
+        """Return at most CURVE_POINTS points, at edges, which a gateway sends to a site with a query."""
         return tuple(map(RemainingPoint, *self.remaining_columns()))
 
     def remaining_columns(self) -> tuple[list[int], list[float], list[int]]:
-        """Return the curve by column. Every query passes here, so it is one loop with few calls."""
+        """Return the curve as columns. Runs for every query, so it avoids function calls in its loops."""
         cumulative, edges, probabilities = self.cumulative, self.edges, self.probabilities
         total, last, above_p90 = cumulative[-1], len(probabilities), 1
         moments = tuple(accumulate(map(mul, probabilities, _range_means(edges)), initial=0.0))
@@ -121,7 +121,7 @@ class Forecast:
         p90 = []
         for index in indices:
             start, target = edges[index], total - 0.1 * (total - cumulative[index])
-            if cumulative[above_p90] < target:  # it only ever rises, and mostly stays
+            if cumulative[above_p90] < target:  # non-decreasing, and usually unchanged
                 above_p90 = bisect_left(cumulative, target, above_p90, last)
             low, high = edges[above_p90 - 1], edges[above_p90]
             missing, here = target - cumulative[above_p90 - 1], probabilities[above_p90 - 1]
@@ -130,12 +130,12 @@ class Forecast:
         return starts, expected, p90
 
     def _curve_edges(self) -> Sequence[int]:
-        """Return the indices of a curve's edges: the first, and evenly others up to CURVE_MIN_SURVIVAL."""
+        """Return the indices of a curve's edges: evenly spaced, up to the end by CURVE_MIN_SURVIVAL."""
         visible_mass = self.cumulative[-1] * (1.0 - CURVE_MIN_SURVIVAL)
         return _evenly(max(0, bisect_left(self.cumulative, visible_mass) - 1))
 
     def _ranges_above(self, generated: int) -> list[tuple[int, int, float]]:
-        """Return (low, high, probability) of the ranges above `generated`, the first one cut to fit."""
+        """Return (low, high, probability) of the ranges above `generated`; the first one is truncated."""
         if generated <= self.edges[0]:
             return list(zip(self.edges, self.edges[1:], self.probabilities, strict=False))
         first = max(0, bisect_right(self.edges, generated) - 1)
@@ -147,7 +147,7 @@ class Forecast:
         return parts
 
     def share_within(self, length: float) -> float:
-        """Return P(L <= length), linear inside a range."""
+        """Return P(L <= length), interpolated linearly within a range."""
         index = max(0, bisect_right(self.edges, length) - 1)
         if index >= len(self.probabilities):
             return 1.0
@@ -155,14 +155,14 @@ class Forecast:
         return self.cumulative[index] + self.probabilities[index] * (length - low) / (high - low)
 
     def shares_within(self, lengths: tuple[int, ...]) -> list[float]:
-        """Return P(L <= length) of several lengths; where they lie is found once for all forecasts."""
+        """Return P(L <= length) for each length. Positions among the edges are cached for all forecasts."""
         cumulative, probabilities = self.cumulative, (*self.probabilities, 0.0)
         return [
             cumulative[index] + probabilities[index] * part for index, part in _places(self.edges, lengths)
         ]
 
     def _length_at(self, target: float) -> int:
-        """Return the least length whose cumulative probability is `target`."""
+        """Return the smallest length whose cumulative probability is at least `target`."""
         index = min(bisect_left(self.cumulative, target, 1), len(self.probabilities)) - 1
         low, high, mass = self.edges[index], self.edges[index + 1], self.probabilities[index]
         share = (target - self.cumulative[index]) / mass if mass > 0.0 else 1.0
@@ -171,7 +171,7 @@ class Forecast:
 
 @lru_cache(maxsize=1024)
 def _evenly(last: int) -> Sequence[int]:
-    """Return CURVE_POINTS numbers from 0 to `last`, or all of them if there are fewer."""
+    """Return CURVE_POINTS evenly spaced integers from 0 to `last`, or all of them if there are fewer."""
     if last < CURVE_POINTS:
         return range(last + 1)
     return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
@@ -185,7 +185,7 @@ def _range_means(edges: tuple[int, ...]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def _places(edges: tuple[int, ...], lengths: tuple[int, ...]) -> list[tuple[int, float]]:
-    """Return the range of each length, and the part of that range which is not longer."""
+    """Return the range index of each length, and the fraction of that range at or below the length."""
     last = len(edges) - 1
     found = []
     for length in lengths:

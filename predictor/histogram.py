@@ -1,8 +1,8 @@
-"""Forecast without a model: a histogram of the lengths that each served model has answered with lately.
+"""Forecast without a trained model, from a histogram of the recent answer lengths of each served model.
 
-Answers that a limit cut short count as longer than that, by the estimator of Kaplan and Meier; without them
-those that end sooner would look typical. Bounded: the least recently used models are forgotten, and older
-outcomes of each fade.
+Answers that were cut short by a limit are treated as censored, with the Kaplan-Meier estimator; omitting them
+would bias forecasts towards short answers. Memory is bounded: the least recently observed models are evicted.
+Older outcomes decay.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from predictor.forecast import Forecast
 
 MAX_MODELS = 1_024
 FADE_AT_OUTCOMES = 2_000.0
-"""Counts are halved here, so that the histogram follows what a model does now."""
+"""Counts are halved at this number of outcomes, so that the histogram follows recent behaviour."""
 PRIOR_OUTCOMES = 8.0
 EDGES = (0, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
 PRIOR = (2, 2, 4, 8, 14, 11, 9, 13, 9, 11, 8, 10, 6, 6, 3, 3, 1, 1, 0.5, 0.25)
-"""Counts per range for typical chat models; a model's own outcomes soon outweigh them."""
+"""Prior counts per range, of typical chat models. Normalized, they have the weight of PRIOR_OUTCOMES."""
 
 
 class Query(Protocol):
-    """The part of a query that a histogram reads."""
+    """The attributes of a query that HistogramForecaster reads."""
 
     @property
     def model(self) -> str: ...
@@ -35,9 +35,9 @@ class Query(Protocol):
 
 
 class _Lengths(NamedTuple):
-    """The answers of one model by range of length: those that ended in it, and those that could have.
+    """Counts of one model's answers per range: `ended` in the range, and `reached` it (at risk).
 
-    An answer that was cut short in a range counts there by the part of the range that it had passed.
+    An answer that was cut short within a range adds the fraction of the range that it covered to `reached`.
     """
 
     ended: list[float]
@@ -58,7 +58,7 @@ class _Lengths(NamedTuple):
                 counts[:] = [count / 2.0 for count in counts]
 
     def outweigh(self, shares: Sequence[float]) -> list[float]:
-        """Return the shares of the ranges, where `shares` were expected and count as PRIOR_OUTCOMES."""
+        """Return the posterior shares of the ranges. The prior `shares` weigh as much as PRIOR_OUTCOMES."""
         updated, left, expected_left = list[float](), 1.0, PRIOR_OUTCOMES
         for share, ended, reached in zip(shares, *self, strict=True):
             expected = PRIOR_OUTCOMES * share
@@ -70,9 +70,9 @@ class _Lengths(NamedTuple):
 
 
 class HistogramForecaster:
-    """Forecasts all queries of a served model alike, from that model's outcomes.
+    """Forecast all queries of a served model with one distribution, from that model's outcomes.
 
-    A variant is forecast as its parent until its own outcomes outweigh that.
+    For a variant, the parent's distribution is the prior.
     """
 
     name = "histogram"
@@ -82,7 +82,7 @@ class HistogramForecaster:
         self._lock = Lock()
 
     def observe(self, model: str, tokens: int, *, ended: bool = True) -> None:
-        """Add one outcome; one that has not `ended` was cut short after `tokens`."""
+        """Add one outcome. If `ended` is false, the answer was cut short after `tokens`."""
         with self._lock:
             nothing = _Lengths([0.0] * len(PRIOR), [0.0] * len(PRIOR))
             self._lengths.setdefault(model, nothing).observe(tokens, ended=ended)

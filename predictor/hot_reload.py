@@ -1,4 +1,4 @@
-"""Reload the served artifact without a restart when its folder holds a new one."""
+"""Reload the served artifact without a restart when the artifact in its folder changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from predictor.unseen_models import UnseenModelForecaster
 
 
 class HotReloadForecaster:
-    """Serves the artifact of a folder or a shipped one; callers run `refresh` regularly, off the event loop.
+    """Serve the artifact of a folder or a shipped one. Callers run `refresh` regularly, off the event loop.
 
-    Refuses a damaged or half-written artifact and keeps the one in force.
+    Rejects a damaged or incomplete artifact and keeps the current one.
     """
 
     def __init__(self, artifact: Path | None = None) -> None:
@@ -31,11 +31,11 @@ class HotReloadForecaster:
         return self._forecaster.forecast(queries)
 
     def observe(self, query: Features, tokens: int, *, ended: bool = True) -> None:
-        """Add an outcome, to learn about models that were not trained on; `ended` as there."""
+        """Add an outcome, see `UnseenModelForecaster.observe`."""
         self._forecaster.observe(query, tokens, ended=ended)
 
     def refresh(self) -> bool:
-        """Load the artifact in the folder if it changed, and return whether it did. Raises ArtifactError."""
+        """Load the artifact in the folder if it changed. Return whether it did. Raises ArtifactError."""
         mtime_ns = self._card_mtime_ns()
         if mtime_ns == self._loaded_mtime_ns:
             return False
@@ -48,7 +48,7 @@ class HotReloadForecaster:
         return changed
 
     def _card_mtime_ns(self) -> int:
-        """Return the card's modification time: the card is written last, so it changes with any artifact."""
+        """Return the modification time of the card, which is written last and changes with any artifact."""
         try:
             return (self._folder / CARD_FILE).stat().st_mtime_ns
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Serve forecasts of a trained model by onnxruntime.
+"""Run a trained model with onnxruntime to forecast lengths.
 
-Needs numpy and onnxruntime alone. Synchronous and thread-safe: callers keep long texts off their event loop.
+Requires only numpy and onnxruntime. Synchronous and thread-safe; run long texts off the event loop.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from predictor.forecast import Forecast
 from predictor.wordpiece import WordPieceTokenizer, pad
 
 MAX_BATCH_CELLS = 1 << 10
-"""Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
+"""The maximum number of slots or pieces in a batch, including padding, which bounds memory."""
 WIDTH_SLACK = 16
-"""A query joins a batch if its width is at most twice the batch's narrowest plus this: padding costs time."""
+"""A text joins a batch if its width is at most twice the batch's minimum plus this, to limit padding."""
 UNKNOWN_ROW = 0
 UNKNOWN_SUFFIX = "unknown-model"
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The known facts of a query: the user's last message, the answering model, and the number of the turn.
+    """The inputs of a forecast: the user's last message, the answering model, and the number of the turn.
 
-    `parent` is the model of which that one is a variant, empty if it is none.
+    `parent` is the model that `model` is a variant of, or empty.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Features:
 
 
 class Forecaster(Protocol):
-    """Turns queries into forecasts, in order, one for each."""
+    """The interface of forecasters. `forecast` returns one forecast per query, in order."""
 
     @property
     def name(self) -> str: ...
@@ -51,16 +51,16 @@ class Forecaster(Protocol):
 
 
 class EncodedText(NamedTuple):
-    """A text as a model reads it; `pieces` is empty for a model that reads none."""
+    """A text as inputs of a model. `pieces` is empty for a model without word pieces."""
 
     bag: features.Bag
     pieces: list[int]
 
 
 class OnnxForecaster:
-    """Runs a trained model.
+    """Run a trained model.
 
-    Forecasts a served model that was not trained on as the average of models; a forecast's `source` says so.
+    Served models that were not trained on use UNKNOWN_ROW, the average of models, and `source` indicates it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class OnnxForecaster:
             self._rows[alias.casefold()] = self._rows[name.casefold()]
 
     def knows(self, model: str) -> bool:
-        """Return whether this served model, or the one it is an alias of, was trained on."""
+        """Return whether this served model, or the model it is an alias of, was trained on."""
         return self.row(model) != UNKNOWN_ROW
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
@@ -96,9 +96,9 @@ class OnnxForecaster:
     def probabilities(
         self, texts: Sequence[str], owner: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return probabilities `[rows, ranges]`: of text `owner[i]` by the model in row `rows[i]` of a card.
+        """Return probabilities `[rows, ranges]` of text `owner[i]` and the model in row `rows[i]` of a card.
 
-        Encodes each text once, however many rows it has.
+        Encodes each text once, independent of its number of rows.
         """
         encoded = self.encode(texts)
         if len(encoded) == 1:
@@ -114,11 +114,11 @@ class OnnxForecaster:
         return result
 
     def row(self, model: str) -> int:
-        """Return the row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
+        """Return the row of a served model or of the model it is an alias of; else UNKNOWN_ROW."""
         return self._rows.get(model.casefold(), UNKNOWN_ROW)
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Return texts as inputs of the graph."""
+        """Return the features and word pieces of texts."""
         encode = self._tokenizer.encode if self._tokenizer else lambda _: []
         return [EncodedText(bag, encode(text)) for bag, text in zip(features.bags(texts), texts, strict=True)]
 
@@ -136,12 +136,12 @@ class OnnxForecaster:
 
 
 def load(path: Path | None = None) -> Forecaster:
-    """Load the artifact of a path or word, see `artifact.resolve_folder`. Raises ArtifactError."""
+    """Load the artifact of a path or kind, see `artifact.resolve_folder`. Raises ArtifactError."""
     return OnnxForecaster(resolve_folder(path))
 
 
 def _batches_by_width(widths: Sequence[int]) -> list[list[int]]:
-    """Group indices by similar width, each group within MAX_BATCH_CELLS once padded."""
+    """Group indices by similar width. Each group has at most MAX_BATCH_CELLS cells after padding."""
     groups: list[list[int]] = []
     for index in sorted(range(len(widths)), key=widths.__getitem__):
         width = max(1, widths[index])

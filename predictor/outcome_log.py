@@ -1,6 +1,6 @@
-"""Log recent outcomes with their texts in a folder, for `mico predictor update`, where one is configured.
+"""Log recent outcomes with their prompts in a folder, if one is configured, for `mico predictor update`.
 
-Bounded: of two files the older is dropped when the newer is full. Needs nothing but the standard library.
+The log is bounded to two files: when the newer is full, it replaces the older. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from predictor.onnx_forecaster import Features
 NEWEST, OLDER = "outcomes.jsonl", "outcomes.1.jsonl"
 MAX_LINES = 20_000
 MAX_CHARS = 8_000
-"""Texts are cut to this length: forecasts do not read more."""
+"""Texts are truncated to this length. Forecasts do not read more."""
 SOURCE = "served"
 COLUMNS = {"source", "prompt_id", "prompt", "model", "turn"}
 LENGTH, LEAST = "response_tokens", "longer_than"
-"""A row has one of them: the length of the answer, or that at which a limit cut it short."""
+"""A row has one of these columns: the length of the answer, or the length at which a limit cut it short."""
 MAX_READ_ATTEMPTS = 100
 
 
 class OutcomeLog:
-    """Appends outcomes to files of a folder that their owner alone can read.
+    """Append outcomes to files in a folder. Only their owner can read the files.
 
-    Supports one writing process; does not lock.
+    Supports a single writing process. Does not lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class OutcomeLog:
         self._lines, self._torn = _count_lines(folder / NEWEST)
 
     def add(self, query: Features, tokens: int, *, ended: bool = True) -> None:
-        """Append one answer of `tokens`; one that has not `ended` was cut short there."""
+        """Append one answer of `tokens`. If `ended` is false, the answer was cut short at that length."""
         text = query.text[:MAX_CHARS].encode("utf-8", "replace").decode()
         row = {
             "source": SOURCE,
@@ -59,12 +59,12 @@ class OutcomeLog:
 
 
 def log_files(folder: Path) -> list[Path]:
-    """Return the files of a folder of outcomes, the older first."""
+    """Return the existing files of a folder of outcomes, the older first."""
     return [file for file in (folder / OLDER, folder / NEWEST) if file.exists()]
 
 
 def read_files(folder: Path) -> list[bytes]:
-    """Return the files' contents at one moment, though a gateway renames and appends. Raises OSError."""
+    """Return the contents of the files, consistent if a gateway renames them meanwhile. Raises OSError."""
     for _ in range(MAX_READ_ATTEMPTS):
         with ExitStack() as stack, suppress(FileNotFoundError):
             opened = [stack.enter_context(file.open("rb")) for file in log_files(folder)]
@@ -77,7 +77,7 @@ def read_files(folder: Path) -> list[bytes]:
 
 
 def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the outcomes in a file; skips lines torn by a full disk or a power cut."""
+    """Yield the outcomes in a file. Skip incomplete lines, left by a full disk or a power failure."""
     for line in content.splitlines():
         with suppress(ValueError):
             row = json.loads(line)
@@ -86,19 +86,19 @@ def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that its owner alone can read: it holds what users asked."""
+    """Open a file that only its owner can read, since it contains users' prompts."""
     file = os.open(path, flags, 0o600)
-    os.fchmod(file, 0o600)  # one of an earlier version
+    os.fchmod(file, 0o600)  # the file may stem from an earlier version
     return file
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, int]:
-    """Return the device and inode of a file, which a rename does not change."""
+    """Return the device and inode of a file. Renaming does not change them."""
     return status.st_dev, status.st_ino
 
 
 def _count_lines(file: Path) -> tuple[int, bool]:
-    """Return the number of lines, and whether the last one is torn."""
+    """Return the number of lines, and whether the last one lacks its line feed."""
     if not file.exists():
         return 0, False
     lines, ended = 0, True

@@ -1,7 +1,7 @@
-"""Forecast models that were not trained on as a mixture of known models that fits their first outcomes.
+"""Forecast models that were not trained on as a mixture of known models, fitted to their outcomes.
 
-Bayes' rule over the rows of the model table: each outcome raises the weight of the rows that gave it more
-probability.
+Applies Bayes' rule over the rows of the model table: each outcome raises the weight of the rows that assigned
+it a higher probability.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from predictor.forecast import Forecast
 from predictor.onnx_forecaster import UNKNOWN_ROW, UNKNOWN_SUFFIX, Features, OnnxForecaster
 
 MAX_MODELS = 1_024
-"""Unseen models tracked at once; the least recently used is forgotten."""
+"""The maximum number of tracked unseen models. The least recently used is evicted."""
 MIN_SHARE = 0.02
-"""Rows of less posterior weight are left out of the mixture, which keeps a forecast cheap."""
+"""Rows of less posterior weight are excluded from the mixture, which bounds the cost of a forecast."""
 PRIOR_SHARE = 0.6
-"""Prior weight of what a model is forecast as before any outcome (UNKNOWN_ROW, its alias's row, or the
-mixture of its parent), against all rows together.
+"""Prior weight of the forecast without outcomes (UNKNOWN_ROW, the alias's row, or the parent's mixture). The
+rest is distributed evenly over all rows.
 """
 EVIDENCE_WEIGHT = 0.7
-"""Weight of one outcome's log-likelihood, below 1 since no known model fits exactly."""
+"""Weight of the log-likelihood of an outcome, below 1 since no known model fits exactly."""
 MAX_EVIDENCE_OUTCOMES = 200.0
-"""Beyond this many outcomes older ones fade, so that the mixture follows a model that changes."""
+"""Beyond this number of outcomes, older ones decay, so that the mixture adapts to changes of a model."""
 
 
 @dataclass(slots=True)
 class Posterior:
-    """Log weights over the rows of the model table, and the mixture that follows from them."""
+    """Log weights over the rows of the model table, and the mixture derived from them."""
 
     weights: NDArray[np.float64]
     outcomes: float = 0.0
     mixture: list[tuple[int, float]] = field(default_factory=list)
-    """Rows with their shares, for forecasts."""
+    """Pairs of a row and its share."""
     source: str = ""
-    """The source of these forecasts."""
+    """The `source` of forecasts from this mixture."""
 
     def normalize(self, outcomes: float = 1.0) -> None:
-        """Normalize the weights, fade them by so many new outcomes, and recompute the mixture."""
+        """Normalize the weights, decay them by the number of new `outcomes`, and recompute the mixture."""
         self.weights -= self.weights.max()
         if self.outcomes > MAX_EVIDENCE_OUTCOMES:
             self.weights *= 1.0 - outcomes / MAX_EVIDENCE_OUTCOMES
@@ -55,7 +55,7 @@ class Posterior:
 
 
 class UnseenModelForecaster:
-    """Forecasts unseen models as mixtures of known ones, and known models as they are. Thread-safe."""
+    """Forecast unseen models as mixtures of known models, and known models directly. Thread-safe."""
 
     def __init__(self, base: OnnxForecaster) -> None:
         self.base = base
@@ -65,9 +65,9 @@ class UnseenModelForecaster:
         self._lock = Lock()
 
     def take_over(self, earlier: UnseenModelForecaster) -> None:
-        """Take over what `earlier`, of another artifact, has learned of models that this one does not know.
+        """Adopt from `earlier`, of another artifact, the posteriors of models unknown to this artifact.
 
-        A row that both have, by its name, keeps its weight; a new one gets that of a row among equals.
+        Rows with a name in both artifacts keep their weight. New rows get the weight of a uniform one.
         """
         names = self.base.card.models
         before = {name: row for row, name in enumerate(earlier.base.card.models)}
@@ -99,10 +99,10 @@ class UnseenModelForecaster:
         return [Forecast(edges, tuple(each), source) for each, (_, source) in pairs]
 
     def observe(self, query: Features, tokens: int, *, ended: bool = True) -> None:
-        """Update from an answer of `tokens`; ignores known models, which an update learns about.
+        """Update the posterior with an answer of `tokens`. Known models are ignored; updates retrain them.
 
-        One that has not `ended` was cut short, and is evidence for rows that expect more. It counts as much
-        of an outcome as it rules out.
+        If `ended` is false, the answer was cut short: its likelihood is the probability of a longer one. It
+        counts as one minus the smallest of these likelihoods, in outcomes.
         """
         name = query.model.casefold()
         if name in self._known:
@@ -114,7 +114,7 @@ class UnseenModelForecaster:
             place = min(max(0, int(np.searchsorted(edges, tokens, side="left")) - 1), len(edges) - 2)
             likelihoods, outcomes = probabilities[:, place], 1.0
         else:
-            longer = np.clip((edges[1:] - tokens) / np.diff(edges), 0.0, 1.0)  # the part of each range
+            longer = np.clip((edges[1:] - tokens) / np.diff(edges), 0.0, 1.0)  # the fraction of each range
             likelihoods = probabilities @ longer
             outcomes = 1.0 - float(likelihoods.min())
         with self._lock:
@@ -131,7 +131,7 @@ class UnseenModelForecaster:
         self._posteriors[name] = posterior
 
     def _mixture_of(self, model: str, parent: str) -> tuple[list[tuple[int, float]], str]:
-        """Return rows with their shares, and the source of the forecast."""
+        """Return pairs of a row and its share, and the source of the forecast."""
         posterior = self._posteriors.get(model.casefold())
         if posterior is None:
             row = self.base.row(model)

@@ -1,6 +1,6 @@
-"""WordPiece tokenizer: encodes a text as ids in a vocabulary, longest match first, for the small encoder.
+"""WordPiece tokenizer for the small encoder: encode a text as vocabulary ids, longest match first.
 
-Pure Python, so that serving needs no tokenizer library. Unlike in BERT, line ends count.
+Pure Python, so serving requires no tokenizer library. Unlike BERT, line breaks are encoded.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from predictor.features import truncate
 
 HEAD_PIECES = 80
 TAIL_PIECES = 46
-"""Of a longer text only the beginning and the end are read."""
+"""Of longer texts, only the first HEAD_PIECES and the last TAIL_PIECES are encoded."""
 MAX_PIECES = HEAD_PIECES + TAIL_PIECES + 2
 PAD_MULTIPLE = 4
-"""Encoded texts are padded to a multiple of this, so that an encoder can merge neighbours."""
+"""Encoded texts are padded to a multiple of this, so that an encoder can merge neighbouring pieces."""
 MAX_WORD_CHARS = 40
 MAX_CACHED_WORDS = 50_000
 PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
 SPECIAL_PIECES = frozenset((PAD, LINE, PARAGRAPH, UNKNOWN, START, END))
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\n[\n\r\t ]*|[^\W_]+|[^\w\s]|_")
-_PLAIN_WORD = re.compile(r"[a-z0-9]+|\n[\n\r\t ]*|[^\w\s]|_")  # the same of lower-case ASCII, sooner
+_PLAIN_WORD = re.compile(r"[a-z0-9]+|\n[\n\r\t ]*|[^\w\s]|_")  # the same for lower-case ASCII, faster
 
 
 class WordPieceTokenizer:
-    """Encodes with a vocabulary whose ids are its positions; pieces that continue a word begin with `##`."""
+    """Encode texts. An id is a position in the vocabulary; pieces that continue a word start with `##`."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self._ids = {piece: index for index, piece in enumerate(vocabulary)}
@@ -40,7 +40,7 @@ class WordPieceTokenizer:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return ids between the start and the end mark, at most MAX_PIECES."""
+        """Return the ids of a text with the start and end tokens, at most MAX_PIECES in all."""
         normalized = _normalize(truncate(text))
         words = (_PLAIN_WORD if normalized.isascii() else _WORD).findall(normalized)
         known = zip(map(self._cache.get, words), words, strict=True)
@@ -59,7 +59,7 @@ class WordPieceTokenizer:
         return pieces
 
     def _longest_matches(self, word: str) -> tuple[int, ...]:
-        """Split a word greedily, longest piece first; a word that cannot be covered is unknown as a whole."""
+        """Split a word greedily, longest piece first. A word with an uncovered part becomes one [UNK]."""
         pieces: list[int] = []
         start = 0
         while start < len(word):
@@ -76,7 +76,7 @@ class WordPieceTokenizer:
 
 
 def pad(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return encoded texts in one rectangle, zeros at the end of the shorter ones."""
+    """Return encoded texts as one array `[texts, width]`, padded with zeros at the end."""
     width = -(-max(map(len, encoded)) // PAD_MULTIPLE) * PAD_MULTIPLE
     rectangle = np.zeros((len(encoded), width), dtype=np.int64)
     for row, pieces in enumerate(encoded):
@@ -85,7 +85,7 @@ def pad(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _normalize(text: str) -> str:
-    """Return the text in lower case without accents."""
+    """Return the text in lower case without combining marks."""
     lowered = text.lower()
     if lowered.isascii():
         return lowered

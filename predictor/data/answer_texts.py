@@ -1,6 +1,6 @@
-"""Encode the beginnings and the shapes of answers, where a corpus has their texts in its column `answer`.
+"""Encode the beginnings and the shapes of answers, for a corpus with a column `answer`.
 
-Does not learn from them: `predictor/training/auxiliary_tasks.py` does.
+The auxiliary tasks in `predictor/training/auxiliary_tasks.py` learn from them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ ANSWER_COLUMN = "answer"
 PREFIX_PIECES = 20
 PREFIX_CHARS = 200
 OCTAVES = 6
-"""Classes of a shape's count, by doubling: 0, 1, 2–3, 4–7, 8–15, 16 and more."""
+"""The number of classes of a count, in powers of two: 0, 1, 2–3, 4–7, 8–15, 16 and more."""
 SHAPES = (
     re.compile(r"\n"),
     re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE),
     re.compile(r"[.!?](?:\s|$)"),
     re.compile(r"```|^\s*def |^\s*SELECT ", re.MULTILINE),
 )
-"""Patterns whose matches make up a shape: lines, items of lists, sentences, code."""
+"""Patterns whose match counts form a shape: lines, list items, sentences, code."""
 
 
 class Answers(NamedTuple):
     """The known answers of a corpus."""
 
     of_row: NDArray[np.int64]
-    """Answer of each row, -1 where its text is unknown `[rows]`."""
+    """Index of each row's answer, -1 if its text is unknown `[rows]`."""
     prefix: NDArray[np.int64]
-    """First pieces of each answer, zeros at the end `[answers, PREFIX_PIECES]`."""
+    """First pieces of each answer, padded with zeros `[answers, PREFIX_PIECES]`."""
     shape: NDArray[np.int64]
-    """Class of each pattern's count `[answers, SHAPES]`."""
+    """Class of the match count of each pattern `[answers, SHAPES]`."""
     texts: tuple[str, ...] = ()
 
 
 def extract_answers(texts: pd.Series[str], pieces: WordPieceTokenizer) -> Answers | None:
-    """Return the answers among a column's values; None where it has no text at all."""
+    """Return the answers in a column, or None if the column has no texts."""
     known = (texts.notna() & (texts != "")).to_numpy()
     if not known.any():
         return None

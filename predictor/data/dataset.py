@@ -1,6 +1,6 @@
 """Read, clean and split prompts with the lengths of their answers.
 
-The columns are those of `length_corpus.parquet`. Needs pandas; never imported in serving.
+The columns are those of `length_corpus.parquet`. Requires pandas. Not imported in serving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALIBRATION_PERCENT = 6
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Three parts that share no prompt."""
+    """Three parts of a data set without common prompts."""
 
     train: pd.DataFrame
     calibration: pd.DataFrame
@@ -34,10 +34,10 @@ class Split:
 
 
 def read(path: Path, *, with_cut: bool = False) -> pd.DataFrame:
-    """Read the rows that can be learned from: those with an answer, and `with_cut` those of which one was
-    cut short by a limit. Of these the column `cut` is true, and `response_tokens` is where that was.
+    """Read the rows with an answer and, if `with_cut`, the rows whose answer was cut short by a limit. For
+    these, the column `cut` is true and `response_tokens` is the length at the cut.
 
-    `path` is a parquet file, or the folder in which a gateway keeps recent outcomes. Raises DataError.
+    `path` is a parquet file, or the folder in which a gateway logs recent outcomes. Raises DataError.
     """
     frame = read_all(path)
     if frame.prompt_id.isna().any():
@@ -50,7 +50,7 @@ def read(path: Path, *, with_cut: bool = False) -> pd.DataFrame:
 def read_all(path: Path) -> pd.DataFrame:
     """Read all rows in order, with and without an answer.
 
-    A missing source, model or prompt becomes empty, a missing turn the first. Raises DataError.
+    A missing source, model or prompt becomes an empty string, a missing turn 1. Raises DataError.
     """
     try:
         frame = _read_outcomes(path) if path.is_dir() else pd.read_parquet(path)
@@ -87,7 +87,7 @@ def _text_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
 
 
 def _number_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
-    """Check a column of numbers, and return it with NaN for missing values."""
+    """Return a numeric column; NaN everywhere if all its values are missing. Raises DataError."""
     if values.isna().all():
         return pd.Series(np.nan, index=values.index)
     if not pd.api.types.is_numeric_dtype(values):
@@ -107,7 +107,7 @@ def _read_outcomes(folder: Path) -> pd.DataFrame:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file or of the outcomes in a folder, as a record of the training data."""
+    """Return the SHA-256 of a file or of the outcomes in a folder, which identifies the training data."""
     digest = sha256()
     if path.is_dir():
         for content in read_files(path):
@@ -120,12 +120,12 @@ def file_digest(path: Path) -> str:
 
 
 def prompt_percent(prompt_id: str) -> int:
-    """Return 0–99 from the id alone, so that a prompt stays on its side of the split in every data set."""
+    """Return 0–99 derived from the id only, so that a prompt is in the same part in every data set."""
     return int.from_bytes(sha256(f"mico-split:{prompt_id}".encode()).digest()[:8]) % 100
 
 
 def split(frame: pd.DataFrame) -> Split:
-    """Split into training, calibration and held-out rows; all rows of a prompt are in one part."""
+    """Split rows into training, calibration and held-out parts. All rows of a prompt are in one part."""
     ids = frame.prompt_id.unique()
     percent = frame.prompt_id.map({each: prompt_percent(each) for each in ids})
     held_out = percent < HELD_OUT_PERCENT
@@ -135,7 +135,7 @@ def split(frame: pd.DataFrame) -> Split:
 
 
 def row_weights(frame: pd.DataFrame) -> NDArray[np.float32]:
-    """Return 1/sqrt(rows of the prompt): 225 models on one prompt teach more than one, not 225 times more."""
+    """Return 1/sqrt(rows of the prompt): a prompt with 225 models weighs 15 times one with a single model."""
     counts = frame.prompt_id.map(frame.prompt_id.value_counts())
     weights: NDArray[np.float32] = (1.0 / np.sqrt(counts.to_numpy(dtype=np.float64))).astype(np.float32)
     return weights

@@ -1,8 +1,8 @@
 """Fit lexical scores: for each view of the data, a ridge regression of log length on TF-IDF words and pairs.
 
-A view is one (source, model) pair or one source with enough prompts, or all of the data. Models that train on
-these scores must see them as in serving, so training prompts are scored by regressions without their fold.
-Needs scikit-learn; training only.
+A view is a (source, model) pair or a source with enough prompts, or all of the data. Training prompts are
+scored by regressions fitted without their fold, so that the scores are distributed as in serving. Requires
+scikit-learn. Used in training only.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class LexicalScorer:
-    """Coefficients of all views' regressions."""
+    """The coefficients of the regressions of all views."""
 
     names: tuple[str, ...]
     table: NDArray[np.float32]
-    """Contribution of each slot to each view's score `[SLOTS, views]`."""
+    """Contribution of each slot to the score of each view `[SLOTS, views]`."""
     fold_tables: NDArray[np.float32]
-    """The same from all but one fold of the prompts `[FOLDS, SLOTS, views]`."""
+    """The same, each fitted without one fold of the prompts `[FOLDS, SLOTS, views]`."""
     folds: NDArray[np.int64]
     """Fold of each training prompt, -1 for other prompts `[prompts]`."""
 
     def scores(self, bags: Sequence[Bag], folds: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return scores `[bags, views]`, each by regressions without the bag's fold."""
+        """Return scores `[bags, views]`, from regressions fitted without the fold of the bag."""
         terms = tf_matrix(bags)
         scores: NDArray[np.float32] = (terms @ self.table).astype(np.float32)
         for fold in range(FOLDS):
@@ -59,7 +59,7 @@ def tf_matrix(bags: Sequence[Bag]) -> sparse.csr_matrix:
 def fit(
     frame: pd.DataFrame, prompt: NDArray[np.int64], bags: Sequence[Bag], seed: int, progress: Progress
 ) -> LexicalScorer:
-    """Fit the regressions of every view of the training rows; `prompt` is each row's position in `bags`."""
+    """Fit the regressions of every view of the training rows. `prompt` is the index of each row in `bags`."""
     terms = tf_matrix(bags)
     seen = np.unique(prompt)
     document_share = np.bincount(terms[seen].indices, minlength=SLOTS) / len(seen)
@@ -75,7 +75,7 @@ def fit(
 
 
 def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np.float64]:
-    """Return the smoothed inverse document frequency; 0 for a slot that no training prompt has."""
+    """Return the smoothed inverse document frequency, 0 for slots without a training prompt."""
     weights: NDArray[np.float64] = np.log((1 + documents) / (1 + share * documents)) + 1.0
     return np.where(share > 0, weights, 0.0)
 
@@ -83,9 +83,9 @@ def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np
 def _view_targets(
     frame: pd.DataFrame, prompt: NDArray[np.int64], prompts: int
 ) -> list[tuple[str, NDArray[np.float64]]]:
-    """Return each view's name and the mean log length of each prompt, NaN where unknown.
+    """Return the name of each view, and the mean log length of each prompt, NaN if unknown.
 
-    Lengths are relative to the mean of their (source, model) pair, so that models' differences cancel.
+    Log lengths are centred by (source, model) pair, so that differences between models cancel.
     """
     rows = pd.DataFrame({"prompt": prompt, "source": frame.source, "model": frame.model})
     rows["log"] = np.log(frame.response_tokens)
@@ -108,9 +108,9 @@ def _fit_view(
     name: str,
     progress: Progress,
 ) -> NDArray[np.float32]:
-    """Return the coefficients without each fold and, last, of all rows `[FOLDS + 1, SLOTS]`.
+    """Return the coefficients fitted without each fold and, last, on all rows `[FOLDS + 1, SLOTS]`.
 
-    Chooses the penalty of least error out of fold.
+    Selects the penalty with the least out-of-fold error.
     """
     known = np.isfinite(target)
     best_penalty, best_error = PENALTIES[0], np.inf

@@ -41,6 +41,6 @@ FREE = frozenset(
         "vicuna80",
     }
 )
-"""Corpora whose stated licences, MIT and Apache-2.0, allow any use: all that shipped artifacts learn from."""
+"""Corpora whose stated licences, MIT and Apache-2.0, allow any use. Shipped artifacts use only these."""
 FREE_NOTE = "As their projects state it, every source's licence allows any use."
 BOUND_NOTE = "Not every source is known to allow any use, so check the licences before commercial use."

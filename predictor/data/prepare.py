@@ -1,6 +1,6 @@
-"""Prepare a corpus for training: compute all arrays that training needs, once.
+"""Prepare a corpus for training: compute the arrays that training uses.
 
-Needs pandas and scikit-learn; training only.
+Requires pandas and scikit-learn. Used in training only.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Progress = Callable[[str], None]
 TRAIN, CALIBRATION, HELD_OUT, SYNTHETIC = range(4)
 UNKNOWN_MODEL_NAME = "(unknown)"
 NO_FOLD = -1
-"""Fold of a prompt that no regression has seen."""
+"""Fold of a prompt that no regression was fitted on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingArrays:
-    """Prompts, and rows of (prompt, model)."""
+    """The arrays of prompts, and of rows of (prompt, model)."""
 
     pieces: NDArray[np.int64]
-    """Word pieces of each prompt, zeros at the end `[prompts, width]`."""
+    """Word pieces of each prompt, padded with zeros `[prompts, width]`."""
     side: NDArray[np.float32]
-    """Lexical scores and counts of each prompt `[prompts, features]`."""
+    """Lexical scores and dense features of each prompt `[prompts, features]`."""
     table: NDArray[np.float32]
     """Coefficients of the lexical scores `[SLOTS, views]`."""
     prompt: NDArray[np.int64]
     model: NDArray[np.int64]
     length: NDArray[np.int64]
-    """Tokens of the answer; 0 for an unanswered row, which only teachers can label `[rows]`."""
+    """Tokens of the answer, 0 for rows without an answer, which only teachers label `[rows]`."""
     part: NDArray[np.int64]
     """TRAIN, CALIBRATION, HELD_OUT or SYNTHETIC `[rows]`."""
     models: tuple[str, ...]
@@ -46,19 +46,19 @@ class TrainingArrays:
     vocabulary: tuple[str, ...]
     texts: tuple[str, ...]
     answers: Answers | None = None
-    """None where the corpus has no answers' texts."""
+    """None if the corpus has no texts of answers."""
 
     def rows(self, *parts: int) -> NDArray[np.int64]:
-        """Return the positions of the rows of some parts."""
+        """Return the indices of the rows in the given parts."""
         return np.flatnonzero(np.isin(self.part, parts))
 
     def hold_out(self, prompts: NDArray[np.bool_]) -> TrainingArrays:
-        """Return the data with some training prompts held out, too."""
+        """Return the data with the given training prompts held out as well."""
         left_out = (self.part == TRAIN) & prompts[self.prompt]
         return replace(self, part=np.where(left_out, HELD_OUT, self.part))
 
     def most_common_pieces(self, count: int) -> NDArray[np.int64]:
-        """Return the ids of the pieces most frequent in training prompts, and of the essential ones."""
+        """Return the ids of the `count` most frequent pieces of training prompts, and of essential pieces."""
         seen = np.unique(self.prompt[self.rows(TRAIN)])
         counts = np.bincount(self.pieces[seen].ravel(), minlength=len(self.vocabulary))
         essential = np.array([_is_essential(piece) for piece in self.vocabulary])
@@ -67,7 +67,7 @@ class TrainingArrays:
         return np.flatnonzero(essential | common)
 
     def with_vocabulary(self, kept: NDArray[np.int64]) -> TrainingArrays:
-        """Return the data in part of the vocabulary: words that are not in it fall into smaller pieces."""
+        """Return the data encoded with the `kept` pieces. Other words are split into smaller pieces."""
         vocabulary = tuple(self.vocabulary[piece] for piece in kept)
         return replace(
             self, pieces=_encode_all(WordPieceTokenizer(vocabulary), self.texts), vocabulary=vocabulary
@@ -83,7 +83,7 @@ def prepare(
     generated: Sequence[GeneratedPrompt] = (),
     progress: Progress = lambda _: None,
 ) -> TrainingArrays:
-    """Return the arrays of a corpus, of generated prompts, and of `mixed` further synthetic ones."""
+    """Return the arrays of a corpus, of generated prompts, and of `mixed` prompts mixed from the corpus."""
     parts = dataset.split(frame)
     prompts = frame.drop_duplicates("prompt_id")
     prompt_index = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
@@ -139,9 +139,9 @@ def _answered_rows(
 
 
 def _synthetic_rows(rows: pd.DataFrame, first_prompt: int, sources: Sequence[str], seed: int) -> pd.DataFrame:
-    """Return two rows for each synthetic prompt: a model by its share of answers, and any model.
+    """Return two rows per synthetic prompt: a model drawn by its share of answers, and one drawn uniformly.
 
-    For one that imitates a source, the first is of that source's models, and a third the most common there.
+    If the prompt imitates a source, the first is of that source, and a third has its most common model.
     """
     random = np.random.default_rng(seed)
     answered, source_of_prompt = rows[rows.part == TRAIN], np.array(sources, dtype=str)
@@ -162,7 +162,7 @@ def _synthetic_rows(rows: pd.DataFrame, first_prompt: int, sources: Sequence[str
 
 
 def _is_essential(piece: str) -> bool:
-    """Return whether a piece is special or a single character; any known script is made of these."""
+    """Return whether a piece is special or a single character, of which all words can be composed."""
     return piece in SPECIAL_PIECES or len(piece.removeprefix("##")) == 1
 
 

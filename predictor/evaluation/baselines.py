@@ -1,6 +1,6 @@
-"""Estimate lengths as other schedulers do, for comparison.
+"""Estimate lengths with the heuristics of other schedulers, for comparison.
 
-Each estimator is fitted on the answers that it is judged on, unlike in production: the figures flatter it.
+Each estimator is fitted on the answers that it is evaluated on, so its scores are optimistic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 512
 
 
 def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Return rank correlation and mean absolute error of each estimator on one source and model."""
+    """Return the Spearman correlation and mean absolute error of each estimator for one source and model."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
     if "prompt_tokens" in rows.columns:

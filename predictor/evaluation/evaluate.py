@@ -1,6 +1,6 @@
-"""Evaluate an artifact on a file of prompts and lengths, beside baselines and the attainable ceiling.
+"""Evaluate an artifact on a file of prompts and lengths, and compare it with baselines and a ceiling.
 
-Needs pandas and scipy; not imported in serving.
+Requires pandas and scipy. Not imported in serving.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH_QUERIES = 256
 
 
 class Forecasts(NamedTuple):
-    """Probabilities `[rows, ranges]`, the edges of their ranges, and the time per query."""
+    """Probabilities `[rows, ranges]`, the edges of the ranges, and the time per query in milliseconds."""
 
     probabilities: NDArray[np.float64]
     edges: tuple[int, ...]
@@ -48,9 +48,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return a report: `groups`, with scores by source and model, and `ms_per_query`.
 
-    `out` is a parquet file to write with a row for each row of the data, including unanswered ones, which no
-    score counts; `report` a folder to write with a table and plots; `held_out_only` scores only prompts that
-    `predictor.data.dataset.split` keeps out of training. Raises DataError, ArtifactError.
+    `out` is a parquet file to write, with one row for each row of the data; unanswered rows are included but
+    not scored. `report` is a folder to write a table and plots to. `held_out_only` restricts the data to
+    prompts that `predictor.data.dataset.split` keeps out of training. Raises DataError, ArtifactError.
     """
     if report is not None:
         require_matplotlib()
@@ -113,7 +113,7 @@ def _score_group(
 
 
 def forecast_rows(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
-    """Forecast every row, in batches, as a gateway would."""
+    """Forecast every row in batches of BATCH_QUERIES, and measure the time per query."""
     columns = zip(frame.prompt, frame.model, frame.turn, strict=True)
     queries = [Features(prompt, model, int(turn)) for prompt, model, turn in columns]
     probabilities, took = [], 0.0
@@ -130,7 +130,7 @@ def forecast_rows(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Pro
 def forecast_table(
     frame: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
 ) -> pd.DataFrame:
-    """Return a row of point forecasts for each input row, so that anyone can score them."""
+    """Return the point forecasts of each input row: expected length, quantiles and most probable buckets."""
     columns = frame[["source", "prompt_id", "model", "turn"]].copy()
     columns["expected_tokens"] = metrics.expected(probabilities, edges)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -162,7 +162,7 @@ def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[
 def summary_scores(
     rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return rank correlation of the expected length, and MAE of the mean and of the median in tokens."""
+    """Return the rank correlations of the expected length, and the MAE of mean and median in tokens."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     mean, median = metrics.expected(probabilities, edges), metrics.quantile(probabilities, edges, 0.5)
     return _rounded(
@@ -175,9 +175,9 @@ def summary_scores(
 
 
 def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Score the median of the same model's other samples of each prompt; None where there are none.
+    """Score the median length of the same model's other samples of each prompt; None without other samples.
 
-    Samples of one model are named alike up to an `@`, as `vicuna-7b@T0.5`.
+    The names of samples of one model are equal up to the `@`, as in `vicuna-7b@T0.5`.
     """
     model = str(rows.model.iloc[0])
     if "@" not in model:

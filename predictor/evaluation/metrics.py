@@ -1,6 +1,6 @@
 """Compute quality metrics of forecasts over many rows at once.
 
-Distributions are probabilities `[rows, ranges]` over the same edges; the arithmetic is that of `Forecast`.
+Distributions are probabilities `[rows, ranges]` over shared edges. The results equal those of `Forecast`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def expected(probabilities: Floats, edges: tuple[int, ...]) -> Floats:
 
 
 def quantile(probabilities: Floats, edges: tuple[int, ...], q: float) -> Integers:
-    """Return the least length of cumulative probability at least q, for each row."""
+    """Return, for each row, the smallest length whose cumulative probability is at least `q`."""
     bounds = np.array(edges)
     reached = np.concatenate([np.zeros((len(probabilities), 1)), np.cumsum(probabilities, axis=1)], axis=1)
     place = np.minimum((reached[:, 1:] < q).sum(axis=1), len(edges) - 2)
@@ -35,9 +35,9 @@ def quantile(probabilities: Floats, edges: tuple[int, ...], q: float) -> Integer
 
 
 def likeliest_bucket(probabilities: Floats, edges: tuple[int, ...], max_length: int) -> Integers:
-    """Return the most probable tenth of `max_length` for each row; longer lengths count as the last."""
+    """Return the most probable tenth of `max_length` of each row. The last tenth includes longer lengths."""
     places = np.interp(np.arange(1, BUCKETS) * max_length / BUCKETS, edges, np.arange(len(edges)))
-    whole = np.minimum(places.astype(int), len(edges) - 2)  # at the last edge all of the last range
+    whole = np.minimum(places.astype(int), len(edges) - 2)  # at the last edge, the whole last range
     reached = np.concatenate([np.zeros((len(probabilities), 1)), np.cumsum(probabilities, axis=1)], axis=1)
     inner = reached[:, whole] + (places - whole) * probabilities[:, whole]
     ends = np.concatenate([np.zeros((len(inner), 1)), inner, np.ones((len(inner), 1))], axis=1)
@@ -46,12 +46,12 @@ def likeliest_bucket(probabilities: Floats, edges: tuple[int, ...], max_length: 
 
 
 def true_bucket(lengths: Integers, max_length: int) -> Integers:
-    """Return floor(length / (max_length / 10)), clipped."""
+    """Return the bucket floor(length / (max_length / 10)) of each length, at most 9."""
     return np.minimum(BUCKETS - 1, lengths * BUCKETS // max_length).astype(np.int64)
 
 
 def accuracy(lengths: Integers, bucket: Integers, max_length: int) -> dict[str, float]:
-    """Return the share of rows in the right bucket and at most one off, and the majority bucket's share."""
+    """Return the shares of rows in the right bucket, at most one bucket off, and in the majority bucket."""
     truth = true_bucket(lengths, max_length)
     miss = np.abs(truth - bucket)
     majority = np.bincount(truth, minlength=BUCKETS).max() / len(truth)
@@ -63,7 +63,7 @@ def accuracy(lengths: Integers, bucket: Integers, max_length: int) -> dict[str, 
 
 
 def rank(lengths: Integers, estimate: Floats) -> dict[str, float | None]:
-    """Return Spearman and Kendall correlation; None where one side does not vary."""
+    """Return the Spearman and Kendall correlations; both are None if lengths or estimates are constant."""
     if np.ptp(lengths) == 0 or np.ptp(estimate) == 0:
         return {"spearman": None, "kendall": None}
     return {

@@ -1,6 +1,6 @@
-"""Write an evaluation as a page: `report.md` with a table of groups, and two plots beside it.
+"""Write an evaluation as `report.md` with a table of groups, and two plots in the same folder.
 
-Needs matplotlib, of the extra `plots`.
+Requires matplotlib, from the extra `plots`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATED = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 COLUMNS = ("rows", "spearman", "mae", "mae_p50", "accuracy_1024", "majority_1024", "p90_coverage", "log_loss")
 MAX_POINTS = 20_000
 MAX_GROUPS = 6
-"""Groups with a line of their own in the reliability plot, the largest ones."""
+"""The number of groups, largest first, with their own line in the reliability plot."""
 
 
 def require_matplotlib() -> None:
@@ -40,7 +40,7 @@ def write(  # noqa: PLR0917 - each is of another type
     edges: tuple[int, ...],
     groups: dict[str, NDArray[np.int64]],
 ) -> None:
-    """Write the page and its plots; `groups` maps names to row indices."""
+    """Write the report and its plots. `groups` maps group names to row indices."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def plot_reliability(
     edges: tuple[int, ...],
     groups: dict[str, NDArray[np.int64]],
 ) -> None:
-    """Plot the observed coverage of each stated quantile, of all rows and of the largest groups."""
+    """Plot the observed coverage of each stated quantile, for all rows and for the largest groups."""
     covered = {q: lengths <= metrics.quantile(probabilities, edges, q) for q in STATED}
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.plot(STATED, [covered[q].mean() for q in STATED], color="black", marker="o", label="all")
@@ -71,7 +71,7 @@ def plot_reliability(
 
 
 def plot_predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-    """Plot the expected length of each answer against the true one, on log scales."""
+    """Plot expected against actual length on log scales, for at most MAX_POINTS answers."""
     shown = np.random.default_rng(0).permutation(len(lengths))[:MAX_POINTS]
     axes.loglog(np.maximum(expected[shown], 1), lengths[shown], ".", markersize=2, alpha=0.3)
     ends = [1, max(2, int(lengths.max()))]
@@ -80,7 +80,7 @@ def plot_predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.
 
 
 def render_markdown(document: dict[str, Any]) -> str:
-    """Return the page, with the groups as a table."""
+    """Return the report in Markdown, with the groups as a table."""
     lines = [
         f"# {document['artifact']} on {document['data']}",
         "",

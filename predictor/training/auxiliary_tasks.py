@@ -1,7 +1,7 @@
-"""Train an encoder on the texts of answers, besides their lengths.
+"""Train an encoder on the texts of answers, in addition to their lengths.
 
-Before it learns lengths: masked-language modelling of prompts with the beginnings of their answers. While it
-learns them: predicting an answer's shape and first words. Needs torch; training only.
+Before training on lengths: masked-language modelling of prompts with the beginnings of their answers. During
+training on lengths: prediction of an answer's shape and first words. Requires torch. Used in training only.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HIDDEN = 384
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMConfig:
-    """Hyperparameters of masked-language modelling. An artifact's card stores the fields by name."""
+    """Hyperparameters of masked-language modelling. The card of an artifact stores the fields by name."""
 
     epochs: int = 3
     batch_rows: int = 256
     rate: float = 3e-4
-    """Highest learning rate."""
+    """Maximum learning rate."""
     warm_share: float = 0.06
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps in which the learning rate increases."""
     share: float = 0.25
     """Share of the pieces that are masked."""
     seed: int = 1
@@ -43,7 +43,7 @@ class MaskedLMConfig:
 def train_masked_lm(
     encoder: nn.Module, data: TrainingArrays, answers: Answers, config: MaskedLMConfig, device: str
 ) -> float:
-    """Train a BERT-like encoder to fill in masked pieces; return the last batch's loss in nats per piece."""
+    """Train a BERT-like encoder on masked pieces. Return the loss of the last batch in nats per piece."""
     torch.manual_seed(config.seed)
     width = encoder.config.hidden_size
     lm_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)).to(device)
@@ -74,7 +74,7 @@ def train_masked_lm(
 def _segment_pairs(
     data: TrainingArrays, answers: Answers, rows: NDArray[np.int64], config: MaskedLMConfig, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of prompts with their answers' first pieces, and the segment (0, 1) of each piece."""
+    """Yield batches of prompts with their answers' first pieces, and the segment (0 or 1) of each piece."""
     random = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         shuffled = random.permutation(rows)
@@ -88,20 +88,20 @@ def _segment_pairs(
 
 
 class AuxiliaryTask(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A task that a net learns besides lengths, from the answers' texts."""
+    """Base class of tasks that a net learns from the texts of answers, in addition to lengths."""
 
     def encode(
         self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the encoded prompts `[prompts, width]` and the task's loss in nats.
+        """Return the encoded prompts `[prompts, width]` and the loss of the task in nats.
 
-        Row i is of prompt `owner[i]` in `pieces`, is `rows[i]` among all rows, and answered by `served[i]`.
+        Row i has the prompt `pieces[owner[i]]`, the index `rows[i]` in all rows, and the model `served[i]`.
         """
         raise NotImplementedError
 
 
 class AnswerTask(AuxiliaryTask):
-    """Predicts an answer's shape and first words from the encoded prompt and the answering model."""
+    """Predict the shape and first words of an answer from the encoded prompt and the answering model."""
 
     def __init__(self, answers: Answers, width: int, models: int, vocabulary: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class AnswerTask(AuxiliaryTask):
         return encoded, self(encoded, owner, rows, served)
 
     def forward(self, encoded: Tensor, owner: Tensor, rows: Tensor, served: Tensor) -> Tensor:
-        """Return the mean loss in nats over rows with a known answer; row i is of prompt `owner[i]`."""
+        """Return the mean loss in nats over rows with a known answer. Row i has the prompt `owner[i]`."""
         answer = self.answers_of_row[rows]
         known = (answer >= 0).nonzero()[:, 0]
         if not len(known):

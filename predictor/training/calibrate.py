@@ -1,7 +1,7 @@
-"""Calibrate forecasts: a temperature per served model, and per kind of prompt a recalibrated tail.
+"""Calibrate forecasts: fit a temperature per served model, and recalibrate the tail per kind of prompt.
 
 The kind of a prompt is inferred from its inputs, since a request does not name its source. All parameters are
-fitted on prompts that were not trained on. Needs scipy and scikit-learn; training only.
+fitted on prompts that were not trained on. Requires scipy and scikit-learn. Used in training only.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Floats = NDArray[np.float64]
 COVERAGE_PENALTY = 100.0
 """Weight of the squared coverage error: two points of coverage count as much as 0.04 nats."""
 MIN_MODEL_ROWS = 250
-"""A model with fewer calibration rows takes the temperature of all models together."""
+"""A model with fewer calibration rows gets the temperature fitted on all models."""
 MEDIAN, P90, P99 = 0.5, 0.9, 0.99
 MIN_P90_COVERAGE, MAX_P90_COVERAGE = 0.75, 0.975
 PRIOR_ROWS = 5.0
-"""Weight, in rows, of the prior that a kind has the mean coverage of all prompts."""
+"""Weight, in rows, of the prior that the coverage of a kind is the mean of all rows."""
 SHIFT_PRIOR_ROWS = 30.0
 MAX_ROWS_PER_SOURCE = 3_000
 KINDS_PENALTY = 0.01
 
 
 class PromptKinds(NamedTuple):
-    """A softmax classifier of prompts on standardised inputs, and the coverage of the raw p90 by kind."""
+    """A softmax classifier of prompts on standardised inputs, and the coverage of the raw p90 per kind."""
 
     weight: NDArray[np.float32]
     """`[kinds, inputs]`"""
     bias: NDArray[np.float32]
     p90_coverage: NDArray[np.float32]
-    """Share of each kind's answers within the raw p90 `[kinds]`."""
+    """Share of the answers of each kind within the raw p90 `[kinds]`."""
 
     def memberships(self, standardised: NDArray[np.float32]) -> Floats:
         """Return the probability of each kind for each prompt `[prompts, kinds]`."""
@@ -58,13 +58,16 @@ class PromptKinds(NamedTuple):
 
 
 def single_kind(inputs: int) -> PromptKinds:
-    """Return one kind for all prompts, with a p90 that needs no recalibration."""
+    """Return a single kind for all prompts, with the coverage 0.9, which needs no recalibration."""
     weight = np.zeros((1, inputs), dtype=np.float32)
     return PromptKinds(weight, np.zeros(1, dtype=np.float32), np.full(1, P90, dtype=np.float32))
 
 
 def fit_kinds(standardised: NDArray[np.float32], source: NDArray[np.str_]) -> PromptKinds:
-    """Fit a classifier of prompts by source; `fit_p90_coverage` fits the coverage of its kinds afterwards."""
+    """Fit a classifier of prompts by source, with coverage 0.9 for all kinds; see `fit_p90_coverage`.
+
+    Returns a single kind if there are fewer than three sources.
+    """
     if len(np.unique(source)) < 3:
         return single_kind(standardised.shape[1])
     fitted = LogisticRegression(C=KINDS_PENALTY, max_iter=200).fit(standardised, source)
@@ -75,10 +78,10 @@ def fit_kinds(standardised: NDArray[np.float32], source: NDArray[np.str_]) -> Pr
 def fit_p90_coverage(
     kinds: PromptKinds, standardised: NDArray[np.float32], within: NDArray[np.bool_], source: NDArray[np.str_]
 ) -> PromptKinds:
-    """Fit each kind's coverage so that every source's mean comes out right, whatever its mix of kinds.
+    """Fit the coverage of each kind so that the mean expected coverage of each source matches the observed.
 
     `within` marks the rows whose length is within their p90. Least squares over sources, with a prior that
-    pulls each kind to the mean of all.
+    shrinks each kind towards the mean of all rows.
     """
     memberships, mean = kinds.memberships(standardised), float(within.mean())
     design = [np.sqrt(PRIOR_ROWS) * np.eye(len(kinds.bias))]
@@ -93,10 +96,10 @@ def fit_p90_coverage(
 
 
 def recalibrate(probabilities: Floats, p90_coverage: Floats) -> Floats:
-    """Move each row's p90, which covered `p90_coverage`, to cover 90 %; p50 and p99 stay.
+    """Move the p90 of each row, which covers `p90_coverage`, to cover 90 %. The p50 and p99 are unchanged.
 
-    Stretches the cumulative distribution piecewise linearly between those three. The tail beyond the p99
-    stays, since the expected length depends on it.
+    Rescales the cumulative distribution piecewise linearly between these three quantiles. The tail beyond the
+    p99 is unchanged, since the expected length depends on it.
     """
     cumulative = np.cumsum(probabilities, axis=1)
     inner_slope = (p90_coverage[:, None] - MEDIAN) / (P90 - MEDIAN)
@@ -112,14 +115,14 @@ def recalibrate(probabilities: Floats, p90_coverage: Floats) -> Floats:
 def fit_shift(
     probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], p90_coverage: Floats
 ) -> float:
-    """Return the correction of `p90_coverage` with which the recalibrated p90 of these rows covers 90 %.
+    """Return the correction of `p90_coverage` for which the recalibrated p90 of the rows covers 90 %.
 
-    Shrinks towards 0 where rows are few.
+    The correction is shrunk towards 0 for few rows.
     """
     bounds, label = np.array(edges), range_index(length, edges)
     rows = np.arange(len(label))
     mass = probabilities[rows, label]
-    # A p90 is a whole number, rounded up: it reaches a length as soon as it is above the one before.
+    # A p90 is rounded up to an integer: it reaches a length as soon as it is above the previous one.
     share = np.clip((length - 1 - bounds[label]) / (bounds[label + 1] - bounds[label]), 0.0, 1.0)
     below = np.cumsum(probabilities, axis=1)[rows, label] - mass * (1.0 - share)
     missing = float(np.quantile(_max_coverage_within(below) - p90_coverage, 1.0 - P90))
@@ -127,9 +130,9 @@ def fit_shift(
 
 
 def _max_coverage_within(below: Floats) -> Floats:
-    """Return the largest p90 coverage with which a length is within the recalibrated p90.
+    """Return the largest p90 coverage for which each length is within the recalibrated p90.
 
-    `below` is the cumulative probability below that length.
+    `below` is the cumulative probability below the length.
     """
     inner = MEDIAN + (P90 - MEDIAN) ** 2 / np.maximum(below - MEDIAN, 1e-3)
     beyond = np.clip((below - P90) / (P99 - P90), 0.0, 1.0 - 1e-3)
@@ -150,7 +153,7 @@ def fit_sharpness(
     edges: tuple[int, ...],
     p90_coverage: Floats | None = None,
 ) -> float:
-    """Return the factor on the logits (1 / temperature) of least log loss whose p90 covers 90 %."""
+    """Return the factor on the logits (1 / temperature) that minimises log loss and p90 coverage error."""
     label = range_index(length, edges)
 
     def cost(factor: float) -> float:
@@ -170,7 +173,7 @@ def fit_sharpness_by_model(
     edges: tuple[int, ...],
     models: int,
 ) -> NDArray[np.float32]:
-    """Return one sharpness for each row of the model table `[models]`."""
+    """Return the sharpness of each row of the model table `[models]`."""
     factors = np.full(models, fit_sharpness(logits, length, edges))
     for row in range(models):
         rows = model == row

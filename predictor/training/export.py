@@ -1,7 +1,7 @@
-"""Export trained weights to the ONNX graph that serving runs: features and model in, probabilities out.
+"""Export trained weights to the ONNX graph for serving, from features and model to probabilities.
 
-Does not calibrate: a new graph has a single kind of prompts, which changes nothing and which `onnx_head`
-replaces. Needs onnx; training only.
+Does not calibrate: a new graph has a single kind of prompts, which has no effect and which `onnx_head`
+replaces. Requires onnx. Used in training only.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ OPSET = 17
 BERT_EPSILON = 1e-12
 PADDING_PIECE = 0
 UINT8_ZERO = 128
-"""The zero point of a table in unsigned bytes."""
+"""The zero point of a table in uint8."""
 OUTPUT = "probabilities"
 INPUTS = "inputs"
-"""The head's inputs of a prompt: encoder output, lexical scores and counts, without the served model."""
+"""The inputs of the head per prompt: encoder output, lexical scores and dense features."""
 CONTRIB_DOMAIN = "com.microsoft"
 SHIFT = "reached_shift"
-"""For each served model, the correction of the expected coverage of its raw p90."""
+"""The correction of the expected coverage of the raw p90 for each served model."""
 OWNER = "owner"
-"""The query of each output row: one query may be forecast for many models."""
+"""The query index of each output row. A query can be forecast for several models."""
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
 
 
 @dataclass(slots=True)
 class GraphBuilder:
-    """Builds a graph; every call that adds a node returns the name of its output."""
+    """Build a graph. Methods that add nodes return the name of the output."""
 
     constants: dict[str, NDArray[np.generic]] = field(default_factory=dict)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -62,7 +62,7 @@ class GraphBuilder:
         return self.node("Add", product, self.constant(f"{name}.bias", state[f"{name}.bias"]))
 
     def add(self, first: str, second: str) -> str:
-        """Add a sum. Not `Add`: that and a LayerNorm would be fused into an operator five times slower."""
+        """Add a `Sum`. An `Add` and a LayerNorm would be fused into an operator that is five times slower."""
         return self.node("Sum", first, second)
 
     def layer_norm(self, source: str, state: State, name: str, epsilon: float = 1e-5) -> str:
@@ -72,7 +72,7 @@ class GraphBuilder:
         return self.node("LayerNormalization", source, scale, shift, axis=-1, epsilon=epsilon)
 
     def build(self, name: str, output: str, width: int) -> bytes:
-        """Return the checked graph; of the known inputs it declares those that some node reads."""
+        """Return the checked, serialised graph. It declares those known inputs that some node reads."""
         inputs = {
             "pieces": (TensorProto.INT64, ["queries", "pieces_width"]),
             "slots": (TensorProto.INT64, ["queries", "width"]),
@@ -101,8 +101,8 @@ class GraphBuilder:
 def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
     """Return the graph of the lexical model.
 
-    `table` `[slots, views]` is stored in int8 with a scale per view; `head` holds the weights of
-    `length_head.LengthHead` by name; `sharpness` is a factor for each served model `[models]`.
+    `table` `[slots, views]` is stored in int8 with a scale per view. `head` contains the weights of
+    `length_head.LengthHead` by name. `sharpness` is a factor for each served model `[models]`.
     """
     graph = GraphBuilder()
     graph.node("Concat", _lexical_scores(graph, table), "dense", name=INPUTS, axis=1)
@@ -113,9 +113,9 @@ def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
 def student_graph(
     table: Array, body: State, head: State, sharpness: Array, *, heads: Sequence[int], query_heads: int
 ) -> bytes:
-    """Return the graph of the small encoder beside the lexical scores; its matrices are stored in int8.
+    """Return the graph of the small encoder with the lexical scores. Its matrices are stored in int8.
 
-    `body` holds the weights of `networks.TrimmedEncoder` by name; `heads` are the attention heads by layer.
+    `body` contains the weights of `networks.TrimmedEncoder` by name. `heads` has the heads of each layer.
     """
     graph = GraphBuilder()
     encoded, scores = _encoder(graph, body, heads, query_heads), _lexical_scores(graph, table)
@@ -136,7 +136,8 @@ def student_graph(
 
 def quantize(graph: bytes) -> bytes:
     """Return the graph with dynamically quantized matrix products: activations in eight bits, weights in
-    seven, so that every processor agrees."""
+    seven, so that results are equal on all CPUs.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with TemporaryDirectory() as folder:
@@ -169,7 +170,7 @@ def _lexical_scores(graph: GraphBuilder, table: Array) -> str:
 def _head(graph: GraphBuilder, head: State, sharpness: Array) -> None:
     """Add `length_head.LengthHead`, sharpened for the served model and recalibrated for the kind of prompt.
 
-    Computes what depends on the prompt alone once, however many models it is forecast for.
+    Operations that depend only on the prompt run once per prompt, independent of the number of models.
     """
     centred = graph.node("Sub", INPUTS, graph.constant("mean", head["mean"]))
     scaled = graph.node("Mul", centred, graph.constant("scale", head["scale"]))
@@ -191,10 +192,10 @@ def _head(graph: GraphBuilder, head: State, sharpness: Array) -> None:
 
 
 def _first_layer(graph: GraphBuilder, head: State, prompt: str, models: str) -> str:
-    """Add the first layer as a sum of the prompt's part and the served model's, which is one row of a table.
+    """Add the first layer as the sum of the prompt's part and the served model's, which is a row of a table.
 
-    The weights are sliced and the table is computed when a graph is loaded, so that `onnx_head` finds whole
-    weights.
+    The weights are sliced and the table is computed when a graph is loaded, so that `onnx_head` can read and
+    replace whole weights.
     """
     weight = graph.constant("head.first.weight", head["first.weight"])
     bias = graph.constant("head.first.bias", head["first.bias"])
@@ -219,10 +220,10 @@ def _expected_coverage(graph: GraphBuilder, prompt: str, shift: str, inputs: int
 
 
 def _recalibrate(graph: GraphBuilder, probabilities: str, coverage: str, ranges: int) -> None:
-    """Add `calibrate.recalibrate` as three matrix products; many small operators would cost more.
+    """Add `calibrate.recalibrate` as three matrix products, which is faster than many small operators.
 
-    They give how far the cumulative sums are beyond each knot, how much the slope changes there, and what
-    that adds to each range.
+    They compute the excess of the cumulative sums over each knot, the change of slope at each knot, and the
+    resulting change of each range.
     """
     body, tail = calibrate.P90 - calibrate.MEDIAN, calibrate.P99 - calibrate.P90
     even = np.array([1.0, 0.0])  # a slope: its value at coverage 0, and its gain per unit of coverage
@@ -242,7 +243,7 @@ def _recalibrate(graph: GraphBuilder, probabilities: str, coverage: str, ranges:
 
 
 def _encoder(graph: GraphBuilder, body: State, heads: Sequence[int], query_heads: int) -> str:
-    """Add `networks.TrimmedEncoder`: the readout of its queries `[prompts, queries * width]`."""
+    """Add `networks.TrimmedEncoder`. The output is `[prompts, queries * width]`."""
     padding = graph.node("Equal", "pieces", graph.constant("nothing", np.int64(0)))
     mask = graph.node("Cast", graph.node("Not", padding), to=TensorProto.INT32)
     if "merge.weight" in body:
@@ -272,7 +273,7 @@ def _encoder(graph: GraphBuilder, body: State, heads: Sequence[int], query_heads
 
 
 def _merged_embeddings(graph: GraphBuilder, body: State, mask: str) -> tuple[str, str]:
-    """Add merged embeddings of neighbouring pieces, from a table in bytes, and the mask of their groups."""
+    """Add merged embeddings of neighbouring pieces, from a table in uint8, and the mask of the groups."""
     table, weight = body["table"].copy(), body["merge.weight"]
     width = table.shape[1]
     together = weight.shape[1] // width
@@ -280,7 +281,7 @@ def _merged_embeddings(graph: GraphBuilder, body: State, mask: str) -> tuple[str
     grain = np.maximum(np.abs(table).max(axis=0), 1e-12) / 127.0
     quantized = graph.constant("piece_table", (np.round(table / grain) + UINT8_ZERO).astype(np.uint8))
     weight = (weight * np.tile(grain, together)).T
-    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12) / 63.0  # seven bits, as `quantize`
+    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12) / 63.0  # seven bits, as in `quantize`
     group_shape = graph.constant("piece_groups", np.array([0, -1, together * width]))
     groups = graph.node("Reshape", graph.node("Gather", quantized, "pieces"), group_shape)
     matrix = graph.constant("merge.weight", np.round(weight / scale).astype(np.int8))
@@ -292,13 +293,13 @@ def _merged_embeddings(graph: GraphBuilder, body: State, mask: str) -> tuple[str
 
 
 def _merged_mask(graph: GraphBuilder, mask: str, name: str, together: int) -> str:
-    """Add the mask of groups of neighbours: a group is real if any of its members is."""
+    """Add the mask of groups of neighbours, true for groups with at least one member that is not padding."""
     grouped = graph.node("Reshape", mask, graph.constant(f"{name}.grouped", np.array([0, -1, together])))
     return graph.node("ReduceMax", grouped, axes=[-1], keepdims=0)
 
 
 def _merge(graph: GraphBuilder, body: State, name: str, *, state: str, mask: str) -> tuple[str, str]:
-    """Add the merged states of neighbours, and the mask of their groups."""
+    """Add the merged states of neighbours, and the mask of the groups."""
     weight = body[f"{name}.merge.weight"]
     width, together = weight.shape[0], weight.shape[1] // weight.shape[0]
     last = graph.constant("last_axis", np.array([-1]))
@@ -322,7 +323,7 @@ def _trimmed_layer(graph: GraphBuilder, body: State, name: str, *, state: str, m
 def _pre_norm_layer(
     graph: GraphBuilder, body: State, name: str, *, state: str, query: str, memory: str, mask: str, heads: int
 ) -> str:
-    """Add `networks.PreNormLayer`, given its projected queries."""
+    """Add `networks.PreNormLayer`. `query` is the projected queries."""
     state = graph.add(
         state, _attention(graph, body, name, query=query, memory=memory, mask=mask, heads=heads)
     )
@@ -334,7 +335,7 @@ def _pre_norm_layer(
 def _attention(
     graph: GraphBuilder, body: State, name: str, *, query: str, memory: str, mask: str, heads: int
 ) -> str:
-    """Add `networks.Attention`, given its projected queries."""
+    """Add `networks.Attention`. `query` is the projected queries."""
     key = graph.linear(memory, body, f"{name}.attention.key")
     value = graph.linear(memory, body, f"{name}.attention.value")
     attended = graph.node(

@@ -1,6 +1,6 @@
-"""Finalize a trained model: calibrate it, write it with its card, and measure it as served.
+"""Finalize a trained model: calibrate it, write it with its card, and evaluate it as served.
 
-Every kind of training ends here. Needs the `train` extra.
+Used by all kinds of training. Requires the `train` extra.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from predictor.training import calibrate, length_head, onnx_head
 
 Progress = Callable[[str], None]
 ALIASES = {"mico-demo": "SmolLM2-135M-Instruct_concise", "smollm2": "SmolLM2-135M-Instruct"}
-"""Served names of models that a corpus names otherwise. The demo model learned SmolLM2's short answers."""
+"""Served names of models with other names in a corpus. The demo model learned SmolLM2's short answers."""
 NOTES = (
     "Holds weights, no texts.",
     "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
 )
 MIN_FIGURE_ROWS = 100
 MAX_KIND_PROMPTS = 2_000
-"""Prompts of a source that teach the classifier of kinds, at most."""
+"""The maximum number of prompts per source for training the classifier of kinds."""
 MIN_COVERAGE_PROMPTS = 100
 FOLDS = 5
 COVERAGE_KEY = "p90_coverage_by_source"
-"""Cross-validated coverage on calibration and held-out prompts; the graph itself is fitted on all of them."""
+"""Cross-validated coverage on calibration and held-out prompts. The graph is fitted on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UncalibratedModel:
-    """A trained graph whose probabilities are not calibrated yet, and the facts for its card."""
+    """A trained graph before calibration, and the metadata for its card."""
 
     graph: bytes
     name: str
@@ -60,7 +60,7 @@ def finalize(
     out: Path,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
-    """Write the calibrated artifact into the folder `out`, with its held-out figures on the card."""
+    """Write the calibrated artifact to the folder `out`, with its held-out figures in the card."""
     progress("calibrating")
     graph = _with_sharpness(trained, parts.calibration[parts.calibration.model.isin(trained.models)])
     graph, coverage = _with_kinds(trained, graph, parts)
@@ -89,7 +89,7 @@ def finalize(
 
 
 def _with_sharpness(trained: UncalibratedModel, rows: pd.DataFrame) -> bytes:
-    """Return the graph with a sharpness for each model, fitted on calibration rows."""
+    """Return the graph with the sharpness of each model, fitted on calibration rows."""
     prompts = rows.drop_duplicates("prompt_id")
     inputs = onnx_head.head_inputs(trained.graph, trained.vocabulary, list(prompts.prompt))
     head = onnx_head.read_head(trained.graph)
@@ -110,7 +110,7 @@ def _with_sharpness(trained: UncalibratedModel, rows: pd.DataFrame) -> bytes:
 def _with_kinds(
     trained: UncalibratedModel, graph: bytes, parts: dataset.Split
 ) -> tuple[bytes, dict[str, float]]:
-    """Return the graph with fitted kinds of prompts, and the cross-validated p90 coverage by source."""
+    """Return the graph with fitted prompt kinds, and the cross-validated p90 coverage by source."""
     head = onnx_head.read_head(graph)
     kinds = _fit_kinds(trained, graph, parts.train)
 
@@ -148,14 +148,14 @@ def _fit_kinds(trained: UncalibratedModel, graph: bytes, train: pd.DataFrame) ->
 
 
 def index_in(among: pd.Series[str] | tuple[str, ...], values: pd.Series[str]) -> NDArray[np.int64]:
-    """Return the position of each value in `among`."""
+    """Return the index of each value in `among`."""
     index = pd.Series(np.arange(len(among)), index=list(among))
     positions: NDArray[np.int64] = values.map(index).to_numpy(dtype=np.int64)
     return positions
 
 
 def describe_data(data: Path, parts: dataset.Split) -> dict[str, Any]:
-    """Return the card's entry on the data: file, digest, sizes and split."""
+    """Return the card's description of the data: file, digest, sizes and split."""
     return {
         "file": data.name,
         "sha256": dataset.file_digest(data),
@@ -170,7 +170,7 @@ def describe_data(data: Path, parts: dataset.Split) -> dict[str, Any]:
 
 
 def held_out_figures(forecaster: OnnxForecaster, held_out: pd.DataFrame) -> dict[str, Any]:
-    """Return the served artifact's scores by source and model, for those with enough held-out rows."""
+    """Return the scores by source and model, for those with at least MIN_FIGURE_ROWS held-out rows."""
     return {
         f"{source}/{model}": _figures(forecaster, rows)
         for (source, model), rows in held_out.groupby(["source", "model"])

@@ -1,7 +1,7 @@
-"""The length head: a small network from a prompt's inputs and the served model to ranges of length.
+"""The length head: a small network that maps the inputs of a prompt and the served model to length ranges.
 
-The lexical model is this head on lexical scores and counts alone; the neural models put it behind a text
-encoder. Needs torch; training only.
+The lexical model is this head on lexical scores and dense features only. The neural models add the output of
+a text encoder to the inputs. Requires torch. Used in training only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.nn import functional
 
 Progress = Callable[[str], None]
 UNKNOWN_MODEL = 0
-"""Row of the model table for a name that was not trained on: the average of models."""
+"""Row of the model table for models that were not trained on, the average of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """Sizes and the training recipe. An artifact's card stores the fields by name."""
+    """Sizes and training hyperparameters. The card of an artifact stores the fields by name."""
 
     model_width: int = 24
     hidden: int = 128
@@ -32,7 +32,7 @@ class HeadConfig:
     weight_decay: float = 1e-2
     hidden_dropout: float = 0.1
     input_noise: float = 0.05
-    """Standard deviation of the noise on inputs, in their own standard deviations."""
+    """Standard deviation of the noise on inputs, in units of each input's standard deviation."""
     unknown_share: float = 0.1
     """Share of the rows whose model is replaced by UNKNOWN_MODEL."""
     spread_octaves: float = 0.25
@@ -41,7 +41,7 @@ class HeadConfig:
 
 
 class LengthHead(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Logits `[rows, ranges]` from inputs `[rows, inputs]` and rows of the model table `[rows]`."""
+    """Compute logits `[rows, ranges]` from inputs `[rows, inputs]` and rows of the model table `[rows]`."""
 
     def __init__(self, config: HeadConfig, inputs: int, models: int, ranges: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LengthHead(nn.Module):  # type: ignore[misc]  # torch is not typed here
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Training rows: `prompt` indexes the inputs; targets `[rows, ranges]`."""
+    """Training rows. `prompt` indexes the inputs, `target` is `[rows, ranges]`."""
 
     prompt: NDArray[np.int64]
     model: NDArray[np.int64]
@@ -80,7 +80,7 @@ def fit(
     config: HeadConfig,
     progress: Progress = lambda _: None,
 ) -> LengthHead:
-    """Train a new head; the same seed gives the same head."""
+    """Train a new head. Deterministic for a given seed."""
     torch.manual_seed(config.seed)
     head: LengthHead = LengthHead(config, inputs.shape[1], models, rows.target.shape[1])
     seen = torch.tensor(inputs[np.unique(rows.prompt)])
@@ -101,7 +101,7 @@ def load_head(state: Mapping[str, NDArray[np.float32]]) -> LengthHead:
 
 
 def head_state(head: LengthHead) -> dict[str, NDArray[np.float32]]:
-    """Return a head's weights by name."""
+    """Return the weights of a head by name."""
     return {name: value.detach().numpy().copy() for name, value in head.state_dict().items()}
 
 
@@ -114,7 +114,7 @@ def tune(
     *,
     only_models: bool = False,
 ) -> LengthHead:
-    """Train a head further by cross-entropy on soft targets; with `only_models` its model table alone."""
+    """Fine-tune a head, or only its model table if `only_models`, by cross-entropy on soft targets."""
     torch.manual_seed(config.seed)
     head.train()
     features = torch.tensor(inputs)
@@ -146,7 +146,7 @@ def tune(
 def predict_logits(
     head: LengthHead, inputs: NDArray[np.float32], prompt: NDArray[np.int64], model: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return logits `[rows, ranges]`, computed in batches; `prompt` indexes the inputs."""
+    """Return logits `[rows, ranges]`, computed in batches. `prompt` indexes the inputs."""
     features = torch.tensor(inputs)
     batches = zip(torch.tensor(prompt).split(4096), torch.tensor(model).split(4096), strict=True)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The neural models: a large text encoder that teaches, and a small one that serves.
+"""The neural models: a large text encoder as a teacher, and a small one, the student, for serving.
 
-Both encode word pieces `[prompts, pieces]` as a representation `[prompts, width]`; a head turns it, the
-lexical scores and the served model into logits over ranges of length. Needs torch; training only.
+Both encode word pieces `[prompts, pieces]` as a representation `[prompts, width]`. A head maps it, the side
+features and the served model to logits over length ranges. Requires torch. Used in training only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Sizes of an attention over states of `width`; its heads together are `attention` wide."""
+    """Sizes of an attention over states of `width`. `attention` is the total width of its heads."""
 
     width: int
     attention: int
@@ -38,7 +38,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.out = nn.Linear(config.attention, config.width)
 
     def forward(self, queries: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """`mask` `[prompts, m]` is true where the memory is not padding."""
+        """Return the attended states. `mask` `[prompts, m]` is true where the memory is not padding."""
         query, key, value = (
             each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for each in (self.query(queries), self.key(memory), self.value(memory))
@@ -51,7 +51,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
 
 
 class PreNormLayer(nn.Module):  # type: ignore[misc]
-    """Attention and a hidden layer, each after a normalisation and with a residual."""
+    """A transformer layer: attention and a hidden layer, each pre-normalised and with a residual."""
 
     def __init__(self, config: AttentionConfig, hidden: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class PreNormLayer(nn.Module):  # type: ignore[misc]
         self.down = nn.Linear(hidden, config.width)
 
     def forward(self, state: Tensor, memory: Tensor | None, mask: Tensor) -> Tensor:
-        """Attends over `memory`, or over the states themselves where it is None."""
+        """Return new states. Attends over `memory`, or over the states if it is None."""
         queries = self.attention_norm(state)
         state = state + self.attention(queries, queries if memory is None else memory, mask)
         hidden: Tensor = state + self.down(torch.relu(self.up(self.hidden_norm(state))))
@@ -70,7 +70,7 @@ class PreNormLayer(nn.Module):  # type: ignore[misc]
 
 
 class TeacherEncoder(nn.Module):  # type: ignore[misc]
-    """A pretrained encoder from a folder or the Hub, mean-pooled over the real pieces."""
+    """A pretrained encoder from a folder or the Hub, mean-pooled over all pieces except padding."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class LengthNet(nn.Module):  # type: ignore[misc]
     """A text encoder with a length head."""
 
     def __init__(self, body: nn.Module, head: HeadConfig, side: Tensor, models: int, ranges: int) -> None:
-        """`side` `[prompts, features]` are the side features from which the head's standardisation is set."""
+        """Create the head, and set its standardisation from side features `side` `[prompts, features]`."""
         super().__init__()
         self.body = body
         self.head = LengthHead(head, body.width + side.shape[1], models, ranges)
@@ -98,11 +98,11 @@ class LengthNet(nn.Module):  # type: ignore[misc]
         self.head.scale[body.width :] = 1.0 / side.std(0).clamp_min(0.02)
 
     def forward(self, pieces: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
-        """Return logits `[rows, ranges]`; row i is of prompt `owner[i]` and answered by `model[i]`."""
+        """Return logits `[rows, ranges]`. Row i has the prompt `owner[i]` and the model `model[i]`."""
         return self.predict(self.encode(pieces), side, owner, model)
 
     def encode(self, pieces: Tensor) -> Tensor:
-        """Return the encoder's output in float32 `[prompts, width]`."""
+        """Return the output of the encoder in float32 `[prompts, width]`."""
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
             encoded: Tensor = self.body(pieces)
         return encoded.float()
@@ -114,16 +114,16 @@ class LengthNet(nn.Module):  # type: ignore[misc]
 
 
 def prune_embeddings(encoder: nn.Module, kept: Sequence[int]) -> None:
-    """Keep only some pieces' rows of an encoder's embedding table."""
+    """Keep only the rows of the `kept` pieces in the embedding table of an encoder."""
     table = encoder.embeddings.word_embeddings.weight.detach()
     encoder.embeddings.word_embeddings = nn.Embedding.from_pretrained(table[torch.as_tensor(kept)])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Heads and neurons kept of a teacher's layer; before it, `merged` neighbours become one state.
+    """The heads and neurons kept of a teacher's layer. Before it, `merged` neighbours become one state.
 
-    Where the first layer merges, groups of pieces have position embeddings, the pieces themselves none.
+    If the first layer merges, position embeddings are per group of pieces instead of per piece.
     """
 
     heads: int
@@ -133,7 +133,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrimmedConfig:
-    """The part of a teacher that a student keeps: its first layers, their strongest heads and neurons."""
+    """The part of a teacher that a student keeps: the strongest heads and neurons of the first layers."""
 
     layers: tuple[LayerConfig, ...] = (LayerConfig(6, 768, merged=4), LayerConfig(6, 768))
     queries: int = 4
@@ -143,7 +143,7 @@ class TrimmedConfig:
 
 
 class TrimmedLayer(nn.Module):  # type: ignore[misc]
-    """A BERT layer: attention and a hidden layer, each with a residual and then normalised."""
+    """A BERT layer: attention and a hidden layer, each with a residual and post-normalised."""
 
     def __init__(self, attention: AttentionConfig, config: LayerConfig) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class TrimmedLayer(nn.Module):  # type: ignore[misc]
         self.hidden_norm = nn.LayerNorm(width)
 
     def forward(self, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return new states, and the mask of those that are not padding."""
+        """Return new states and their mask, which is true where they are not padding."""
         if self.merged > 1:
             state, mask = _merge_neighbours(self.merge, state, mask, self.merged)
         state = self.attention_norm(state + self.attention(state, state, mask))
@@ -168,7 +168,7 @@ class TrimmedLayer(nn.Module):  # type: ignore[misc]
 
 
 class TrimmedEncoder(nn.Module):  # type: ignore[misc]
-    """The first layers of a teacher, trimmed, and a layer where learned queries read their states."""
+    """The trimmed first layers of a teacher, and a layer of learned queries that attend over their states."""
 
     def __init__(self, config: TrimmedConfig, teacher: nn.Module) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class TrimmedEncoder(nn.Module):  # type: ignore[misc]
 
 
 def _copy_embeddings(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.LayerNorm]:
-    """Return a teacher's piece embeddings, position embeddings, and the normalisation of their sum."""
+    """Return the piece embeddings, position embeddings, and normalisation of their sum of a teacher."""
     table = embeddings.word_embeddings.weight.detach().float().clone()
     positions = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
     norm = _copy_norm(nn.LayerNorm(table.shape[1]), embeddings.LayerNorm)
@@ -210,13 +210,13 @@ def _copy_embeddings(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter,
 
 
 def _merge_neighbours(merge: nn.Linear, state: Tensor, mask: Tensor, together: int) -> tuple[Tensor, Tensor]:
-    """Return the merged states of groups of neighbours, and the mask of groups with a real member."""
+    """Return the merged states of groups of neighbours, and the mask of groups not entirely padding."""
     groups = (state * mask[..., None]).unflatten(1, (-1, together))
     return merge(groups.flatten(2)), mask.unflatten(1, (-1, together)).any(2)
 
 
 def _merge_layer(together: int, width: int) -> nn.Linear:
-    """Return a layer that merges neighbours: initially their mean, with a little noise for each position."""
+    """Return a layer that merges neighbours. It is initialised as their mean plus noise."""
     merge = nn.Linear(together * width, width, bias=False)
     mean = torch.cat([torch.eye(width) / together] * together, 1)
     merge.weight.data = mean + 0.01 * torch.randn_like(mean)
@@ -224,7 +224,7 @@ def _merge_layer(together: int, width: int) -> nn.Linear:
 
 
 def _trim_layer(layer: nn.Module, config: LayerConfig) -> TrimmedLayer:
-    """Return a teacher's layer with its strongest heads and neurons, by the norm of weights in and out."""
+    """Return a teacher's layer with its strongest heads and neurons, by the norms of their weights."""
     attention, up, down = layer.attention, layer.intermediate.dense, layer.output.dense
     head_width = attention.self.query.out_features // attention.self.num_attention_heads
     strength = attention.self.value.weight.norm(dim=1) * attention.output.dense.weight.norm(dim=0)
@@ -246,7 +246,7 @@ def _trim_layer(layer: nn.Module, config: LayerConfig) -> TrimmedLayer:
 def _copy_linear(
     to: nn.Linear, source: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> None:
-    """Copy some outputs (rows) or some inputs (columns) of a linear layer."""
+    """Copy the selected outputs (rows) or inputs (columns) of a linear layer."""
     with torch.no_grad():
         weight, bias = source.weight, source.bias
         if rows is not None:

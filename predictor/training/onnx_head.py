@@ -1,6 +1,6 @@
-"""Read the head of a served graph, and replace it; the text encoder of the graph stays as it is.
+"""Read and replace the head of a served graph. The text encoder of the graph is unchanged.
 
-Does not train the head. Needs onnx; not imported in serving.
+Does not train the head. Requires onnx. Not imported in serving.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HEAD_NAMES = {
         for part in ("weight", "bias")
     },
 }
-"""The head's weights: name in `length_head.LengthHead`, then name in the graph."""
+"""Maps the name of a weight in `length_head.LengthHead` to its name in the graph."""
 BATCH_PROMPTS = 64
 
 
 def read_head(graph: bytes) -> dict[str, Array]:
-    """Return the head's weights by their names in `length_head.LengthHead`."""
+    """Return the weights of the head by their names in `length_head.LengthHead`."""
     constants = _constants(graph, *HEAD_NAMES.values())
     return {name: constants[in_graph] for name, in_graph in HEAD_NAMES.items()}
 
@@ -57,7 +57,7 @@ def read_kinds(graph: bytes) -> PromptKinds:
 
 
 def with_head(graph: bytes, head: Mapping[str, Array], sharpness: Array, shift: Array | None = None) -> bytes:
-    """Return the graph with another head, which may know more models, each with a sharpness and a shift."""
+    """Return the graph with another head, which may have more models, each with a sharpness and a shift."""
     column = sharpness.reshape(-1, 1).astype(np.float32)
     return _with_constants(
         graph,
@@ -70,7 +70,7 @@ def with_head(graph: bytes, head: Mapping[str, Array], sharpness: Array, shift: 
 
 
 def with_kinds(graph: bytes, kinds: PromptKinds) -> bytes:
-    """Return the graph with another classifier of prompts and the coverage of its kinds."""
+    """Return the graph with another classifier of prompts and coverage of its kinds."""
     constants = {
         "kinds.weight": kinds.weight,
         "kinds.bias": kinds.bias,
@@ -95,7 +95,7 @@ def _with_constants(graph: bytes, replaced: Mapping[str, NDArray[np.generic]]) -
 
 
 def standardise(head: Mapping[str, Array], inputs: Array) -> Array:
-    """Return inputs as the head and the kinds see them: standardised, clipped to ±5."""
+    """Return the inputs standardised and clipped to ±5, as in the head and the kinds."""
     clipped: Array = np.clip((inputs - head["mean"]) * head["scale"], -5.0, 5.0)
     return clipped
 
@@ -106,7 +106,7 @@ def head_inputs(
     texts: Sequence[str],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Array:
-    """Return the inputs of the head for each text `[texts, inputs]`, computed by the graph itself."""
+    """Return the inputs of the head for each text `[texts, inputs]`, computed by the graph."""
     model = onnx.load_from_string(graph)
     model.graph.output.append(helper.make_tensor_value_info(INPUTS, TensorProto.FLOAT, None))
     options = onnxruntime.SessionOptions()

@@ -1,7 +1,7 @@
-"""Train a model on a corpus of prompts and lengths, and write it as an artifact that serving can load.
+"""Train a model on a corpus of prompts and lengths, and write it as an artifact for serving.
 
-`lexical` takes one processor core some minutes; `small` and `large` are layers of a pretrained encoder,
-distilled from whole ones and from language models on a GPU. Needs the `train` and `engine` extras.
+Training `lexical` takes some minutes on one CPU core. `small` and `large` are layers of a pretrained encoder,
+distilled from whole encoders and from language models on a GPU. Requires the `train` and `engine` extras.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from predictor.training.finalize import UncalibratedModel, finalize, index_in
 Progress = Callable[[str], None]
 KINDS = ("lexical", *CONFIGS)
 FEW_MODELS = 9
-"""Prompts that more models answered teach the head how models differ; on others it keeps its forecasts."""
+"""Prompts with more answers than this train the head on outcomes. On others it keeps its forecasts."""
 ENCODER_NOTE = "The text encoder is a trimmed part of the configuration's; it learned from {}."
 LANGUAGE_MODEL_LICENCE = "the language model {}, a teacher and the asker of made prompts"
 ENCODER_LICENCE = "the encoder {}, where it was begun from"
@@ -51,13 +51,13 @@ def train(
 ) -> artifact.Card:
     """Train on a corpus, write the artifact into the folder `out`, and return its card with held-out figures.
 
-    `encoder` is the Hub id or folder of a BERT-like model with its `vocab.txt`; `lexical` needs none.
+    `encoder` is the Hub id or folder of a BERT-like model with its tokenizer, not used by `lexical`.
     `language_model` is the Hub id or folder of a causal model with its tokenizer, which generates further
-    prompts and teaches. Where the corpus has answers' texts, in a column `answer`, teachers learn from those,
-    too. `name` names the artifact, and so the source of its forecasts; the default is the folder's name.
-    Forecasts distinguish lengths up to `max_length` tokens, in `buckets` ranges of equal width or in ranges
-    that grow with length. Raises DataError if the data, the kind, the encoder or the language model cannot be
-    used.
+    prompts and is a teacher. If the corpus has a column `answer`, teachers learn from the texts of answers as
+    well. `name` is the name of the artifact and the source of its forecasts, by default the folder's name.
+    Forecasts cover lengths up to `max_length` tokens, in `buckets` ranges of equal width or, by default, in
+    logarithmically spaced ranges. Raises DataError if the data, the kind, the encoder or the language model
+    cannot be used.
     """
     torch.set_num_threads(1)
     frame = dataset.read(data)
@@ -87,7 +87,7 @@ def train(
 
 
 def _require_enough(data: Path, parts: dataset.Split) -> None:
-    """Raise DataError unless each part has a prompt, and training has one for each fold of regressions."""
+    """Raise DataError unless each part has a prompt, and training has at least one per regression fold."""
     known = parts.train.model.unique()
     if prepare.UNKNOWN_MODEL_NAME in known:
         raise DataError(
@@ -104,7 +104,7 @@ def _require_enough(data: Path, parts: dataset.Split) -> None:
 
 
 def _name_of_folder(out: Path) -> str:
-    """Return the folder's name; raises DataError where a shipped artifact has it."""
+    """Return the name of the folder. Raises DataError if a shipped artifact has that name."""
     name = out.resolve().name
     if name in artifact.KINDS.values():
         raise DataError(f"{name} is what a shipped artifact is called: give yours a name, or another folder")
@@ -194,7 +194,7 @@ def _prepare(  # noqa: PLR0917 - private, and each is of another type
     device: str,
     progress: Progress,
 ) -> prepare.TrainingArrays:
-    """Return the corpus as arrays, with synthetic prompts where a language model is given."""
+    """Return the corpus as arrays, with mixed prompts and, given a language model, generated prompts."""
     vocabulary = read_vocabulary(encoder)
     generated: list[GeneratedPrompt] = []
     if language_model is not None and config.asked_prompts:
@@ -218,7 +218,7 @@ def _prepare(  # noqa: PLR0917 - private, and each is of another type
 
 
 def read_vocabulary(encoder: str) -> tuple[str, ...]:
-    """Return the word pieces of an encoder in a folder or on the Hub, in order of their ids."""
+    """Return the word pieces of an encoder in a folder or on the Hub, ordered by id. Raises DataError."""
     from transformers import AutoTokenizer
 
     try:
@@ -231,7 +231,7 @@ def read_vocabulary(encoder: str) -> tuple[str, ...]:
 def export_student(
     net: networks.LengthNet, table: NDArray[np.float32], config: networks.TrimmedConfig
 ) -> bytes:
-    """Return the served graph of a trained student, not calibrated yet."""
+    """Return the serving graph of a trained student, before calibration."""
     state = {key: value.detach().float().numpy() for key, value in net.state_dict().items()}
     body = {key.removeprefix("body."): value for key, value in state.items() if key.startswith("body.")}
     head = {key.removeprefix("head."): value for key, value in state.items() if key.startswith("head.")}
@@ -247,7 +247,7 @@ def _tune_head(
     config: length_head.HeadConfig,
     progress: Progress,
 ) -> None:
-    """Tune the head on outcomes of prompts that many models answered; on the others it rehearses itself."""
+    """Tune the head on outcomes of prompts with more than FEW_MODELS answers; on others it rehearses."""
     rows = data.rows(prepare.TRAIN)
     inputs, owner = train_loop.head_inputs(net, data, data.prompt[rows])
     answers = np.bincount(owner)[owner]

@@ -1,6 +1,6 @@
-"""The training loop: fits a text encoder with a head to outcomes, to teachers' forecasts, or to both.
+"""The training loop: fit a text encoder with a head to outcomes, to teachers' forecasts, or to both.
 
-Batches are of prompts, each with some of its rows. Needs torch; training only.
+A batch consists of prompts, each with some of its rows. Requires torch. Used in training only.
 """
 
 from __future__ import annotations
@@ -24,68 +24,68 @@ from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE, UNKNOWN
 
 Progress = Callable[[str], None]
 AVERAGED_FROM = 0.3
-"""Share of the steps after which the weights are averaged."""
+"""Averaging of the weights starts after this share of the steps."""
 BATCHES_PER_SORT = 32
-"""Batches that are shuffled together, then sorted by length, so that little of a batch is padding."""
+"""The number of shuffled batches that are sorted by length together, which reduces padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Hyperparameters of one training run. An artifact's card stores the fields by name."""
+    """Hyperparameters of a training run. The card of an artifact stores the fields by name."""
 
     epochs: int
     batch_prompts: int
     body_rate: float
-    """Highest learning rate of the encoder."""
+    """Maximum learning rate of the encoder."""
     head_rate: float
-    """Highest learning rate of the head and of auxiliary tasks."""
+    """Maximum learning rate of the head and of auxiliary tasks."""
     rows_per_prompt: int = 6
     visits: int = 1
-    """Times per epoch that an answered prompt is drawn; one that nobody answered is drawn once."""
+    """How often an epoch draws an answered prompt. Unanswered prompts are drawn once."""
     weight_decay: float = 0.01
     warm_share: float = 0.06
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps in which the learning rate increases."""
     spread_octaves: float = 0.25
     """Standard deviation of the soft targets over log2 length."""
     unknown_share: float = 0.1
     """Share of the rows whose model is replaced by UNKNOWN_MODEL."""
     side_noise: float = 0.05
-    """Standard deviation of the noise on side features, in their own standard deviations."""
+    """Standard deviation of the noise on side features, in units of each feature's standard deviation."""
     piece_dropout: float = 0.0
     """Share of the pieces that are replaced by the unknown piece."""
     teacher_share: float = 0.0
-    """Teachers' share of an answered row's target; of an unanswered row's target they give all."""
+    """Share of the teachers in the target of an answered row. The target of an unanswered row is theirs."""
     match: float = 0.0
-    """Weight of the feature-matching loss: predicting the teachers' features from the encoder's."""
+    """Weight of the feature-matching loss, of predicting the teachers' features from the encoder's output."""
     beside: float = 0.1
-    """Weight of the auxiliary task's loss, where the answers' texts are known."""
+    """Weight of the loss of the auxiliary task, if there is one."""
     moved_share: float = 0.0
-    """Share of the batches that are shifted by a few positions, so that other neighbours are merged."""
+    """Share of the batches that are shifted by a few positions, which changes the merged neighbours."""
     averaged: float = 0.0
-    """Decay of the running mean of the weights at each step; 0 takes the last weights."""
+    """Decay per step of the running mean of the weights. 0 disables averaging."""
     seed: int = 7
 
 
 class TeacherTargets(NamedTuple):
-    """The teachers' forecast of every row `[rows, ranges]`; their standardised features of every prompt."""
+    """The teachers' forecast of every row `[rows, ranges]`, and standardised features of every prompt."""
 
     probabilities: NDArray[np.float16]
     features: NDArray[np.float16]
 
 
 class Batch(NamedTuple):
-    """Prompts, some of their rows, the position in the batch of each row's prompt, and each row's weight."""
+    """Prompts, some of their rows, and for each row the index of its prompt in the batch and its weight."""
 
     prompts: NDArray[np.int64]
     rows: NDArray[np.int64]
     owner: NDArray[np.int64]
     weight: NDArray[np.float32]
     longest: int
-    """Pieces of the longest prompt."""
+    """The number of pieces of the longest prompt."""
 
 
 class BatchSampler:
-    """Draws batches of prompts with up to `rows_per_prompt` rows of each."""
+    """Draw batches of prompts with up to `rows_per_prompt` rows each."""
 
     def __init__(
         self,
@@ -95,8 +95,9 @@ class BatchSampler:
         config: TrainConfig,
         visits: NDArray[np.int64] | int = 1,
     ) -> None:
-        """`pieces` `[prompts, width]`; `prompt` `[all rows]` is the prompt of each row, `visits` `[all rows]`
-        how many times an epoch draws it; `rows` are those to draw from."""
+        """Draw from `rows`. `pieces` is `[prompts, width]`, `prompt` `[all rows]` the prompt of each row, and
+        `visits` `[all rows]` the number of times an epoch draws that prompt.
+        """
         self._order = rows[np.argsort(prompt[rows], kind="stable")]
         self.prompts, self._starts, self._counts = np.unique(
             prompt[self._order], return_index=True, return_counts=True
@@ -109,7 +110,7 @@ class BatchSampler:
 
     @property
     def batches(self) -> int:
-        """Batches per epoch."""
+        """The number of batches per epoch."""
         return -(-len(self._visited) // self._config.batch_prompts)
 
     def epoch(self) -> Iterator[Batch]:
@@ -137,7 +138,7 @@ class BatchSampler:
 
 
 class ScheduledOptimizer:
-    """AdamW with clipped gradients and a one-cycle learning rate over a run's epochs."""
+    """AdamW with gradient clipping and a one-cycle learning rate over all epochs of a run."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class ScheduledOptimizer:
         config: TrainConfig,
         clipped: Iterable[torch.Tensor],
     ) -> None:
-        """`groups` are weights with their highest rates; the gradient norm of `clipped` is limited."""
+        """`groups` pairs weights with their maximum rate. The gradient norm of `clipped` is limited to 1."""
         self._clipped = list(clipped)
         fused = self._clipped[0].is_cuda
         parameters = [{"params": weights, "lr": rate} for weights, rate in groups]
@@ -159,7 +160,7 @@ class ScheduledOptimizer:
         )
 
     def step(self, loss: torch.Tensor) -> torch.Tensor:
-        """Take one step, and return the loss detached from its graph."""
+        """Take an optimizer step. Return the loss, detached from its graph."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self._clipped, 1.0)
@@ -180,7 +181,7 @@ def fit(
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> LengthNet:
-    """Train a net on some rows, and to imitate its teachers where there are any."""
+    """Train a net on `rows`, with the forecasts and features of `teachers` as further targets if given."""
     torch.manual_seed(config.seed)
     net.to(device).train()
     visits = np.where(data.length > 0, config.visits, 1)
@@ -222,7 +223,7 @@ def fit(
 def _optimizer(
     net: LengthNet, tasks: Sequence[nn.Module], batches: int, config: TrainConfig
 ) -> ScheduledOptimizer:
-    """Return an optimizer with a rate for the encoder, and one for the head and the tasks beside it."""
+    """Return an optimizer with one rate for the encoder, and one for the head and the auxiliary tasks."""
     head = [weight for part in (net.head, *tasks) for weight in part.parameters()]
     groups = [(list(net.body.parameters()), config.body_rate), (head, config.head_rate)]
     return ScheduledOptimizer(groups, batches, config, net.parameters())
@@ -243,7 +244,7 @@ def _encode(  # noqa: PLR0917 - private, and called once
 
 
 class _WeightAverage:
-    """Running mean of a net's weights over the later steps, which forecasts better than the last weights."""
+    """Running mean of the weights of a net over the later steps, more accurate than the last weights."""
 
     def __init__(self, net: LengthNet, decay: float, after: int) -> None:
         self._weights, self._decay, self._wait = list(net.parameters()), decay, after
@@ -266,7 +267,7 @@ class _WeightAverage:
 
 
 class _FeatureMatching(nn.Module):  # type: ignore[misc]
-    """Mean squared error of a linear prediction of the teachers' standardised features."""
+    """Mean squared error of the linear prediction of the teachers' standardised features."""
 
     def __init__(self, width: int, features: NDArray[np.float16], device: str) -> None:
         super().__init__()
@@ -278,9 +279,9 @@ class _FeatureMatching(nn.Module):  # type: ignore[misc]
 
 
 def _augment(text: torch.Tensor, unknown_piece: int, config: TrainConfig) -> torch.Tensor:
-    """Replace some pieces by the unknown piece, and sometimes shift the batch by a few positions.
+    """Replace random pieces by the unknown piece, and shift random batches by a few positions.
 
-    Padding stays padding.
+    Padding is not replaced.
     """
     if config.piece_dropout:
         dropped = (torch.rand(text.shape, device=text.device) < config.piece_dropout) & (text != 0)
@@ -319,7 +320,7 @@ def head_inputs(
     device: str = "cpu",
     batch_prompts: int = 512,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the head's inputs of distinct prompts `[distinct, inputs]`, and each prompt's row in them."""
+    """Return the head inputs of distinct prompts `[distinct, inputs]`, and the row of each prompt in them."""
     net.to(device).eval()
     prompts, owner = np.unique(prompt, return_inverse=True)
     lengths = (data.pieces[prompts] != 0).sum(1)
@@ -335,7 +336,7 @@ def head_inputs(
 def predict_logits(
     net: LengthNet, data: TrainingArrays, rows: NDArray[np.int64], *, device: str = "cpu"
 ) -> NDArray[np.float32]:
-    """Return logits `[rows, ranges]`; encodes each prompt once."""
+    """Return logits `[rows, ranges]`. Encodes each prompt once."""
     inputs, owner = head_inputs(net, data, data.prompt[rows], device=device)
     features, model = torch.tensor(inputs, device=device), data.model[rows]
     logits = np.zeros((len(rows), net.head.last.out_features), dtype=np.float32)

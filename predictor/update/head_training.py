@@ -1,6 +1,6 @@
-"""Train an artifact's head on outcomes: for how many steps, on which rows, and recalibrated afterwards.
+"""Train the head of an artifact on outcomes: select the number of steps, train, and recalibrate.
 
-Pure but for its progress. Needs the `train` extra.
+No side effects except for progress messages. Requires the `train` extra.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_LEARNING_RATE, MODELS_LEARNING_RATE = 1e-3, 2e-2
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Rows ready for a head: inputs `[prompts, inputs]`; prompt, model and length of each row `[rows]`."""
+    """Encoded rows: head inputs `[prompts, inputs]`; prompt, model and length of each row `[rows]`."""
 
     inputs: NDArray[np.float32]
     prompt: NDArray[np.int64]
@@ -34,12 +34,12 @@ class Outcomes:
     length: NDArray[np.int64]
 
     def select(self, rows: NDArray[np.bool_]) -> Outcomes:
-        """Return some of the rows, with the same inputs."""
+        """Return the selected rows, with the same inputs."""
         return replace(self, prompt=self.prompt[rows], model=self.model[rows], length=self.length[rows])
 
 
 class Weights(NamedTuple):
-    """The trainable part of an artifact: its head, each model's sharpness and shift; and its prompt kinds."""
+    """The weights of an artifact: head, sharpness and shift of each model, and the fixed prompt kinds."""
 
     head: dict[str, onnx_head.Array]
     sharpness: onnx_head.Array
@@ -47,7 +47,7 @@ class Weights(NamedTuple):
     kinds: calibrate.PromptKinds
 
     def logits(self, rows: Outcomes) -> NDArray[np.float64]:
-        """Return logits `[rows, ranges]`, before they are sharpened."""
+        """Return logits `[rows, ranges]`, before sharpness is applied."""
         head = length_head.load_head(self.head)
         return length_head.predict_logits(head, rows.inputs, rows.prompt, rows.model).astype(np.float64)
 
@@ -59,20 +59,20 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadTrainer:
-    """Trains heads of one update, all from the same start."""
+    """Train the heads of one update. All start from the same weights."""
 
     start: Weights
     rehearsed: Outcomes | None
-    """Rows on which the head is to keep its forecasts."""
+    """Rows on which the forecasts of the start are the targets."""
     edges: tuple[int, ...]
     seed: int
     progress: Progress
 
     def train(self, outcomes: Outcomes, steps: int) -> dict[str, onnx_head.Array]:
-        """Return the head after training on some outcomes; the start's if training ends in no finite numbers.
+        """Return the head after training on `outcomes`, or the start's head if weights become non-finite.
 
-        Rehearsed rows keep the start's forecasts as targets; without them only the table rows of the
-        outcomes' models may change.
+        Rehearsed rows have the start's forecasts as targets. Without them, only the model table's rows of the
+        outcomes' models change.
         """
         if steps == 0 or not len(outcomes.length):
             return self.start.head
@@ -103,7 +103,7 @@ class HeadTrainer:
         if not all(np.isfinite(weights).all() for weights in tuned.values()):
             self.progress("training ended in no finite numbers: the head stays as it was")
             return self.start.head
-        if only_models:  # weight decay moves the other models' rows, too: put them back
+        if only_models:  # weight decay changes the rows of other models as well: restore them
             before = self.start.head["models.weight"]
             changed = np.isin(np.arange(len(before)), outcomes.model)[:, None]
             tuned["models.weight"] = np.where(changed, tuned["models.weight"], before)
@@ -111,7 +111,7 @@ class HeadTrainer:
 
 
 def best_steps(trainer: HeadTrainer, choices: tuple[int, ...], train: Outcomes, validation: Outcomes) -> int:
-    """Return the number of training steps of least log loss on validation rows; the largest without any."""
+    """Return the number of steps with the least validation log loss; the last choice without rows."""
     if len(validation.length) == 0:
         return choices[-1]
     candidates = (trainer.start._replace(head=trainer.train(train, steps)) for steps in choices)
@@ -124,7 +124,7 @@ def best_steps(trainer: HeadTrainer, choices: tuple[int, ...], train: Outcomes, 
 
 
 def recalibrated(weights: Weights, trainer: HeadTrainer, rows: Outcomes, steps: int) -> Weights:
-    """Fit sharpness and shift of the outcomes' models on cross-validated forecasts."""
+    """Return the weights with the rows' models' sharpness and shift fitted on cross-validated forecasts."""
     logits, edges = _cross_validated_logits(trainer, rows, steps), trainer.edges
     sharpness, shift = weights.sharpness.copy(), weights.shift.copy()
     coverage = weights.expected_coverage(rows)
@@ -139,7 +139,7 @@ def recalibrated(weights: Weights, trainer: HeadTrainer, rows: Outcomes, steps: 
 
 
 def _cross_validated_logits(trainer: HeadTrainer, rows: Outcomes, steps: int) -> NDArray[np.float64]:
-    """Return logits of each row by a head that was trained without its prompt's fold."""
+    """Return the logits of each row from a head trained without the fold of the row's prompt."""
     if steps == 0:
         return trainer.start.logits(rows)
     logits = np.empty((len(rows.length), len(trainer.edges) - 1))
@@ -151,7 +151,7 @@ def _cross_validated_logits(trainer: HeadTrainer, rows: Outcomes, steps: int) ->
 
 
 def concatenate(first: Outcomes, second: Outcomes) -> Outcomes:
-    """Return the rows of both; the second's prompts follow the first's."""
+    """Concatenate two sets of rows. The prompts of the second follow those of the first."""
     return Outcomes(
         np.concatenate([first.inputs, second.inputs]),
         np.concatenate([first.prompt, second.prompt + len(first.inputs)]),

@@ -1,7 +1,6 @@
-"""Update an artifact from outcomes: train its head further, and replace the artifact only if that is better.
+"""Update an artifact from outcomes: fine-tune its head, and replace the artifact if the result is better.
 
-Does not change the text encoder, so an update takes minutes on a processor, without a GPU. Needs the `train`
-extra.
+The text encoder is unchanged, so an update takes minutes on a CPU, without a GPU. Requires the `train` extra.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class ServedArtifact:
-    """The artifact in force, and the models that it will know after the update."""
+    """The current artifact, and the models that it will know after the update."""
 
     card: artifacts.Card
     graph: bytes
@@ -59,7 +58,7 @@ class ServedArtifact:
 
 
 class Parts(NamedTuple):
-    """Masks of the rows to train on, to calibrate on and to judge by; a prompt is in one of them."""
+    """Masks of the training, calibration and held-out rows. All rows of a prompt are in one of them."""
 
     train: NDArray[np.bool_]
     calibration: NDArray[np.bool_]
@@ -77,12 +76,12 @@ def update(
     seed: int = 7,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Train on `outcomes` (the columns of a corpus), and write the new artifact to `out` or else in place.
+    """Train on `outcomes` (the columns of a corpus), and write the new artifact to `out`, default in place.
 
-    `elsewhere` is a corpus of other served traffic: it is rehearsed, and accuracy on it may fall by at most
-    `margin`. Without it only the model table's rows of the outcomes' own models change. Returns the figures
+    `elsewhere` is a corpus of other served traffic. It is rehearsed, and accuracy on it may fall by at most
+    `margin`. Without it, only the model table's rows of the outcomes' models change. Returns the figures
     before and after. Raises RefusedUpdate if the new artifact is not better, DataError if there are too few
-    rows, ArtifactError if another update wrote the artifact meanwhile.
+    rows, and ArtifactError if another update wrote the artifact meanwhile.
     """
     digest = dataset.file_digest(outcomes)
     frame = dataset.read(outcomes, with_cut=True).tail(MAX_ROWS).reset_index(drop=True)
@@ -117,8 +116,8 @@ def update(
 def figures(
     weights: Weights, rows: Outcomes, edges: tuple[int, ...], cut: NDArray[np.bool_] | None = None
 ) -> Figures:
-    """Return the scores of weights on some rows. Answers that were `cut` short count in the log loss alone,
-    by the probability of longer ones.
+    """Return the scores of weights on some rows. Answers that were `cut` short enter only the log loss, with
+    the probability of a longer answer.
     """
     if cut is not None and cut.any():
         ended = figures(weights, rows.select(~cut), edges)
@@ -140,7 +139,7 @@ def figures(
 
 
 def _log_loss_beyond(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> float:
-    """Return the mean −log p of answers longer than the rows', in nats."""
+    """Return the mean −log P(L > length) of the rows, in nats."""
     logits = weights.logits(rows) * weights.sharpness[rows.model][:, None]
     longer = np.clip((np.array(edges[1:]) - rows.length[:, None]) / np.diff(edges), 0.0, 1.0)
     beyond = (softmax(logits, axis=1) * longer).sum(axis=1)
@@ -148,7 +147,7 @@ def _log_loss_beyond(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -
 
 
 def _read_served(folder: Path, frame: pd.DataFrame) -> ServedArtifact:
-    """Read the artifact, and add the frame's new models to those it will know."""
+    """Read the artifact, and append the frame's new models to its models."""
     card, graph, vocabulary = artifacts.read(folder)
     known = {name.casefold() for name in (*card.models, *card.aliases)}
     new = {name.casefold(): name for name in sorted(set(frame.model)) if name.casefold() not in known}
@@ -156,7 +155,7 @@ def _read_served(folder: Path, frame: pd.DataFrame) -> ServedArtifact:
 
 
 def _split(frame: pd.DataFrame, path: Path) -> Parts:
-    """Split rows by prompt. Raises DataError if there are too few."""
+    """Split rows by prompt. Raises DataError if there are too few complete answers."""
     percent = frame.prompt_id.map(dataset.prompt_percent).to_numpy()
     held_out = percent < HELD_OUT_PERCENT
     calibration = ~held_out & (percent < HELD_OUT_PERCENT + CALIBRATION_PERCENT)
@@ -172,7 +171,7 @@ def _split(frame: pd.DataFrame, path: Path) -> Parts:
 
 
 def _encode_rows(served: ServedArtifact, frame: pd.DataFrame, progress: Progress) -> Outcomes:
-    """Encode prompts as the served graph does, and models as rows of its table."""
+    """Encode prompts with the served graph, and models as rows of its model table."""
     prompts = frame.drop_duplicates("prompt_id")
     prompt_index = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
     model_row = {name.casefold(): index for index, name in enumerate(served.models)}
@@ -189,8 +188,9 @@ def _encode_rows(served: ServedArtifact, frame: pd.DataFrame, progress: Progress
 def _with_drawn_lengths(
     served: ServedArtifact, rows: Outcomes, cut: NDArray[np.bool_], seed: int
 ) -> Outcomes:
-    """Return the rows with lengths for the answers that were cut short: drawn from what the artifact in force
-    forecasts beyond. Without these rows, models whose clients limit answers would be learned as short.
+    """Replace the lengths of answers that were cut short by samples from the current forecast beyond the cut.
+
+    Without these rows, training would underestimate models whose clients limit answers.
     """
     if not cut.any():
         return rows
@@ -198,9 +198,9 @@ def _with_drawn_lengths(
     known = _with_known_models(served, rows.select(cut))
     logits = weights.logits(known) * weights.sharpness[known.model][:, None]
     begins = np.maximum(edges[:-1][None, :], known.length[:, None])
-    left = np.maximum(edges[1:][None, :] - begins, 0)  # of each range, beyond the cut
+    left = np.maximum(edges[1:][None, :] - begins, 0)  # tokens of each range beyond the cut
     chances = softmax(logits, axis=1) * left / np.diff(edges) + 1e-12 * left
-    chances[:, -1] += 1e-12  # answers that were cut after the last range
+    chances[:, -1] += 1e-12  # answers that were cut beyond the last range
     random, every = np.random.default_rng(seed), np.arange(len(known.length))
     summed = chances.cumsum(axis=1)
     place = (summed <= random.random(len(every))[:, None] * summed[:, -1:]).sum(axis=1)
@@ -224,7 +224,7 @@ def _with_new_models(served: ServedArtifact, rows: Outcomes) -> Weights:
 
 
 def _with_known_models(served: ServedArtifact, rows: Outcomes) -> Outcomes:
-    """Return the rows as the artifact in force reads them: to it a new model is an unknown one."""
+    """Return the rows as inputs of the current artifact, with new models replaced by UNKNOWN_MODEL."""
     known = rows.model < len(served.card.models)
     return replace(rows, model=np.where(known, rows.model, length_head.UNKNOWN_MODEL))
 
@@ -232,7 +232,7 @@ def _with_known_models(served: ServedArtifact, rows: Outcomes) -> Outcomes:
 def _nearest_model(
     head: dict[str, onnx_head.Array], sharpness: onnx_head.Array, rows: Outcomes, edges: tuple[int, ...]
 ) -> int:
-    """Return the known model of least log loss on rows of another one; the unknown model without rows."""
+    """Return the known model with the least log loss on the rows; UNKNOWN_MODEL without rows."""
     chosen = slice(0, NEAREST_ROWS)
     if len(rows.length) == 0:
         return length_head.UNKNOWN_MODEL
@@ -248,7 +248,7 @@ def _nearest_model(
 def _elsewhere_rows(
     path: Path | None, served: ServedArtifact, train_rows: int, seed: int, progress: Progress
 ) -> tuple[Outcomes | None, Outcomes | None]:
-    """Return rows of other served traffic: those to rehearse, and those to judge by."""
+    """Return rows of other served traffic: those to rehearse, and the held-out ones to evaluate on."""
     if path is None:
         return None, None
     parts = dataset.split(dataset.read(path))
@@ -277,7 +277,7 @@ def _read_weights(graph: bytes) -> Weights:
 
 
 def _require_improvement(before: Figures, after: Figures) -> None:
-    """Raise RefusedUpdate unless the log loss on held-out outcomes fell."""
+    """Raise RefusedUpdate unless the log loss on held-out outcomes decreased."""
     if after.log_loss >= before.log_loss:
         raise RefusedUpdate(
             f"the artifact stays: on {after.rows} outcomes that were kept aside its log loss is "
@@ -286,7 +286,7 @@ def _require_improvement(before: Figures, after: Figures) -> None:
 
 
 def _require_no_loss(before: Figures, after: Figures, margin: float) -> None:
-    """Raise RefusedUpdate if the accuracy elsewhere fell by more than the margin."""
+    """Raise RefusedUpdate if the accuracy elsewhere decreased by more than the margin."""
     if after.accuracy < before.accuracy - margin:
         raise RefusedUpdate(
             f"the artifact stays: elsewhere the accuracy at {ACCURACY_MAX_LENGTH} would fall from "

@@ -1,7 +1,7 @@
-"""Combine several teachers' forecasts: a mixture with a weight and a temperature of each, fitted on prompts
-that none of them was trained on.
+"""Combine the forecasts of several teachers as a mixture. The weight and temperature of each teacher are
+fitted on prompts that no teacher was trained on.
 
-Needs torch; training only.
+Requires torch. Used in training only.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ MIN_GROUP_ROWS = 400
 """Served models with fewer calibration rows share one group of mixture weights."""
 STEPS, LEARNING_RATE = 300, 0.03
 PENALTY = 0.002
-"""Strength of the pull towards equal weights and factors of 1 where outcomes are few."""
+"""Weight of the L2 penalty that shrinks towards equal weights and factors of 1."""
 CHUNK_ROWS = 1 << 16
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherMixture:
-    """Logits of mixture weights and logs of sharpness factors, each `[teachers, groups of models]`."""
+    """Logits of the mixture weights and logarithms of sharpness factors, each `[teachers, groups]`."""
 
     weight_logits: Tensor
     log_factors: Tensor
     group: Tensor
-    """Group of each model `[models]`."""
+    """Group index of each model `[models]`."""
 
     def combine(self, forecasts: Tensor, model: Tensor, included: Tensor | None = None) -> Tensor:
         """Return probabilities `[rows, ranges]` from those of each teacher `[teachers, rows, ranges]`.
 
-        `included` `[teachers, rows]` selects the teachers of each row; a row without any gets equal weights.
+        `included` `[teachers, rows]` selects the teachers of each row. A row without any gets equal weights.
         """
         group = self.group[model]
         logits = (forecasts.float() + EPSILON).log() * self.log_factors[:, group, None].exp()
@@ -59,7 +59,7 @@ def fit(
     edges: tuple[int, ...],
     device: str = "cpu",
 ) -> TeacherMixture:
-    """Fit the mixture of least log loss on the calibration prompts; without any, weights are equal."""
+    """Fit the mixture with the least log loss on calibration prompts. Without prompts, weights are equal."""
     rows, teachers = data.rows(CALIBRATION), len(forecasts)
     group = _groups(data.model[rows], len(data.models))
     shape = (teachers, int(group.max()) + 1)
@@ -91,8 +91,8 @@ def distillation_targets(
 ) -> NDArray[np.float16]:
     """Return the mixture's forecast of all rows `[rows, ranges]`.
 
-    For training prompts that some teachers held out (`held_out`, one mask `[prompts]` per teacher), those
-    teachers alone give `held_out_share` of the forecast.
+    `held_out` has a mask `[prompts]` per teacher. For training prompts that some teachers held out, the
+    mixture of these teachers has the share `held_out_share` of the forecast.
     """
     targets = np.empty_like(forecasts[0])
     device = mixture.weight_logits.device
@@ -109,7 +109,7 @@ def distillation_targets(
 
 
 def _groups(model: NDArray[np.int64], models: int) -> NDArray[np.int64]:
-    """Return the group of each model: 0 for those with few rows, one for each of the others."""
+    """Return the group of each model: 0 for models with few rows, a separate one for each other model."""
     many = np.bincount(model, minlength=models) >= MIN_GROUP_ROWS
     groups: NDArray[np.int64] = np.where(many, np.cumsum(many), 0)
     return groups

@@ -1,7 +1,7 @@
-"""A language model as a teacher: forecasts lengths from its states at the end of a user's turn of a chat,
-while it learns how answers begin.
+"""A language model as a teacher: forecast lengths from its states over a user's turn of a chat. It is also
+trained on the beginnings of answers.
 
-Needs torch and transformers; training only.
+Requires torch and transformers. Used in training only.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from predictor.training.networks import LengthNet
 from predictor.wordpiece import pad
 
 HEAD_TOKENS, TAIL_TOKENS = 110, 60
-"""Of a longer prompt only the beginning and the end are read."""
+"""Of longer prompts, only the beginning and the end are read."""
 ANSWER_TOKENS = 81
 MAX_TOKEN_CHARS = 16
-"""Texts are cut to this many characters per wanted token before they are tokenized."""
+"""Texts are truncated to this number of characters per requested token before they are tokenized."""
 PREFIX_WEIGHT, SHAPE_WEIGHT = 0.3, 0.1
-"""Weights of the losses on an answer's first tokens and on its shape, beside the length."""
+"""Weights of the losses on the first tokens and on the shape of an answer."""
 QUESTION, ANSWER = "first question", "first answer"
 
 
 class ChatTokenizer:
-    """Tokenizes texts for a language model: its token ids plus one, so that 0 is padding."""
+    """Tokenize texts for a language model. Ids are the token ids plus one, so that 0 is padding."""
 
     def __init__(self, source: str) -> None:
         """`source` is a Hub id or a folder. Raises DataError if it has no usable tokenizer."""
@@ -57,14 +57,14 @@ class ChatTokenizer:
         return texts
 
     def encode_padded(self, texts: Sequence[str], max_tokens: int) -> NDArray[np.int64]:
-        """Return texts with an end token, cut to `max_tokens` `[texts, longest]`."""
+        """Return texts with an end token, truncated to `max_tokens` and padded `[texts, longest]`."""
         prefixes = [text[: max_tokens * MAX_TOKEN_CHARS] for text in texts]
         ends = ([self.end] if prefix == text else [] for prefix, text in zip(prefixes, texts, strict=True))
         encoded = zip(self.encode(prefixes), ends, strict=True)
         return pad([[*ids, *end][:max_tokens] for ids, end in encoded])
 
     def encode_chats(self, prompts: Sequence[str]) -> NDArray[np.int64]:
-        """Return prompts as a user's turn of a chat, up to where the answer begins `[prompts, longest]`."""
+        """Return prompts as a user's turn of a chat, up to the start of the answer `[prompts, longest]`."""
         before, after = self.encode(self._turn_affixes())
         truncated = (
             ids if len(ids) <= HEAD_TOKENS + TAIL_TOKENS else ids[:HEAD_TOKENS] + ids[-TAIL_TOKENS:]
@@ -73,7 +73,7 @@ class ChatTokenizer:
         return pad([[*before, *ids, *after] for ids in truncated])
 
     def _turn_affixes(self) -> tuple[str, str]:
-        """Return the text before and after a question in a chat's second turn, which has no system prompt."""
+        """Return the text around a question in the second turn of a chat, which has no system prompt."""
         if not self._tokenizer.chat_template:
             return "", "\n"
         first_turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -84,10 +84,10 @@ class ChatTokenizer:
 
 
 class LanguageModelEncoder(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A causal language model as an encoder: its state at the last token beside the mean of its states."""
+    """A causal language model as an encoder: the state at the last token and the mean of all states."""
 
     def __init__(self, source: str) -> None:
-        """`source` is a Hub id or a folder. Raises DataError if there is no such model."""
+        """`source` is a Hub id or a folder. Raises DataError if the model cannot be read."""
         super().__init__()
         from transformers import AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ class LanguageModelEncoder(nn.Module):  # type: ignore[misc]  # torch is not typ
         return embeddings
 
     def states(self, embeddings: Tensor, mask: Tensor) -> Tensor:
-        """Return the last hidden states `[texts, tokens, hidden]`; positions count unmasked tokens alone."""
+        """Return the last hidden states `[texts, tokens, hidden]`. Positions count only unmasked tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
         states: Tensor = self.model.base_model(
             inputs_embeds=embeddings, attention_mask=mask.long(), position_ids=positions, use_cache=False
@@ -115,7 +115,7 @@ class LanguageModelEncoder(nn.Module):  # type: ignore[misc]  # torch is not typ
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits of each next token; token `i` of the texts is at position `i - 1`."""
+        """Return the logits of each next token. Those of token `i` are at position `i - 1`."""
         logits: Tensor = self.model.get_output_embeddings()(states).float()
         return logits
 
@@ -129,10 +129,10 @@ class LanguageModelEncoder(nn.Module):  # type: ignore[misc]  # torch is not typ
 
 
 class AnswerPrefixTask(AuxiliaryTask):
-    """Predicts the first tokens and the shape of one answer of each prompt."""
+    """Predict the first tokens and the shape of one answer per prompt."""
 
     def __init__(self, answers: Answers, encoder: LanguageModelEncoder, models: int) -> None:
-        """`answers.prefix` is in the language model's own tokens."""
+        """`answers.prefix` contains token ids of the language model."""
         super().__init__()
         self.models = nn.Embedding(models, encoder.hidden)
         nn.init.normal_(self.models.weight, std=0.02)
@@ -170,7 +170,7 @@ class AnswerPrefixTask(AuxiliaryTask):
         return encoded, PREFIX_WEIGHT * prefix_loss + SHAPE_WEIGHT * shape_loss
 
     def _sample_rows(self, prompts: int, owner: Tensor, rows: Tensor) -> Tensor:
-        """Return the position in `rows` of a random row with a known answer for each prompt; -1 if none."""
+        """Return the index in `rows` of a random row with a known answer for each prompt, -1 if none."""
         known = (self.of_row[rows] >= 0).nonzero()[:, 0]
         shuffled = known[torch.randperm(len(known), device=known.device)]
         return torch.full((prompts,), -1, device=rows.device).index_put((owner[shuffled],), shuffled)

@@ -1,7 +1,7 @@
-"""Generate prompts like a corpus's with a language model that is fine-tuned on them.
+"""Generate prompts similar to those of a corpus with a language model that is fine-tuned on the corpus.
 
-Nobody answered these prompts, so they teach only through teachers' forecasts. Needs torch and transformers;
-training only.
+Generated prompts have no answers. Their only training targets are teachers' forecasts. Requires torch and
+transformers. Used in training only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from predictor.training.train_loop import BatchSampler, ScheduledOptimizer, Trai
 
 Progress = Callable[[str], None]
 MAX_DRAWS_PER_PROMPT = 4
-"""Prompts drawn for each wanted one, at most: a small corpus does not teach that many different ones."""
+"""The maximum number of samples per requested prompt. Small corpora yield many duplicates."""
 FINE_TUNING = TrainConfig(
     epochs=3, batch_prompts=256, body_rate=2e-4, head_rate=2e-4, warm_share=0.05, seed=100
 )
@@ -29,23 +29,23 @@ FINE_TUNING = TrainConfig(
 
 @dataclass(frozen=True, slots=True)
 class PromptGeneratorConfig:
-    """Hyperparameters of the fine-tuning and of sampling. An artifact's card stores the fields by name."""
+    """Hyperparameters of fine-tuning and sampling. The card of an artifact stores the fields by name."""
 
     recipe: TrainConfig = FINE_TUNING
     longest_tokens: int = 140
-    """Prompts are cut to this length."""
+    """Prompts are truncated to this length."""
     top_p: float = 0.97
     top_k: int = 300
     cut_share: float = 0.5
-    """Share of the unfinished prompts that are kept, as far as they go."""
+    """Share of the unfinished prompts that are kept, truncated."""
     evened: float = 0.7
-    """Sources are sampled by this power of their prompts, rare ones more often than they occur."""
+    """Sources are sampled in proportion to this power of their number of prompts."""
     at_once: int = 3072
     """Batch size of sampling."""
 
 
 class PromptGenerator(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A language model that starts from a learned embedding of each source."""
+    """A language model that is conditioned on a learned embedding of the source."""
 
     def __init__(self, language_model: str, tokenizer: ChatTokenizer, sources: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PromptGenerator(nn.Module):  # type: ignore[misc]  # torch is not typed he
         self.sources = nn.Parameter((user + 0.02 * torch.randn(sources, self.encoder.hidden)).detach())
 
     def loss(self, tokens: Tensor, source: Tensor) -> Tensor:
-        """Return the mean loss in nats per token of prompts `[prompts, tokens]` of sources `[prompts]`."""
+        """Return the mean loss in nats per token of prompts `[prompts, tokens]` with sources `[prompts]`."""
         previous, start = tokens[:, :-1], self.sources[source][:, None]
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             inputs = torch.cat([start, self.encoder.embed(previous)], 1)
@@ -63,7 +63,7 @@ class PromptGenerator(nn.Module):  # type: ignore[misc]  # torch is not typed he
         return functional.cross_entropy(logits, tokens[tokens != 0] - 1)
 
     def generate(self, source: Tensor, end: int, config: PromptGeneratorConfig) -> list[list[int]]:
-        """Return the ids of a new prompt for each source, with the end token of those that are finished."""
+        """Return the ids of a new prompt for each source. Finished prompts include the end token."""
         from transformers import GenerationConfig
 
         sampling = GenerationConfig(
@@ -95,7 +95,7 @@ def generate_prompts(
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> list[GeneratedPrompt]:
-    """Return up to `count` different prompts like `texts` of these sources, none of them in `excluded`.
+    """Return up to `count` distinct prompts similar to `texts` of `sources`, none of them in `excluded`.
 
     Raises DataError if the language model cannot be used.
     """
@@ -150,7 +150,7 @@ def _fine_tune(
 def _decode(
     rows: Sequence[list[int]], tokenizer: ChatTokenizer, cut_share: float, random: np.random.Generator
 ) -> list[str]:
-    """Return the generated texts; empty for unfinished ones that are not kept."""
+    """Return the generated texts, empty for unfinished ones that are discarded."""
     finished = [tokenizer.end in row for row in rows]
     ids = [row[: row.index(tokenizer.end)] if end else row for row, end in zip(rows, finished, strict=True)]
     kept = np.array(finished) | (random.random(len(rows)) < cut_share)

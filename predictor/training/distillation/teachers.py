@@ -1,6 +1,6 @@
-"""Train the teachers, whole encoders and language models, one after another, and combine their forecasts.
+"""Train the teachers (encoders and language models) sequentially, and combine their forecasts.
 
-Needs torch and transformers; training only.
+Requires torch and transformers. Used in training only.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ FOLD_SEED = 99
 
 
 class TeacherOutput(NamedTuple):
-    """One teacher's forecast of every row, its features of every prompt, and the prompts it held out."""
+    """The forecasts of a teacher for all rows, its features of all prompts, and the prompts it held out."""
 
     probabilities: NDArray[np.float16]
     """`[rows, ranges]`"""
     features: NDArray[np.float16] | None
-    """Standardised encoder outputs `[prompts, width]`; None unless the student is to match them."""
+    """Standardised encoder outputs `[prompts, width]`, None unless the student learns to predict them."""
     held_out: NDArray[np.bool_]
     """`[prompts]`"""
 
 
 class TrainedTeachers(NamedTuple):
-    """The targets from all teachers, and the first trained encoder, from which a student is trimmed."""
+    """The targets of all teachers, and the first trained encoder, from which the student is trimmed."""
 
     targets: train_loop.TeacherTargets
     encoder: nn.Module
@@ -51,7 +51,7 @@ def train_teachers(  # noqa: PLR0917 - each is of another type
     device: str,
     progress: Progress,
 ) -> TrainedTeachers:
-    """Train each teacher on the training prompts without its fold, and fit their mixture.
+    """Train each teacher on the training prompts outside its fold, and fit the mixture of all teachers.
 
     Raises DataError if the language model cannot be used.
     """
@@ -82,7 +82,7 @@ def train_teachers(  # noqa: PLR0917 - each is of another type
 
 
 def tokenize_chats(data: TrainingArrays, tokenizer: lm_teacher.ChatTokenizer) -> TrainingArrays:
-    """Return the data in a language model's tokens: prompts as turns of a chat, and answers' beginnings."""
+    """Return the data in tokens of a language model: prompts as turns of a chat, and answer prefixes."""
     answers = data.answers
     if answers is not None:
         prefix = tokenizer.encode_padded(answers.texts, lm_teacher.ANSWER_TOKENS)
@@ -91,7 +91,7 @@ def tokenize_chats(data: TrainingArrays, tokenizer: lm_teacher.ChatTokenizer) ->
 
 
 def held_out_fold(data: TrainingArrays, number: int, folds: int) -> NDArray[np.bool_]:
-    """Return the mask of the prompts in one of several random folds; empty for a single fold."""
+    """Return the mask of the prompts in one of `folds` random folds, all false for a single fold."""
     drawn = np.random.default_rng(FOLD_SEED).integers(0, 1 << 30, len(data.pieces))
     fold: NDArray[np.bool_] = (drawn % folds == number) & (folds > 1)
     return fold
@@ -106,7 +106,7 @@ def train_encoder(  # noqa: PLR0917 - each is of another type
     device: str,
     progress: Progress,
 ) -> networks.LengthNet:
-    """Train an encoder on lengths and, where there are answers' texts, on masked pieces and on answers."""
+    """Train an encoder on lengths and, given texts of answers, on masked pieces and on answers."""
     torch.manual_seed(config.seed)
     body, auxiliary = networks.TeacherEncoder(encoder), None
     if data.answers is not None:
@@ -129,7 +129,7 @@ def train_language_model(  # noqa: PLR0917 - each is of another type
     device: str,
     progress: Progress,
 ) -> networks.LengthNet:
-    """Train a language model on lengths and, where there are answers' texts, on how these begin."""
+    """Train a language model on lengths and, given texts of answers, on their beginnings and shapes."""
     torch.manual_seed(config.seed)
     body, auxiliary = lm_teacher.LanguageModelEncoder(language_model), None
     if chats.answers is not None:
@@ -141,7 +141,7 @@ def train_language_model(  # noqa: PLR0917 - each is of another type
 
 
 def new_net(body: nn.Module, data: TrainingArrays, edges: tuple[int, ...]) -> networks.LengthNet:
-    """Return an encoder with a new head, standardised on the side features of the training prompts."""
+    """Return an encoder with a new head, whose standardisation is set from training prompts."""
     side = torch.tensor(data.side[np.unique(data.prompt[data.rows(TRAIN)])])
     config = length_head.HeadConfig(hidden=HEAD_HIDDEN)
     return networks.LengthNet(body, config, side, len(data.models), len(edges) - 1)
