@@ -1,7 +1,7 @@
-"""The JSON syntaxes in which models write one call of a function: as an object, and as a name before one.
+"""JSON syntaxes of a tool call: an object with the name and arguments, or a name followed by an object.
 
-A reader takes a call's text as it comes: its result does not depend on how the text is cut into parts.
-Readers are lenient: faults of the arguments show in the arguments.
+A reader parses a call incrementally. Its result does not depend on how the text is split into parts.
+Readers are lenient: malformed arguments are returned as they are.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ from typing import Any, Protocol, TypeAlias
 
 Schema: TypeAlias = Mapping[str, Any]
 Functions: TypeAlias = Mapping[str, Schema]
-"""The schemas of the parameters of the functions offered, by name."""
+"""The parameter schemas of the available functions, by function name."""
 
 SPACE = " \t\r\n"
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 NAME = r"[\w.-]+"
 ARGUMENTS_KEYS = ("arguments", "parameters")
 MAX_HEAD_CHARS = 256
-"""The most that may stand before the arguments of a call, so that what is no call soon becomes text."""
+"""The maximum length of the text before a call's arguments. Text that exceeds it is not a call."""
 _OPEN, _CLOSE = "{[", "}]"
 _IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Leaves no room for endless white space, which small models fall into."""
+"""Options of llguidance that prevent endless white space, which small models tend to generate."""
 
 
 class CallReader(Protocol):
-    """Reads one call. `name` is set once it is known, `broken` once the text can't be a call."""
+    """Parse one call. `name` is set once it is known, `broken` once the text can't be a call."""
 
     name: str
     done: bool
     broken: bool
 
     def read(self, text: str, *, final: bool) -> int:
-        """Read on; return the number of characters used up, up to where the name is known or the call ends.
+        """Parse `text` and return the number of characters consumed. Stops after the name and after the call.
 
-        The caller brings what is left again, with more text. `final`: no more text follows.
+        The caller passes the remaining text again, followed by new text. `final`: no more text follows.
         """
         ...
 
     def take(self) -> str:
-        """Return the arguments, as JSON, read since the last `take`."""
+        """Return the part of the arguments, as JSON text, parsed since the last `take`."""
         ...
 
 
 class CallSyntax(Protocol):
-    """The syntax of one call between the marks of a format: a reader of it, and its grammar."""
+    """The syntax of one call between the marks of a format. Provides a reader and a grammar."""
 
     @property
     def start(self) -> str:
-        """Text with which every call begins; may be empty."""
+        """The prefix of every call. May be empty."""
         ...
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks inside a call that may be special tokens."""
+        """The marks inside a call that may be special tokens."""
         ...
 
     def reader(self, functions: Functions) -> CallReader: ...
 
     def rules(self, rule: str, function: Mapping[str, Any], literal: Callable[[str], str]) -> str:
-        """Return Lark rules, the first of them `rule`: a call of this function. `literal` quotes text.
+        """Return the Lark rules of a call of this function, the first named `rule`. `literal` quotes text.
 
-        Raises NotServed if its parameters can't be enforced in this syntax.
+        Raises NotServed if the function's parameters can't be enforced in this syntax.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSyntax:
-    """A call is an object with the keys `name` and `arguments_key`; `arguments` and `parameters` are read."""
+    """A call is an object with the keys `name` and `arguments_key`. The reader accepts all ARGUMENTS_KEYS."""
 
     arguments_key: str = "arguments"
     start: str = "{"
@@ -87,20 +87,20 @@ class JsonSyntax:
 
 
 class JsonCallReader:
-    """Reads an object of a name and arguments, character by character. Anything but an object has no name."""
+    """Parse an object with a name and arguments, by character. For any other text, the name stays empty."""
 
     def __init__(self) -> None:
         self.name = ""
         self.done = False
         self.broken = False
         self._ready: list[str] = []  # of the arguments
-        self._arguments_key = ""  # the first of ARGUMENTS_KEYS to come
+        self._arguments_key = ""  # the first of ARGUMENTS_KEYS found
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._key = ""
-        self._in_value = False  # of a key of the object itself
-        self._part: list[str] = []  # of a key, or of a value that is not an object of arguments
+        self._in_value = False  # within a value of the outer object
+        self._part: list[str] = []  # of a key, or of a value other than an arguments object
 
     def read(self, text: str, *, final: bool) -> int:
         unnamed = not self.name
@@ -139,7 +139,7 @@ class JsonCallReader:
                 self._ready.append("{}")
 
     def _separate(self, char: str) -> None:
-        """End a key or a value of the object itself. White space ends none."""
+        """End a key or a value of the outer object. White space is skipped."""
         if char in SPACE:
             return
         part = "".join(self._part)
@@ -164,7 +164,7 @@ class JsonCallReader:
 
 @dataclass(frozen=True, slots=True)
 class NamedSyntax:
-    """A call is a name, `mark` and an object of arguments. `id_mark` may stand between them, with an id."""
+    """A call is a name, `mark` and an arguments object. `id_mark` and an id may precede `mark`."""
 
     mark: str
     id_mark: str
@@ -183,7 +183,7 @@ class NamedSyntax:
 
 
 class NamedCallReader:
-    """Reads a name, and an object that ends with its last brace."""
+    """Parse a name and an object, which ends at its last brace."""
 
     def __init__(self, syntax: NamedSyntax) -> None:
         self.name = ""
@@ -214,7 +214,7 @@ class NamedCallReader:
 
 
 class ObjectEnd:
-    """Finds the end of a JSON object that comes in parts."""
+    """Find the end of a JSON object that is passed in parts."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -223,7 +223,7 @@ class ObjectEnd:
         self._escaped = False
 
     def find(self, part: str) -> int:
-        """Return the position after the last brace in this part, 0 if that is still to come."""
+        """Return the position after the object's last brace in this part, or 0 if the object goes on."""
         self.begun, at = True, 0
         while at < len(part):
             if self._escaped:
@@ -245,7 +245,7 @@ class ObjectEnd:
 
 
 def string_value(text: str) -> str:
-    """Decode a JSON string; return an empty one for anything else."""
+    """Decode a JSON string. Return an empty string for any other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -254,14 +254,14 @@ def string_value(text: str) -> str:
 
 
 def as_object(arguments: str) -> str:
-    """Return the object that arguments stand for which are none: nothing at all, or an object as a string."""
+    """Convert null, an empty string or an object encoded as a string to an object. Return others as is."""
     try:
         value = json.loads(arguments)
         if value is None or value == "":
             return "{}"
         if not (isinstance(value, str) and isinstance(json.loads(value), dict)):
             return arguments
-        value.encode()  # a half of a character is none, and could not be sent
+        value.encode()  # fails for a lone surrogate, which can't be sent
         return value
     except (ValueError, RecursionError):
         return arguments
@@ -272,10 +272,10 @@ def parameters_rule(function: Mapping[str, Any]) -> str:
 
 
 def json_rule(schema: Schema) -> str:
-    """Return the Lark expression of JSON that a schema allows."""
+    """Return the Lark expression for JSON that matches a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
 
 def quoted(text: str) -> str:
-    """Return text as a string literal of Lark, empty for an empty one."""
+    """Return text as a Lark string literal. Return an empty string for empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,6 +1,6 @@
-"""Turn tokens into text one by one: never half a character, never a stop string, never a character twice.
+"""Detokenize incrementally, without partial characters, stop strings or repeated characters.
 
-Joined, the parts equal the tokenizer's text of all tokens, less an unfinished last character.
+The concatenated parts equal the tokenizer's text of all tokens, except for an incomplete last character.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
 CHARACTER_BYTES = 4
-"""Of one character, at most."""
+"""The maximum number of bytes in a UTF-8 character."""
 BEFORE_TOKENS = CHARACTER_BYTES
-"""Last tokens of a prompt that decide where its text ends."""
+"""The maximum number of trailing prompt tokens used as decoding context."""
 SILENT_TOKENS = 8
-"""Tokens without text, such as end tokens, that are kept for what follows; more of them change nothing."""
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of the token of a single byte
+"""The number of pending tokens, such as end tokens without text, above which the tail is shortened."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name for a single-byte token
 
 
 class TokenText(NamedTuple):
-    """One token by itself, for log probabilities; it may be part of a character."""
+    """The text and bytes of a single token, for log probabilities. The token may be part of a character."""
 
     text: str
     raw: bytes
 
 
 class Decoder(Protocol):
-    """Turns the tokens of one response into text; remembers what is unfinished."""
+    """Decode the tokens of one response to text. Keeps the state of incomplete characters."""
 
     def push(self, token_id: int) -> str: ...
 
 
 class Vocabulary(Protocol):
-    """The text side of a model, shared by all its requests."""
+    """Convert a model's tokens to text. Shared by all requests."""
 
     def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        """Return a decoder of text that follows that of `before`; without `before`, of a text of its own."""
+        """Return a decoder for text that continues the tokens `before`, or that starts a text if empty."""
         ...
 
     def token(self, token_id: int) -> TokenText: ...
 
 
 class ByteVocabulary:
-    """Byte-level tokens: a token is a run of bytes, a special token is none. One look-up per token."""
+    """Decode byte-level tokens, with one table lookup per token. Special tokens have no bytes."""
 
     def __init__(self, raws: Sequence[bytes | None], names: Sequence[str]) -> None:
-        """raws[id]: the token's bytes, None for a special token; names[id]: its name as text."""
+        """`raws[id]`: the token's bytes, None for a special token. `names[id]`: the token's name."""
         self._raws = raws
         self._names = names
         self._texts = [None if raw is None else _whole(raw) for raw in raws]
@@ -75,10 +75,10 @@ class _ByteDecoder:
     def __init__(self, raws: Sequence[bytes | None], texts: Sequence[str | None]) -> None:
         self._raws = raws
         self._texts = texts
-        self._utf8: codecs.IncrementalDecoder | None = None  # only while a character may be incomplete
+        self._utf8: codecs.IncrementalDecoder | None = None  # set only while a character may be incomplete
 
     def push(self, token_id: int) -> str:
-        if token_id >= len(self._raws):  # a padded vocabulary has ids without text
+        if token_id >= len(self._raws):  # padding of the vocabulary: ids without text
             return ""
         if self._utf8 is None:
             text = self._texts[token_id]
@@ -98,9 +98,9 @@ class _ByteDecoder:
 
 
 class DecodingVocabulary:
-    """Any other tokenizer: decode a short tail twice, once without the new token; the difference is new.
+    """The vocabulary of any other tokenizer: decode a short tail of tokens and return the new characters.
 
-    Some leave out the space before the first word of a text; text that follows a prompt begins with it.
+    Some tokenizers omit the space before the first word of a text. Text that continues a prompt includes it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], name: Callable[[int], str]) -> None:
@@ -120,23 +120,23 @@ class DecodingVocabulary:
 
 
 class _TailDecoder:
-    """Decodes the last tokens: those whose text was given out last, and those after them."""
+    """Decode a tail of tokens: those whose text was emitted last, and those after them."""
 
     def __init__(self, decode: Callable[[list[int]], str], before: list[int]) -> None:
         self._decode = decode
         self._keep(before, len(before))
 
     def _keep(self, ids: list[int], known: int) -> None:
-        """Go on with the tail `ids`. `known`: its leading ids whose text was given out."""
+        """Set the tail to `ids`. The text of its first `known` ids has been emitted."""
         self._ids, self._known = ids, known
-        self._given = len(self._decode(ids[:known])) if known else 0  # characters of the tail's text
+        self._given = len(self._decode(ids[:known])) if known else 0  # emitted characters of the tail
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = text.rstrip(UNFINISHED)
         pending, unfinished = len(self._ids) - self._known, len(text) - len(certain)
-        if pending >= CHARACTER_BYTES <= unfinished:  # only the last of them can begin a character
+        if pending >= CHARACTER_BYTES <= unfinished:  # only the last ones can start a character
             certain = text[: -(CHARACTER_BYTES - 1)]
         fresh = certain[self._given :]
         self._given += len(fresh)
@@ -147,8 +147,8 @@ class _TailDecoder:
         return fresh
 
     def _shorten(self, text: str, certain: str) -> None:
-        """Leave out what changes nothing of a tail that grows: a token without text, or bytes that begin no
-        character.
+        """Drop tokens from a growing tail if they do not affect its text: a token without text, or bytes that
+        do not start a character.
         """
         begin = len(self._ids) - 2 * CHARACTER_BYTES
         if text == self._decode(self._ids[:-1]):
@@ -158,7 +158,7 @@ class _TailDecoder:
 
 
 class ShowingDecoder:
-    """A decoder that writes some special tokens by name: the marks where calls of functions begin and end."""
+    """Decode some special tokens to their names, such as the markers of tool calls and reasoning."""
 
     def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
         self._decoder = decoder
@@ -170,7 +170,7 @@ class ShowingDecoder:
 
 
 class NoText:
-    """A model without a tokenizer: token ids only."""
+    """The vocabulary of a model without a tokenizer: no token has text."""
 
     def decoder(self, before: Sequence[int] = ()) -> Decoder:
         return self
@@ -183,17 +183,17 @@ class NoText:
 
 
 class TokenNames(NoText):
-    """Names tokens by their ids, where another process has the text."""
+    """Name tokens by their ids, for processes without the tokenizer's text."""
 
     def token(self, token_id: int) -> TokenText:
         return TokenText(str(token_id), b"")
 
 
 class TextStream:
-    """The text of one response: holds back a possible stop string, skips text that the client has."""
+    """The text of one response. Buffers a possible stop string and skips text the client has received."""
 
     def __init__(self, decoder: Decoder, stops: tuple[str, ...] = (), skip_chars: int = 0) -> None:
-        self.stopped = ""  # the stop string that was found
+        self.stopped = ""  # the stop string found, if any
         self._decode = decoder.push
         self._stops = stops
         self._skip = skip_chars
@@ -201,11 +201,11 @@ class TextStream:
 
     @property
     def unsaid_chars(self) -> int:
-        """Number of characters that the client has and that have not come yet."""
+        """The number of characters delivered before that have not been decoded again yet."""
         return self._skip
 
     def push(self, token_id: int, watch: bool = True) -> str:
-        """Return new text that is certain. `watch` is off while a response is too short to stop."""
+        """Decode a token and return its final text. `watch` is False below the minimum length for stops."""
         fresh = self._decode(token_id)
         if not fresh:
             return ""
@@ -214,7 +214,7 @@ class TextStream:
         return self._skipped(fresh) if self._skip else fresh
 
     def flush(self, rest: str = "") -> str:
-        """Return the text held back and `rest`, what a decoder held back, once nothing can follow."""
+        """Return the buffered text at the end of the response. `rest` is the text a decoder had buffered."""
         if rest and self._stops:
             rest = self._scan(rest)
         buffer = rest if self.stopped else rest + self._take_buffer()
@@ -241,5 +241,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
-"""The syntaxes in which models write a call as tags around raw values: Qwen3-Coder's, and GLM's.
+"""Tool call syntaxes that enclose raw values in tags, used by Qwen3-Coder and GLM.
 
-Values are not quoted. Their types come from the function's schema; a value ends at its closing tag only where
-the next tag follows, since the text of an argument may well have such tags.
+Values are not quoted. Their types come from the function's schema. A value ends at its closing tag only if
+another tag follows, because the text of an argument may contain such tags.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from site_engine.text.tagged_rules import tagged_rules
 
 @dataclass(frozen=True, slots=True)
 class TaggedSyntax:
-    """`start`, the name and `name_end`; for each argument `key`, its name, `key_end`, `value`, the value and
-    `value_end`; then `call_end`. Without `name_end` the name ends where a tag begins.
+    """A call is `start`, the function's name and `name_end`; for each argument `key`, its name, `key_end`,
+    `value`, the value and `value_end`; then `call_end`. Without `name_end`, the name ends at the next tag.
 
-    `lines`: a line break on either side of a value is none of the value's. `after_call`: the mark after a
-    call, by which a `call_end` is known where the last `value_end` is missing.
+    `lines`: a line break before and after a value is not part of the value. `after_call`: the mark after a
+    call, which identifies `call_end` if the last `value_end` is missing.
     """
 
     start: str
@@ -50,7 +50,7 @@ class TaggedSyntax:
 
 
 class _Patterns(NamedTuple):
-    """`candidates`: where a value may end; `value_end`: that it does; `last_end`: the same at the end."""
+    """`candidates`: possible ends of a value. `value_end`: an actual end. `last_end`: one in final text."""
 
     tags: re.Pattern[str]
     key_end: re.Pattern[str]
@@ -79,7 +79,7 @@ def _patterns(syntax: TaggedSyntax) -> _Patterns:
 
 
 class TaggedCallReader:
-    """Reads a call's tags. A string is told as it comes, any other value once it is whole."""
+    """Parse the tags of a call. Strings are streamed, other values are returned once complete."""
 
     def __init__(self, syntax: TaggedSyntax, functions: Functions) -> None:
         self.name = ""
@@ -92,8 +92,8 @@ class TaggedCallReader:
         self._ready: list[str] = []
         self._separator = "{"
         self._types = STRING
-        self._held: list[str] = []  # of a value that is no string
-        self._begins = False  # nothing of the value was read
+        self._held: list[str] = []  # parts of a non-string value
+        self._begins = False  # a line break before the value is still to be skipped
 
     def read(self, text: str, *, final: bool) -> int:
         at, unnamed, goes_on = 0, not self.name, True
@@ -107,7 +107,7 @@ class TaggedCallReader:
         taken, self._ready = "".join(self._ready), []
         return taken
 
-    # steps: each returns where the next begins; one that goes no further needs more text
+    # Each step returns the position of the next step. A step that does not advance needs more text.
 
     def _read_name(self, text: str, at: int, final: bool) -> int:
         syntax = self._syntax
@@ -180,7 +180,7 @@ class TaggedCallReader:
             self._held.append(part)
 
     def _may_end(self, text: str, start: int) -> bool:
-        """Return whether the value may turn out to end at `start`, once more text is there."""
+        """Return whether more text could show that the value ends at `start`."""
         syntax = self._syntax
         tag_at = start + (text[start] == "\n")
         left = len(text) - tag_at

@@ -1,8 +1,8 @@
-"""Separate what a model thinks from the text of its answer while it grows.
+"""Separate the reasoning of a streamed answer from its text.
 
-Models think first, between two marks that their chat templates show; at some, a call ends a thought, too. The
-result depends on the text alone, not on how it is cut into parts. White space beside the marks belongs to
-neither.
+Reasoning comes first, between two marks that the chat template contains. With some models, a tool call also
+ends it. The result depends only on the text, not on how the text is split into parts. White space next to the
+marks is dropped.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _GAP = "GAP: /[ \\t\\r\\n]{0,4}/\n"
 
 
 def marks_of(template: str) -> tuple[str, str] | None:
-    """Return the marks around thoughts that a chat template shows; None for a model that does not think."""
+    """Return the reasoning marks that a chat template contains, or None for a model without reasoning."""
     return next((marks for marks in _MARKS if marks[1] in template), None)
 
 
 def thinking_after(prompt: str, marks: tuple[str, str]) -> Thinking:
-    """Return how an answer to a rendered prompt thinks: the prompt may have begun the thought or ended it."""
+    """Return the reasoning format of an answer to a rendered prompt, which may end with one of the marks."""
     begin, end = marks
     prompt = prompt.rstrip()
     return Thinking(begin, end, opened=prompt.endswith(begin), closed=prompt.endswith(end))
 
 
 def after_thought(source: str, thinking: Thinking, literal: Callable[[str], str]) -> str:
-    """Return the grammar of a thought and then what `source` describes. `literal` quotes text."""
+    """Return the grammar `source` with reasoning before the answer. `literal` quotes text."""
     if thinking.closed or not source:
         return source
     begin, end = literal(thinking.begin), literal(thinking.end)
-    if end.startswith("<["):  # a token that text does not have
+    if end.startswith("<["):  # a special token, which cannot occur in text
         thought = f"thought: THOUGHT {end}\nTHOUGHT: /(.|\\n)*/\n"
     else:
         thought = f"thought[lazy]: /(.|\\n)*/ {end}\n"
@@ -43,16 +43,16 @@ def after_thought(source: str, thinking: Thinking, literal: Callable[[str], str]
 
 
 class _State(Enum):
-    BEFORE = "before"  # the mark that begins a thought may still come
+    BEFORE = "before"  # the begin mark may still follow
     INSIDE = "inside"
-    BEHIND = "behind"  # white space after a thought
+    BEHIND = "behind"  # in the white space after the reasoning
     TEXT = "text"
 
 
 class ThinkingDecoder:
-    """A decoder of an answer's text that keeps the thought before it apart.
+    """Decode an answer's text and collect the preceding reasoning separately.
 
-    The first `skip_chars` characters of the thought were delivered before.
+    The first `skip_chars` characters of the reasoning were delivered before.
     """
 
     def __init__(self, decoder: Decoder, thinking: Thinking, skip_chars: int = 0) -> None:
@@ -62,14 +62,14 @@ class ThinkingDecoder:
         self._skip = skip_chars
         self._state = _State.BEFORE
         self._buffer = ""
-        self._space = ""  # white space read already, and part of what follows unless that is a mark
+        self._space = ""  # pending white space, dropped if a mark follows
         self._thought = ""
         self._has_thought = False
 
     @property
     def tokens(self) -> int:
-        """The tokens of the thought, with its marks; none while the answer may turn out to have no thought,
-        since a count that was told is not taken back.
+        """The number of reasoning tokens, including the marks. Zero until it is certain that the answer has
+        reasoning, because a reported count must not decrease.
         """
         undecided = self._state is _State.BEFORE and not self._thinking.opened
         return 0 if undecided else self._tokens
@@ -83,12 +83,12 @@ class ThinkingDecoder:
         return self._read(fresh)
 
     def take(self) -> str:
-        """Return what was thought since the last time."""
+        """Return the reasoning collected since the last call."""
         taken, self._thought = self._thought, ""
         return taken
 
     def end(self) -> str:
-        """Return the text that was held back, once nothing can follow."""
+        """Return the buffered text at the end of the answer. Buffered reasoning goes to `take`."""
         buffer, self._buffer = self._buffer, ""
         if self._state is _State.BEFORE and not self._thinking.opened:
             self._tokens = 0
@@ -132,7 +132,7 @@ class ThinkingDecoder:
         if call and call in thought:
             thought = thought[: thought.index(call)]
             self._state, self._buffer = _State.BEHIND, self._buffer[len(thought) :]
-            self._tokens -= 1  # the mark mostly is one token
+            self._tokens -= 1  # the call mark is usually one token
         elif mark:
             self._state, self._buffer = _State.BEHIND, rest
         else:
@@ -141,7 +141,7 @@ class ThinkingDecoder:
         self._think(thought)
 
     def _think(self, part: str) -> None:
-        """Add a part of the thought, but for white space at its beginning and its end."""
+        """Add a part of the reasoning. White space at the start and end of the whole is dropped."""
         certain = part.rstrip()
         if certain:
             space = self._take_space()

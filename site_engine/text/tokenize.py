@@ -1,6 +1,6 @@
-"""Turn the prompt of an attempt (chat, text or ids) into the token ids that the model reads.
+"""Convert the prompt of an attempt (chat, text or token ids) to the model's input token ids.
 
-Tokenizing takes from microseconds to seconds, so it happens on threads, in turns of some milliseconds.
+Tokenization takes from microseconds to seconds, so it runs on threads, in steps of a few milliseconds.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
-"""A result that is worked out in turns, with a `yield` between them."""
+"""A generator that returns a result and yields between the steps of its computation."""
 _AS_GENERATED = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 NO_POOLING = "this site's engine generates text: it makes no embeddings and ranks no documents"
 NO_IMAGES = "this site's engine reads text alone, and the messages have images"
 
 
 class PromptTokenizer:
-    """A tokenizer of transformers, and the size of the vocabulary that ids must stay within.
+    """Tokenize prompts with a transformers tokenizer. Token ids must be below `vocab_size`.
 
-    `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` no answer can be
-    guided. A prompt of `context_tokens` or more is refused as soon as that many are counted. Unless
-    `allow_special_tokens`, the name of a control token in a message of a chat is text as any other.
+    `post` schedules a call on the event loop (`loop.call_soon_threadsafe`). Guided decoding requires
+    `grammars`. A text longer than `context_tokens` is rejected at the first piece beyond that limit.
+    Unless `allow_special_tokens` is set, names of control tokens in chat messages are encoded as plain text.
 
-    Short prompts, long prompts and grammars have a thread each, on which tenants take turns: what can't be
-    cut into short pieces then delays its like alone.
+    Short prompts, long prompts and grammars have one thread each, scheduled fairly between tenants. Work that
+    can't be split into short steps therefore delays only work of the same kind.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PromptTokenizer:
         self._context_tokens = context_tokens
         self._allow_special_tokens = allow_special_tokens
         self._post = post
-        self._waiting: dict[Future[None], str] = {}  # with the tenant
+        self._waiting: dict[Future[None], str] = {}  # maps futures to tenants
         self._short, self._long = FairExecutor("prompts"), FairExecutor("long-prompts")
         self._compiler = FairExecutor("grammars")
         self._grammars = grammars
@@ -77,7 +77,7 @@ class PromptTokenizer:
 
     @property
     def waiting(self) -> int:
-        """Number of prompts not tokenized yet, and of those given up that have not been dropped yet."""
+        """The number of unfinished prompts, including cancelled prompts that are not dropped yet."""
         return len(self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
@@ -85,24 +85,24 @@ class PromptTokenizer:
 
     @property
     def max_token_chars(self) -> int | None:
-        """The most characters of a text that one token stands for; None if unknown."""
+        """The maximum number of characters of text in one token, or None if unknown."""
         return self._encoder.max_token_chars
 
     @property
     def chats(self) -> bool:
-        """True if the model has a chat template."""
+        """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Features of the model at this site, as Hello names them."""
+        """The names of the features that the model supports at this site, as sent in `Hello`."""
         has = {
             "chat": self.chats,
             "count": True,
             "logprobs": True,
             "resume": True,
             "resume_text": True,
-            "resume_chat": self.chats and self._form is not HARMONY,  # the text is not all that was generated
+            "resume_chat": self.chats and self._form is not HARMONY,  # its text omits generated tokens
             "tools": self._form is not None,
             "guided": self._grammars is not None,
             "template_kwargs": self.chats,
@@ -116,9 +116,9 @@ class PromptTokenizer:
         reply: Callable[[Prepared | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Prepare a prompt on the threads, then call `reply` on the event loop.
+        """Prepare a prompt on the worker threads, then call `reply` on the event loop.
 
-        `is_wanted` is called on the threads; once it is false the prompt is dropped, without a reply.
+        `is_wanted` is called on the worker threads. Once it returns False, the prompt is dropped silently.
         """
         executor = self._short if prompt_chars(assign) <= PIECE_CHARS else self._long
 
@@ -145,7 +145,7 @@ class PromptTokenizer:
         reply: Callable[[int | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Count the tokens of a prompt on the threads, then call `reply` on the event loop."""
+        """Count the tokens of a prompt on the worker threads, then call `reply` on the event loop."""
 
         def tokenize() -> Turns[None]:
             prepared = yield from _or_refusal(assign, self._prepared(assign, None))
@@ -155,7 +155,7 @@ class PromptTokenizer:
         self._submit(executor, assign.tenant, tokenize(), is_wanted)
 
     def prepare_now(self, assign: Assign) -> Prepared:
-        """Prepare a prompt on the caller's thread. Raises NotServed with the reason and the field."""
+        """Prepare a prompt on the calling thread. Raises NotServed with the reason and the field."""
         grammar = _finish(self._grammar(assign)) if _wants_grammar(assign) else None
         return _finish(self._prepared(assign, grammar))
 
@@ -171,7 +171,7 @@ class PromptTokenizer:
         future.add_done_callback(self._waiting.pop)
 
     def _grammar(self, assign: Assign) -> Turns[Grammar]:
-        yield from ()  # a grammar is compiled in one turn
+        yield from ()  # a grammar is compiled in one step
         tools = assign.tools
         forced = tools is not None and tools.forced
         param = "response_format" if assign.guided_json and not forced else "tools"
@@ -233,7 +233,7 @@ class PromptTokenizer:
     def _prompt_ids(self, assign: Assign, rendered: str | None) -> Turns[Sequence[int]]:
         prompt = assign.prompt
         if rendered is not None:
-            return (yield from self._encode(rendered, special=False))  # the template wrote special tokens
+            return (yield from self._encode(rendered, special=False))  # the template includes special tokens
         assert not isinstance(prompt, ChatPrompt)
         if isinstance(prompt, PoolingPrompt):
             raise NotServed(Reason.UNSUPPORTED, NO_POOLING, "model")
@@ -241,14 +241,17 @@ class PromptTokenizer:
             return prompt.token_ids
         if ids := (yield from self._encode(prompt.text, special=True)):
             return ids
-        start = self._tokenizer.bos_token_id  # an empty prompt is the beginning of a text
+        start = self._tokenizer.bos_token_id  # an empty prompt starts a new text
         if start is None:
             message = "the prompt has no tokens, and this model has no token to begin with"
             raise NotServed(Reason.INVALID, message, "prompt")
         return [start]
 
     def _resumed_ids(self, assign: Assign) -> Turns[tuple[int, ...]]:
-        """Tokenize a delivered text: tokens that decode to it exactly, though maybe not those generated."""
+        """Tokenize the delivered text, perhaps to other tokens than those generated.
+
+        Raises NotServed if the tokens do not decode to exactly that text.
+        """
         ids = yield from self._encode(assign.resumed_text, special=False)
         if self._tokenizer.decode(ids, **_AS_GENERATED) != assign.resumed_text:
             message = "this model's tokenizer does not say the delivered text as it was: it cannot go on here"
@@ -256,7 +259,7 @@ class PromptTokenizer:
         return tuple(ids)
 
     def _encode(self, text: str, *, special: bool) -> Turns[list[int]]:
-        """Encode a text. Raises NotServed once it is known to be too long for the context."""
+        """Encode a text. Raises NotServed as soon as the text is known to exceed the context length."""
         limit, chars = self._context_tokens, self._encoder.max_token_chars
         if limit is not None and chars is not None and self._encoder.chars(text) > limit * chars:
             raise _too_long(
@@ -272,7 +275,7 @@ class PromptTokenizer:
         return ids
 
     def _render(self, prompt: ChatPrompt) -> str:
-        """Apply the chat template."""
+        """Render a chat with the model's chat template. Raises NotServed if the chat is not supported."""
         from jinja2 import TemplateError
 
         if not self.chats:
@@ -295,7 +298,7 @@ class PromptTokenizer:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
-                    chat_template=None,  # so that no argument of a client can be one
+                    chat_template=None,  # so that no client argument can set it
                     tokenize=False,
                     add_generation_prompt=True,
                     **tools,
@@ -307,7 +310,7 @@ class PromptTokenizer:
             raise NotServed(Reason.INVALID, message, "messages") from exc
 
     def _template_tools(self, tools: Tools, shield: Callable[[str], str]) -> list[dict[str, Any]]:
-        """Return the tools as templates expect them: that of gpt-oss fails without a description."""
+        """Return the tools as templates expect them. The gpt-oss template fails without a description."""
         offered = [shielded(each, shield) for each in tools.offered]
         if self._form is HARMONY:
             for each in offered:
@@ -322,7 +325,7 @@ class PromptTokenizer:
 
 
 def prompt_chars(assign: Assign) -> int:
-    """Return the characters that are to be tokenized, without those of a template."""
+    """Return the number of characters to tokenize, without those of the chat template."""
     prompt, chars = assign.prompt, len(assign.resumed_text)
     if isinstance(prompt, ChatPrompt):
         messages = prompt.messages
@@ -331,7 +334,7 @@ def prompt_chars(assign: Assign) -> int:
 
 
 def check_resumed_thought(assign: Assign, thinking: Thinking | None, *, in_channels: bool) -> None:
-    """Raise NotServed for an answer begun elsewhere of which the gateway does not say what was thought."""
+    """Raise NotServed if the reasoning in the delivered part of a resumed answer can't be determined."""
     thinks = thinking is not None or in_channels
     if assign.by_text and thinking is not None and thinking.opened:
         message = "the delivered text would be read as the model's thought: it cannot go on here"
@@ -348,7 +351,7 @@ def _too_long(found: str, limit: int) -> NotServed:
 
 
 def _finish(work: Turns[T]) -> T:
-    """Run all turns."""
+    """Run all steps and return the result."""
     while True:
         try:
             next(work)
@@ -358,7 +361,7 @@ def _finish(work: Turns[T]) -> T:
 
 
 def _or_refusal(assign: Assign, work: Turns[T]) -> Turns[T | NotServed]:
-    """Return the result of `work`, or the refusal that its exception amounts to."""
+    """Return the result of `work`, or a NotServed for the exception that it raised."""
     try:
         return (yield from work)
     except NotServed as refusal:
@@ -379,10 +382,10 @@ def _wants_grammar(assign: Assign) -> bool:
 def template_message(
     place: int, message: ChatMessage, reads_calls: bool, shield: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return a message as templates expect it, without absent fields.
+    """Convert a message to the form that templates expect. Empty optional fields are omitted.
 
-    `reads_calls`: the template reads calls, and their arguments as an object instead of its JSON text.
-    `shield`: applied to what anybody may have written.
+    `reads_calls`: the template supports tool calls, with arguments as an object instead of JSON text.
+    `shield`: applied to the content, name, tool calls and reasoning, which may be untrusted.
     """
     fields: dict[str, Any] = {"role": message.role, "content": shield(message.content)}
     if message.name:
@@ -395,7 +398,7 @@ def template_message(
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
         fields |= dict.fromkeys(("reasoning_content", "reasoning"), shield(message.reasoning))
-        if not message.content:  # beside one, gpt-oss' template refuses it
+        if not message.content:  # the gpt-oss template rejects it beside content
             fields["thinking"] = fields["reasoning"]
     return fields
 
@@ -404,7 +407,7 @@ def call_with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-        json.dumps(arguments, ensure_ascii=False).encode()  # fails for a half of a character
+        json.dumps(arguments, ensure_ascii=False).encode()  # fails for a lone surrogate
     except (ValueError, TypeError) as exc:
         message = f"the arguments of {function.get('name')} are not JSON: {exc}"
         raise NotServed(Reason.INVALID, message, f"messages.{place}.tool_calls") from exc

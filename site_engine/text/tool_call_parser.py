@@ -1,6 +1,6 @@
-"""Separate calls of functions from text while an answer grows.
+"""Separate tool calls from the text of a streamed answer.
 
-The result depends on the text alone, not on how it is cut into parts.
+The result depends only on the text, not on how the text is split into parts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from site_engine.text.tool_format import AnswerFormat, Format
 
 class _State(Enum):
     TEXT = "text"
-    BETWEEN = "between"  # after a mark that begins calls, outside any of them
+    BETWEEN = "between"  # after a begin mark, outside a call
     CALL = "call"
 
 
 class ToolCallParser:
-    """The parser of one answer. Whatever only looks like a call, or calls nothing offered, stays text."""
+    """Parse one answer. Malformed calls and calls of unknown functions are returned as text."""
 
     def __init__(self, form: Format, functions: Functions, answer: ParsedAnswer) -> None:
         self._form = form
@@ -32,7 +32,7 @@ class ToolCallParser:
         self._answer = answer
         self._state = _State.BETWEEN if form.bare else _State.TEXT
         self._buffer = ""
-        self._undecided = ""  # read already, and may turn out to be text
+        self._undecided = ""  # consumed text that may still turn out to be plain text
         self._call = form.syntax.reader(functions)
         self._is_named = False
 
@@ -41,13 +41,13 @@ class ToolCallParser:
         return self._answer.calls
 
     def feed(self, text: str) -> ParsedText:
-        """Return the text and the calls that are certain after `text`."""
+        """Parse more text and return the text and the call deltas that are final."""
         self._buffer += text
         self._advance(final=False)
         return self._answer.take()
 
     def end(self) -> ParsedText:
-        """Return the rest, once nothing can follow. A mark without anything after it is left out."""
+        """Return the rest at the end of the answer. A begin mark without anything after it is dropped."""
         self._advance(final=True)
         rest = self._undecided + self._buffer
         if self._state is _State.CALL:
@@ -69,10 +69,10 @@ class ToolCallParser:
             else:
                 goes_on = self._parse_call(final)
 
-    # steps: each reads on from the buffer, and returns False if more text has to come first
+    # Each step consumes text of the buffer and returns False if it needs more text.
 
     def _parse_text(self) -> bool:
-        """Go on to a mark. White space before it belongs to the call, undecided until text follows."""
+        """Parse text up to a mark. White space stays undecided until text follows, and belongs to a call."""
         buffer, begins = self._buffer, self._form.begins
         places = [(at, mark) for mark in begins if (at := buffer.find(mark)) >= 0]
         if places:
@@ -82,13 +82,13 @@ class ToolCallParser:
             self._undecided += buffer[at:end]
             self._buffer, self._state = buffer[end:], _State.BETWEEN
             return True
-        kept = max(overlap(buffer, mark) for mark in begins)  # it may turn out to be a mark
+        kept = max(overlap(buffer, mark) for mark in begins)  # it may be the start of a mark
         self._add_text(buffer[: len(buffer) - kept])
         self._buffer = buffer[len(buffer) - kept :]
         return False
 
     def _add_text(self, part: str) -> None:
-        """Add a part of the text, but for white space at its end."""
+        """Add a part of the text. White space at its end stays undecided."""
         certain = part.rstrip(SPACE)
         if certain:
             self._answer.add_text(self._undecided + certain)
@@ -115,11 +115,11 @@ class ToolCallParser:
         return True
 
     def _parse_call(self, final: bool) -> bool:
-        """Go on to the call's name, to its end, or as far as the text is certain."""
+        """Parse the call up to its name, its end or the end of the available text."""
         call, form = self._call, self._form
         used = call.read(self._buffer, final=final)
         if call.broken:
-            used = len(form.syntax.start)  # would begin the same call again
+            used = len(form.syntax.start)  # otherwise the same call would start again
         self._undecided += self._buffer[:used]
         self._buffer = self._buffer[used:]
         if not self._is_named and (call.broken or call.done or call.name):
@@ -147,14 +147,14 @@ def answer_parser(form: AnswerFormat, functions: Functions, answer: ParsedAnswer
 
 
 class ToolCallStyle(NamedTuple):
-    """The style in which one attempt's model calls functions."""
+    """The tool call format and the functions of one attempt. `single`: only the first call is returned."""
 
     form: AnswerFormat
     functions: Functions
     single: bool
 
     def parser(self, choice: str, delivered: Delivered) -> ToolParser:
-        """Return a parser for one choice. `choice` names it everywhere: ids of calls are made of it."""
+        """Return a parser for one choice. Call ids are derived from `choice`, an id unique across sites."""
 
         def new_id(number: int) -> str:
             digest = blake2b(f"{choice} {number}".encode(), digest_size=16).hexdigest()

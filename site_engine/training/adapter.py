@@ -1,4 +1,4 @@
-"""The LoRA adapter that is trained: float32 factors beside the base, written to a folder as peft does."""
+"""The LoRA adapter in training: float32 factors in addition to the base model, saved in peft's format."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from site_engine.training.tensor_bytes import write_tensors
 from site_engine.variants.peft_folder import CONFIG, MAX_RANK, PREFIX, WEIGHTS
 
 KINDS = {"Linear": (1, 0), "Conv1D": (0, 1)}
-"""Modules that take a product, and the dimensions of their weight that are their inputs and outputs."""
+"""Module types that compute a matrix product, with the input and output dimension of their weight."""
 STAGING = ".new"
 Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""`down` [rank, in] and `up` [out, rank] by the name of the module that they adapt."""
+"""`down` [rank, in] and `up` [out, rank] by the name of the adapted module."""
 
 
 class Adapter:
-    """The factors that are trained, in float32."""
+    """The trainable factors, in float32."""
 
     def __init__(self, shape: AdapterShape, factors: Factors) -> None:
         self.shape = shape
@@ -37,16 +37,16 @@ class Adapter:
         return self.shape.alpha / self.shape.rank
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the factors of all modules, in their order."""
+        """Return the factors of all modules in order, `down` before `up`."""
         return [factor for pair in self.factors.values() for factor in pair]
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the factors in a file of peft, in their order."""
+        """The names of the factors in a peft file, in the order of `parameters`."""
         return [f"{PREFIX}{name}.lora_{part}.weight" for name in self.factors for part in "AB"]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the factors, on their device, by their names in a file of peft."""
+        """Return copies of the factors on their device, by their names in a peft file."""
         return {
             name: factor.detach().clone() for name, factor in zip(self.names, self.parameters(), strict=True)
         }
@@ -57,7 +57,7 @@ def _leaf(factor: torch.Tensor) -> torch.Tensor:
 
 
 def new_adapter(modules: Mapping[str, Any], shape: AdapterShape, seed: int) -> Adapter:
-    """Return an adapter that changes nothing yet, drawn as peft draws: `down` uniform, `up` zero."""
+    """Return an adapter without effect, initialized as in peft: `down` uniform, `up` zero."""
     draw = torch.Generator().manual_seed(seed)
     factors = {}
     for name, module in modules.items():
@@ -75,7 +75,7 @@ def new_adapter(modules: Mapping[str, Any], shape: AdapterShape, seed: int) -> A
 
 
 def target_modules(layers: Iterable[tuple[str, Any]], shape: AdapterShape) -> dict[str, Any]:
-    """Return the modules of the layers that an adapter of this shape changes. Raises TrainingRefused."""
+    """Return the target modules of an adapter of this shape, by name. Raises TrainingRefused."""
     if not 0 < shape.rank <= MAX_RANK:
         raise TrainingRefused(f"rank {shape.rank} is not 1 to {MAX_RANK}")
     if shape.target not in {"all-linear", "attention"}:
@@ -92,8 +92,9 @@ def target_modules(layers: Iterable[tuple[str, Any]], shape: AdapterShape) -> di
 
 
 def attach(name: str, module: Any, adapter: Adapter) -> None:
-    """Let a module of the trained copy add its product: in float32 and before the output is rounded, but on
-    GPUs in 16 bits where the model is.
+    """Add an adapter's product to the output of a module of the trained copy.
+
+    The product is computed in float32 and added before rounding, or in 16 bits for a 16-bit model on a GPU.
     """
     factors, scale = adapter.factors[name], adapter.scale
 
@@ -108,18 +109,18 @@ def attach(name: str, module: Any, adapter: Adapter) -> None:
 
 
 class AddedProduct(torch.autograd.Function):  # type: ignore[misc]  # torch does not type it
-    """`out + up @ down @ given` with factors rounded to the 16 bits of `out`, and gradients of the factors in
-    float32.
+    """Compute `out + up @ down @ given` with factors rounded to the 16 bits of `out`. The gradients of the
+    factors are float32.
 
-    Each pass reads and writes the wide tensors once: in float32 they cost half as much as the model's own
-    products.
+    Each pass reads and writes the wide tensors once. In float32, those passes would cost half as much time as
+    the model's own products.
     """
 
     @staticmethod
     def forward(
         ctx: Any, given: torch.Tensor, out: torch.Tensor, down: torch.Tensor, up: torch.Tensor
     ) -> torch.Tensor:
-        """Map given [..., in] and out [..., out]."""
+        """Add the adapter's product of `given` [..., in] to `out` [..., out]."""
         rows, narrow, wide = given.flatten(0, -2), down.to(out.dtype), up.to(out.dtype)
         inner = rows @ narrow.T
         ctx.save_for_backward(rows, inner, narrow, wide)
@@ -135,16 +136,16 @@ class AddedProduct(torch.autograd.Function):  # type: ignore[misc]  # torch does
 
 
 def exact_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Multiply matrices of 16 bits, with a result in float32."""
+    """Multiply 16-bit matrices and return a float32 result."""
     if one.is_cuda:
         return torch.mm(one, other, out_dtype=torch.float32)
     return one.float() @ other.float()
 
 
 def write_folder(folder: Path, factors: Mapping[str, torch.Tensor], shape: AdapterShape, base: str) -> None:
-    """Write an adapter as peft does; the folder is there whole or not at all."""
+    """Write an adapter in peft's format. The folder appears only once it is complete."""
     names = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in factors}
-    parts = 1 if shape.target == "all-linear" else 2  # of gpt2's c_proj, that of attention alone
+    parts = 1 if shape.target == "all-linear" else 2  # gpt2 has a c_proj in attention and one in the MLP
     targets = sorted({".".join(name.split(".")[-parts:]) for name in names})
     settings = {
         "peft_type": "LORA",
@@ -160,7 +161,7 @@ def write_folder(folder: Path, factors: Mapping[str, torch.Tensor], shape: Adapt
     }
 
     staging = folder.with_name(folder.name + STAGING)
-    shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(staging, ignore_errors=True)  # left by a killed process
     staging.mkdir(parents=True)
     (staging / CONFIG).write_text(json.dumps(settings, indent=2), "utf-8")
     with (staging / WEIGHTS).open("wb") as file:

@@ -1,4 +1,4 @@
-"""An adapter as one file: a tar archive of the two files that peft writes."""
+"""Store an adapter as one file: a tar archive of the two files of peft's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from site_engine.variants.peft_folder import CONFIG, WEIGHTS
 
 
 def pack(snapshot: bytes, shape: AdapterShape, base: str) -> bytes:
-    """Return the archive of a snapshot's adapter; equal adapters have equal archives."""
+    """Return the archive of a snapshot's adapter. Equal adapters have equal archives."""
     with temporary_folder("mico-packed-") as parent:
         folder = parent / "adapter"
         write_folder(folder, decode(snapshot).adapter, shape, base)
@@ -32,9 +32,9 @@ def pack(snapshot: bytes, shape: AdapterShape, base: str) -> bytes:
 
 
 def unpack(archive: bytes, parent: Path) -> Path:
-    """Write the files of an archive to a new folder in `parent` and return it.
+    """Extract an archive to a new folder in `parent` and return the folder.
 
-    Raises VariantRefused and OSError, and leaves nothing behind then.
+    Raises VariantRefused and OSError, after removing the folder.
     """
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:

@@ -1,4 +1,4 @@
-"""Attend packed sequences with gradients: each token to those of its own sequence, nothing cached."""
+"""Compute attention over packed sequences with gradients, within each sequence and without a KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PackedContext:
     def __init__(self, begins: Sequence[int]) -> None:
         self._begins = begins
         self._spans = list(pairwise(begins))
-        self._ends: torch.Tensor | None = None  # of the sequences, on the device
+        self._ends: torch.Tensor | None = None  # `begins` on the device
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -41,7 +41,7 @@ class PackedContext:
     def _attend_all(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Attend all sequences with one kernel, which only GPUs have, in 16 bits."""
+        """Attend all sequences with one kernel, which exists only for 16 bits on GPUs."""
         if self._ends is None:
             self._ends = torch.tensor(self._begins, dtype=torch.int32).to(query.device)
         ends, longest = self._ends, max(end - begin for begin, end in self._spans)
@@ -52,7 +52,7 @@ class PackedContext:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attend one sequence [1, heads, tokens, dim] to itself, causally."""
+    """Compute causal self-attention of one sequence [1, heads, tokens, dim]."""
     window = scoring.window if scoring.window is not None and scoring.window < q.shape[2] else None
     if window is None and scoring.softcap is None and scoring.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)

@@ -1,4 +1,4 @@
-"""Begin a job: read its files with the model's tokenizer, and build what trains it. May take seconds."""
+"""Open a training job: read its files with the model's tokenizer and build its trainer. May take seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from site_engine.training.sliced_model import SlicedModel
 from site_engine.training.trainer import SNAPSHOT_INTERVAL_S, Trainer
 
 SLICE_S = 0.005
-"""So long a newcomer waits at most. Micro-batches of half the size leave a GPU waiting for their launches: an
-H200 trained a third of the tokens a second at 8B and a seventh at 0.5B.
+"""Maximum seconds of a layer slice, which a new request may have to wait for. Micro-batches of half the size
+leave a GPU waiting for launches: an H200 trained a third of the tokens per second at 8B, a seventh at 0.5B.
 """
 MAX_TRAIN_TOKENS = 16384
-"""Of a micro-batch on a GPU: of more the kept inputs of layers take gigabytes."""
+"""Maximum tokens of a micro-batch on a GPU. With more, the kept inputs of layers take gigabytes."""
 SIZES_ON_CPU = (512, 256, 128, 64)
 SLICE_FLOP = 8e8
-"""Of a slice on a CPU: about SLICE_S of one core."""
+"""Maximum FLOP of a slice on a CPU: about SLICE_S seconds of one core."""
 
 
 def open_job(
@@ -37,9 +37,10 @@ def open_job(
     train_tokens: int | None = None,
     costs: SliceCosts | None = None,
 ) -> Trainer:
-    """Return the trainer of a job. Raises TrainingRefused, also for bad data, which is named by line.
+    """Return the warmed-up trainer of a job. Raises TrainingRefused; for invalid data it names the lines.
 
-    `train_tokens`: of a micro-batch; None: on a GPU fitted now, which gives too few beside answers.
+    `train_tokens` is the size of a micro-batch. None: measured now on a GPU, which gives too small a size
+    while requests are served; on a CPU, `tokens_on_cpu`.
     """
     if model.tokenizer is None:
         raise TrainingRefused("this engine has no tokenizer")
@@ -72,10 +73,10 @@ def open_job(
 
 
 def warm_up(model: LoadedModel, shape: AdapterShape, clock: Callable[[], float], costs: SliceCosts) -> int:
-    """Warm up a made-up job, before a site joins: those of the same shape that begin beside answers then find
-    what they compute compiled, memory for it allocated, and in `costs` what slices take.
+    """Warm up a synthetic job before a site joins, and return the size of its micro-batches in tokens.
 
-    Returns the tokens of a micro-batch. Raises TrainingRefused.
+    Jobs of the same shape that start while requests are served then find their kernels compiled, memory
+    allocated and the slice durations in `costs`. Raises TrainingRefused.
     """
     draw = np.random.RandomState(0)
     lengths = [min(8 * number, model.context_tokens) for number in range(1, 65)]
@@ -104,8 +105,8 @@ def warm_up(model: LoadedModel, shape: AdapterShape, clock: Callable[[], float],
 
 
 def tokens_on_cpu(model: SlicedModel) -> int:
-    """Return the tokens of a micro-batch on a CPU: not by what slices take, so that a job that is trained
-    again gives the same adapter, bit by bit.
+    """Return the tokens of a micro-batch on a CPU. The result depends on the weights' size, not on measured
+    durations, so that repeating a job gives a bit-identical adapter.
     """
     weights = sum(each.numel() for each in model.layers[0][1].parameters())
     return next((size for size in SIZES_ON_CPU if 6 * weights * size <= SLICE_FLOP), SIZES_ON_CPU[-1])
@@ -119,9 +120,9 @@ def _read(name: str, encoder: RowEncoder, data: bytes) -> Dataset:
 
 
 def _lines(data: bytes) -> Iterator[bytes]:
-    """Yield the lines of a file, whose last one a line feed ends or none does.
+    """Yield the lines of a file, with or without a line feed at its end.
 
-    To split a large file at once would keep the interpreter from answers.
+    Splitting a large file in one call would block the interpreter for the serving threads.
     """
     begin, end = 0, len(data) - data.endswith(b"\n")
     while (at := data.find(b"\n", begin, end)) >= 0:

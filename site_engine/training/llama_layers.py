@@ -1,9 +1,9 @@
-"""Train layers of the Llama family with few kernels: forward, and computed again with the gradients.
+"""Train Llama-family layers with few kernels: a forward pass, and a backward pass that recomputes it.
 
-The products of the frozen weights are PyTorch's, norms, rotations and gates one kernel each; an adapter's
-products are added in place. Of a layer's forward pass, all but the last product is computed again, or without
-attention where there is memory to keep it. Autograd knows attention alone. Does not know other families;
-they train as transformers computes them.
+PyTorch computes the products with frozen weights; norms, rotations and gates take one kernel each; an
+adapter's products are added in place. The backward pass recomputes all of the forward pass but the last
+product; attention only if there is too little memory to keep its results. Autograd differentiates attention
+alone. Other families are not supported here and train with the transformers implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def fits(model: Any) -> bool:
-    """Return whether a model of transformers can be trained by this module."""
+    """Return whether this module can train a transformers model."""
     return (
         type(model).__name__ in FAMILIES
         and model.config.hidden_act == "silu"
@@ -52,7 +52,7 @@ def _projections(layer: Any) -> dict[str, Any]:
 
 
 class Norm(NamedTuple):
-    """An RMS norm with the sum before it."""
+    """An RMS norm, optionally fused with the residual sum before it."""
 
     weight: torch.Tensor
     epsilon: float
@@ -71,7 +71,7 @@ class Norm(NamedTuple):
     def backward(
         self, hidden: torch.Tensor, gradient: torch.Tensor, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the gradient of what was normed, in the place of the norm's."""
+        """Overwrite `gradient` with the gradient of the norm's input, plus `beside`, and return it."""
         past = gradient if beside is None else beside
         kernel = training_kernels.norm_backward
         self._launch(kernel, hidden, self.weight, gradient, past, gradient, BESIDE=beside is not None)
@@ -88,17 +88,17 @@ class Norm(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Factors of some modules, in 16 bits."""
+    """The adapter factors of some modules, rounded to 16 bits."""
 
     down: torch.Tensor  # [all ranks, in]
     scaled_down: torch.Tensor
-    ups: dict[str, torch.Tensor]  # [out, rank] by the name of the module
+    ups: dict[str, torch.Tensor]  # [out, rank] by module name
     scaled_ups: dict[str, torch.Tensor]
-    parts: dict[str, slice]  # of all ranks
+    parts: dict[str, slice]  # of the rows of `down`, by module name
 
 
 class Joined:
-    """Projections of one input, and what an adapter adds to them."""
+    """Projections that share one input, with an adapter's contributions."""
 
     def __init__(self, modules: Mapping[str, Any], factors: Factors, scale: float) -> None:
         self._modules, self._scale = modules, scale
@@ -108,9 +108,9 @@ class Joined:
     def forward(
         self, rows: torch.Tensor, *, add: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Map rows [tokens, in]; return each projection's and the adapter's inner products, scaled.
+        """Map rows [tokens, in] to the output of each projection and the adapter's scaled inner products.
 
-        Without `add` the first are those of the model alone.
+        Without `add` the outputs leave out the adapter.
         """
         inner, outs = self.inner(rows), []
         rounded = self.rounded(rows.dtype)
@@ -122,7 +122,7 @@ class Joined:
         return outs, inner
 
     def inner(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return the adapter's inner products, None where it changes none of these."""
+        """Return the adapter's scaled inner products [tokens, all ranks], or None if no module is adapted."""
         rounded = self.rounded(rows.dtype)
         return None if rounded is None else rows @ rounded.scaled_down.T
 
@@ -133,7 +133,7 @@ class Joined:
         inner: torch.Tensor | None,
         found: Gradients,
     ) -> torch.Tensor:
-        """Return the gradient of the rows; put those of the factors into `found`."""
+        """Return the gradient of the rows and store those of the factors in `found`."""
         given: torch.Tensor | None = None
         for gradient, module in zip(gradients, self._modules.values(), strict=True):
             given = gradient @ module.weight if given is None else given.addmm_(gradient, module.weight)
@@ -152,7 +152,7 @@ class Joined:
         return given.addmm_(through, rounded.down)
 
     def rounded(self, dtype: torch.dtype) -> Rounded | None:
-        """Return the factors, rounded once until `forget`."""
+        """Return the rounded factors, cached until `forget`; None if no module is adapted."""
         if self._factors and self._rounded is None:
             joined = torch.cat([down.detach() for down, _ in self._factors.values()])
             ups = {name: up.detach() for name, (_, up) in self._factors.items()}
@@ -167,7 +167,7 @@ class Joined:
         return self._rounded
 
     def forget(self) -> None:
-        """Round the factors again: they have changed."""
+        """Discard the rounded factors after the factors have changed."""
         self._rounded = None
 
 
@@ -175,7 +175,7 @@ class Joined:
 
 
 class Attended(NamedTuple):
-    """The first half of a layer's forward pass."""
+    """The results of the attention half of a layer's forward pass."""
 
     inner: torch.Tensor | None
     leaves: list[torch.Tensor]  # queries, keys and values, rotated
@@ -188,7 +188,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class TrainedLayer:
-    """A decoder layer with the adapter's factors for it; the names of modules begin with `name`."""
+    """A decoder layer with the adapter's factors for its modules, whose names begin with `name`."""
 
     def __init__(self, name: str, layer: Any, factors: Factors, scale: float) -> None:
         modules = {f"{name}.{each}": module for each, module in _projections(layer).items()}
@@ -216,7 +216,7 @@ class TrainedLayer:
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, keep: bool = False
     ) -> tuple[torch.Tensor, Attended | None]:
-        """Map hidden states [tokens, dim]; with `keep` also return what `backward` need not compute again."""
+        """Map hidden states [tokens, dim]. With `keep`, also return the results that `backward` can reuse."""
         half, normed = self._attend(hidden, rotary, context, grad=keep)
         parts, inner = self._gate_up.forward(normed, add=False)
         gated = torch.empty_like(parts[0])
@@ -232,9 +232,9 @@ class TrainedLayer:
         gradient: torch.Tensor,
         kept: Attended | None = None,
     ) -> Generator[Slice, None, tuple[torch.Tensor, Gradients]]:
-        """Return the gradients of the layer's input and of its factors, by the names of their modules.
+        """Return the gradient of the layer's input and those of its factors, by module name.
 
-        Yields the kinds of the slices after the first.
+        Yields the kind of each slice after the first.
         """
         half, between_normed = kept, None
         if half is None:
@@ -266,14 +266,14 @@ class TrainedLayer:
         return self._before.backward(hidden, normed, between), factors
 
     def forget_factors(self) -> None:
-        """Read the adapter's factors again: they have changed."""
+        """Discard the rounded factors after the adapter's factors have changed."""
         for each in self._joined:
             each.forget()
 
     def _gate(
         self, kernel: Any, parts: Sequence[torch.Tensor], inner: torch.Tensor | None, other: torch.Tensor
     ) -> None:
-        """Launch a kernel of gates; without an adapter any tensors stand for its products."""
+        """Launch a gate kernel. Without an adapter, `other` is passed as placeholder for its products."""
         rows, width = other.shape
         rounded, rank = self._gate_up.rounded(other.dtype), 0
         added = [other] * 4
@@ -289,7 +289,7 @@ class TrainedLayer:
     def _attend(
         self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, grad: bool
     ) -> tuple[Attended, torch.Tensor]:
-        """Return the first half, and the norm that the second begins with."""
+        """Compute the attention half. Return its results and the normed input of the MLP half."""
         heads, inner = self._query_key_value.forward(self._before.forward(hidden))
         leaves = [each.view(each.shape[0], -1, self._dim) for each in heads]
         _rotate(leaves[0], rotary, 1)
@@ -304,7 +304,7 @@ class TrainedLayer:
 
 
 def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sign: int) -> None:
-    """Rotate heads [tokens, heads, dim] in place; -1: backward."""
+    """Apply rotary embeddings to heads [tokens, heads, dim] in place. A `sign` of -1 applies the inverse."""
     rows, count, dim = heads.shape
     half = dim // 2
     training_kernels.rotate[(rows,)](
@@ -314,7 +314,7 @@ def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sign
 
 
 def sliding_window(attention: Any) -> int | None:
-    """Return the window that an attention module of these families gives to its attention."""
+    """Return the sliding window of an attention module of these families, or None."""
     if type(attention).__name__.startswith("Mistral"):
         window: int | None = getattr(attention.config, "sliding_window", None)
         return window
@@ -325,7 +325,7 @@ def sliding_window(attention: Any) -> int | None:
 
 
 class TrainedHead:
-    """The last norm, the product that gives logits, and the loss."""
+    """The final norm, the output projection to logits, and the loss."""
 
     def __init__(self, norm: Any, head: Any) -> None:
         self._norm = Norm(norm.weight, norm.variance_epsilon)
@@ -334,9 +334,10 @@ class TrainedHead:
     def loss(
         self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Map hidden states [tokens, dim]; return the sum of the losses of the first `rows`, how many of
-        their targets are predicted best and, with a `count`, the gradient of the states of the sum divided by
-        it.
+        """Compute the loss on hidden states [tokens, dim].
+
+        Returns the sum of the losses of the first `rows` tokens, the number of these whose top prediction is
+        the target and, if `count` is given, the gradient of sum / count with respect to the hidden states.
         """
         logits = F.linear(self._norm.forward(hidden), self._weight, self._bias)
         tokens, vocabulary = logits.shape

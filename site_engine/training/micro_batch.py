@@ -1,7 +1,7 @@
-"""The loss and gradient of one micro-batch, in slices between which its caller may do anything else.
+"""Compute the loss and gradients of one micro-batch in slices, between which the caller can do other work.
 
-Only the inputs of layers are kept; backward, a layer is computed again. The logits of more than some tokens
-never exist.
+The inputs of layers are kept; the backward pass recomputes each layer. Logits are computed for a limited
+number of tokens at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from site_engine.training.slices import Slice
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What slices of the head give, the loss over their learned tokens and how many of these are predicted
-    best, and the gradients.
+    """The results of a micro-batch.
 
-    `gradients` are by the order of `Adapter.parameters()`, of the loss divided by the caller's `count`.
+    `sums` has, per head slice, the summed loss of its learned tokens and the number predicted correctly.
+    `gradients`, in the order of `Adapter.parameters()`, are those of the loss divided by the caller's count.
     """
 
     sums: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class MicroBatch:
 
     @property
     def loss_sum(self) -> float:
-        """The sum of the loss. Waits for the device, as `correct` does."""
+        """The summed loss. Waits for the device, as `correct` does."""
         return sum(float(loss) for loss, _ in self.sums)
 
     @property
@@ -51,7 +51,10 @@ def run_micro_batch(
     *,
     backward: bool = True,
 ) -> Slices:
-    """Compute a micro-batch; `adapted[i]` are layer i's modules, `count` the whole batch's learned tokens."""
+    """Run a micro-batch. `adapted[i]` names the adapted modules of layer i.
+
+    `count` is the number of learned tokens in the whole batch.
+    """
     yield Slice.BEGIN
     with torch.no_grad():
         ids, positions, predicting, targets = (
@@ -94,7 +97,7 @@ def _head(
     count: int | None,
     sums: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Generator[Slice, None, torch.Tensor | None]:
-    """Append losses and hits to `sums`; return the gradient of the hidden states if there is a `count`."""
+    """Append losses and hits to `sums`. Return the gradient of the hidden states if `count` is given."""
     gradient = None if count is None else torch.zeros_like(hidden)
     size = model.head_tokens
     for number, (tokens, wanted) in enumerate(zip(predicting.split(size), targets.split(size), strict=True)):

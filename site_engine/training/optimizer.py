@@ -1,7 +1,7 @@
 """AdamW over all factors of an adapter at once.
 
-Factors, gradients and moments each lie side by side in one tensor: a step is a few launches, not several for
-each of hundreds of factors.
+Factors, gradients and moments are each stored contiguously in one tensor, so that a step takes a few kernel
+launches instead of several for each of hundreds of factors.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from site_engine.core.loader_turns import pause
 
 MAX_GRADIENT_NORM = 1.0
 ALIGNED_NUMBERS = 64
-"""Kernels read factors by whole lines of memory."""
+"""Alignment of factors in numbers: kernels read whole cache lines."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
 
 
 class Optimizer:
-    """Moves `factors` into one tensor and updates them there; `gradients` are where their callers put those.
+    """Move `factors` into one tensor and update them in place. Callers write gradients into `gradients`.
 
-    All is allocated now, and not beside answers.
+    All memory is allocated in the constructor, not while requests are served.
     """
 
     def __init__(self, factors: Sequence[torch.Tensor]) -> None:
@@ -49,8 +49,8 @@ class Optimizer:
             yield of_all[begin : begin + shape.numel()].view(shape)
 
     def step(self, rate: float) -> bool:
-        """Make a step, of gradients no longer than MAX_GRADIENT_NORM; leave it out and return False if one is
-        not finite.
+        """Clip the gradients to MAX_GRADIENT_NORM and run a step. If their norm is not finite, skip the step
+        and return False.
         """
         finite = bool(torch.isfinite(torch.nn.utils.clip_grad_norm_([self._values], MAX_GRADIENT_NORM)))
         if finite:
@@ -60,7 +60,7 @@ class Optimizer:
         return finite
 
     def copies(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return copies of factors, moments and the number of steps, by the names of the factors."""
+        """Return copies of the factors, moments and step count, keyed by the factors' names."""
         found = dict(zip(names, self._parts(self._values.detach().clone()), strict=True))
         for moment in MOMENTS:
             copied = self._parts(self._state[moment].clone())
@@ -68,7 +68,7 @@ class Optimizer:
         return found | dict.fromkeys((f"{STEP}.{name}" for name in names), self._state[STEP].clone())
 
     def restore(self, names: Sequence[str], copies: Mapping[str, torch.Tensor]) -> None:
-        """Take what `copies` returned. Raises KeyError and RuntimeError for what is no such thing."""
+        """Restore the result of `copies`. Raises KeyError and RuntimeError for missing or unfit tensors."""
         parts = {"": self._values.detach(), **{f"{each}.": self._state[each] for each in MOMENTS}}
         for prefix, of_all in parts.items():
             for name, place in zip(names, self._parts(of_all), strict=True):

@@ -1,8 +1,8 @@
-"""A model's forward and backward pass in slices: one layer or less, or the head on a few tokens, at a time.
+"""Run a model's forward and backward pass in slices: a layer or part of one, or the head on some tokens.
 
-A copy of the modules is trained, which shares all tensors with the model that serves: nothing of the latter
-is changed. Whatever a family does before and after its layers is done by its own code: while that runs, the
-layers are stood in for.
+Training uses a copy of the modules that shares all tensors with the served model, which is not changed. The
+computation before and after the layers runs in the model family's own code, with the layers' `forward`
+replaced during that call.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 SAMPLE_LENGTHS = (11, 1, 6)
 HEAD_TOKENS, FUSED_HEAD_TOKENS = 256, 1024
-"""Whose logits exist at a time."""
+"""Maximum number of tokens whose logits are in memory at a time."""
 
 
 class LayerCall(NamedTuple):
-    """What a layer gets beside the hidden states."""
+    """The arguments of a layer besides the hidden states."""
 
     more: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class Begun(NamedTuple):
-    """A micro-batch before its first layer: hidden states [1, tokens, dim] and the calls of all layers."""
+    """A micro-batch before its first layer: hidden states [1, tokens, dim] and all layers' arguments."""
 
     hidden: torch.Tensor
     calls: Sequence[LayerCall]
     context: PackedContext
-    kept: dict[int, Attended] | None = None  # of layers that are computed again, if there is memory for it
+    kept: dict[int, Attended] | None = None  # by layer, for `backward`; None: recompute
 
 
 class Recomputed(NamedTuple):
-    """The input of a layer [1, tokens, dim] and, where autograd differentiates it, what it computes of it."""
+    """The input of a layer [1, tokens, dim] and, where autograd differentiates the layer, its output."""
 
     below: torch.Tensor
     above: torch.Tensor | None = None
 
 
 class SlicedModel:
-    """The layers of a model of transformers, called one by one. Raises TrainingRefused where that gives other
-    logits than the whole model.
+    """Call the layers of a transformers model one by one.
 
-    `fused`: whether fused kernels compute the layers; None: on a GPU, in 16 bits, where they know the model.
+    Raises TrainingRefused if the logits then differ from those of the whole model. `fused` selects fused
+    kernels for the layers; None selects them on a GPU, in 16 bits, for supported model families.
     """
 
     def __init__(self, model: Any, *, fused: bool | None = None) -> None:
@@ -80,7 +80,7 @@ class SlicedModel:
         name, layers = found[0]
         self.layers = [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
         self._returns_tuple = False
-        self._launched: deque[torch.cuda.Event] = deque()  # the ends of slices
+        self._launched: deque[torch.cuda.Event] = deque()  # events at the ends of slices
         parameter = next(self._model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         in_16_bits = self.device.type == "cuda" and self.dtype.itemsize == 2
@@ -97,7 +97,7 @@ class SlicedModel:
             )
 
     def wait(self, slices: int = 0) -> None:
-        """Wait until the device has computed all that it was given but the last slices; on a CPU it has."""
+        """Wait until the device has computed all but the last `slices` slices. Do nothing on a CPU."""
         if self.device.type != "cuda":
             return
         launched = torch.cuda.Event()
@@ -107,11 +107,11 @@ class SlicedModel:
             self._launched.popleft().synchronize()
 
     def targets(self, shape: AdapterShape) -> dict[str, Any]:
-        """Return the modules that an adapter of this shape changes. Raises TrainingRefused."""
+        """Return the target modules of an adapter of this shape, by name. Raises TrainingRefused."""
         return target_modules(self.layers, shape)
 
     def attach(self, adapter: Adapter) -> list[list[str]]:
-        """Let the modules add the adapter's products; return the adapted modules of each layer."""
+        """Apply the adapter in the model's modules. Return the names of the adapted modules per layer."""
         if self._fused:
             self._fuse(adapter.factors, adapter.scale)
         else:
@@ -123,14 +123,14 @@ class SlicedModel:
         ]
 
     def forget_factors(self) -> None:
-        """Have the layers read the adapter's factors again: they have changed."""
+        """Discard the layers' rounded copies of the adapter's factors after the factors have changed."""
         for each in self._trained:
             each.forget_factors()
 
     def begin(
         self, ids: torch.Tensor, positions: torch.Tensor, begins: Sequence[int], *, backward: bool = False
     ) -> Begun:
-        """Compute what comes before the layers, for packed ids and positions [tokens]."""
+        """Run the computation before the layers for packed ids and positions [tokens]."""
         context, calls, entered = PackedContext(begins), list[LayerCall](), list[torch.Tensor]()
 
         def record(hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
@@ -146,7 +146,7 @@ class SlicedModel:
         return Begun(entered[0].detach(), calls, context, {} if keeps else None)
 
     def layer(self, number: int, hidden: torch.Tensor, begun: Begun) -> torch.Tensor:
-        """Map hidden states [1, tokens, dim] through one layer."""
+        """Run one layer on hidden states [1, tokens, dim]."""
         call = begun.calls[number]
         if self._trained:
             rotary = call.named["position_embeddings"]
@@ -163,11 +163,11 @@ class SlicedModel:
 
     @property
     def recomputes(self) -> bool:
-        """Whether `recompute` computes anything: fused layers are computed again by `backward`."""
+        """Whether `recompute` does any work. Fused layers are recomputed in `backward`."""
         return not self._trained
 
     def recompute(self, number: int, below: torch.Tensor, begun: Begun) -> Recomputed:
-        """Compute a layer again, for `backward`."""
+        """Recompute the output of a layer for `backward`."""
         if not self.recomputes:
             return Recomputed(below)
         below = below.requires_grad_(number > 0)
@@ -177,9 +177,10 @@ class SlicedModel:
     def backward(
         self, number: int, again: Recomputed, begun: Begun, gradient: torch.Tensor, factors: Factors
     ) -> Generator[Slice, None, tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Return the gradients of a layer's input (not the first's) and of its factors.
+        """Return the gradients of a layer's input and of its factors.
 
-        Yields the kinds of the slices after the first.
+        If autograd differentiates the first layer, `gradient` is returned in place of its input's gradient.
+        Yields the kind of each slice after the first.
         """
         if again.above is None:
             rotary = begun.calls[number].named["position_embeddings"]
@@ -196,11 +197,10 @@ class SlicedModel:
     def loss(
         self, hidden: torch.Tensor, targets: torch.Tensor, count: int | None, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Map what the last layer gives for some tokens, [tokens, dim], to the sum of the losses of the first
-        `rows`.
+        """Compute the head's loss on the last layer's output [tokens, dim].
 
-        Also returns how many of their targets are predicted best and, with a `count`, their gradient of
-        sum / count.
+        Returns the sum of the losses of the first `rows` tokens, the number of these whose top prediction is
+        the target and, if `count` is given, the gradient of sum / count with respect to `hidden`.
         """
         if self._head is not None:
             return self._head.loss(hidden, targets, count, rows)
@@ -214,11 +214,11 @@ class SlicedModel:
 
     @property
     def head_tokens(self) -> int:
-        """The tokens whose logits exist at a time."""
+        """The maximum number of tokens whose logits are in memory at a time."""
         return HEAD_TOKENS if self._head is None else FUSED_HEAD_TOKENS
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map what the last layer gives for some tokens, [tokens, dim], to logits [tokens, vocabulary]."""
+        """Map the last layer's output [tokens, dim] to logits [tokens, vocabulary]."""
         tokens = hidden.shape[0]
 
         def last(*_: Any, **__: Any) -> Any:
@@ -232,7 +232,7 @@ class SlicedModel:
         return logits
 
     def _has_room(self, tokens: int) -> bool:
-        """Return whether half of the free memory is enough to keep what attention computes."""
+        """Return whether half of the free memory can hold the attention results that `backward` uses."""
         if self.device.type != "cuda":
             return True
         free = torch.cuda.mem_get_info(self.device)[0]
@@ -241,8 +241,8 @@ class SlicedModel:
         return bool(kept <= free // 2)
 
     def _fuse(self, factors: Factors, scale: float) -> None:
-        """Have the layers and the head computed by fused kernels."""
-        from site_engine.training.llama_layers import TrainedHead, TrainedLayer  # where there is Triton
+        """Set up fused kernels for the layers and the head."""
+        from site_engine.training.llama_layers import TrainedHead, TrainedLayer  # requires Triton
 
         self._trained = []
         for name, layer in self.layers:
@@ -261,7 +261,10 @@ class SlicedModel:
                 del layer.forward
 
     def _difference(self) -> float:
-        """Return the largest difference of sliced logits from the whole model's, relative to the largest."""
+        """Return the largest difference of the sliced from the whole logits, relative to the largest logit.
+
+        With a fused head, the relative difference of the loss counts as well.
+        """
         vocabulary = self._model.config.get_text_config().vocab_size
         draw = torch.Generator().manual_seed(0)
         sequences = [torch.randint(0, vocabulary, (length,), generator=draw) for length in SAMPLE_LENGTHS]
@@ -279,7 +282,7 @@ class SlicedModel:
         for number in range(len(self.layers)):
             hidden = self.layer(number, hidden, begun)
         off = (self.head(hidden[0]) - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
-        if self._head is not None:  # its kernels are compiled here, and not beside answers
+        if self._head is not None:  # compile its kernels now rather than while serving
             loss, _, gradient = self._head.loss(hidden[0], ids, 1, len(ids))
             assert gradient is not None
             deque(self.backward(0, Recomputed(begun.hidden), begun, gradient[None], {}), maxlen=0)
@@ -290,6 +293,6 @@ class SlicedModel:
 
 
 def _can_fuse(model: Any) -> bool:
-    from site_engine.training.llama_layers import fits  # where there is Triton
+    from site_engine.training.llama_layers import fits  # requires Triton
 
     return fits(model)

@@ -1,4 +1,4 @@
-"""The kinds of slices that a micro-batch and a step of the optimizer consist of, whose times are unlike."""
+"""The kinds of slices in a micro-batch and an optimizer step. Their durations differ by kind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from enum import StrEnum
 
 
 class Slice(StrEnum):
-    """A fused layer's backward pass has three slices of similar length, any other layer's one, BACKWARD."""
+    """The kind of a slice.
+
+    The backward pass of a fused layer has three slices of similar duration; that of any other layer has one,
+    BACKWARD.
+    """
 
     BEGIN = "begin"
     FORWARD = "forward"
     HEAD = "head"
     RECOMPUTE = "recompute"
-    BACKWARD = "backward"  # if fused, down to the gates
+    BACKWARD = "backward"  # if fused, up to and including the down projection
     GATE_UP_BACKWARD = "gate_up_backward"
     ATTENTION_BACKWARD = "attention_backward"
     UPDATE = "update"

@@ -1,7 +1,7 @@
-"""A job between two steps, as one file: from it a site goes on as if nothing had happened.
+"""The state of a job between two steps, as one file. A site can resume the job from it with the same result.
 
-The order of examples follows from the seed and the step, and nothing else is random, so that the state is the
-adapter, the optimizer's moments and the number of steps.
+The order of examples follows from the seed and the step, and nothing else is random. The state therefore
+consists of the adapter, the optimizer's moments and the number of steps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ ABOUT = "mico"
 
 
 class Note(msgspec.Struct):
-    """What a file says of a snapshot, beside its tensors."""
+    """The metadata of a snapshot file."""
 
     step: int
     about: dict[str, Any]
 
 
 class Snapshot(NamedTuple):
-    """`about` is what it may go on with: digests of base and data, the recipe.
+    """The state of a job after `step` steps.
 
-    `tensors` are copies on the device that trains, which makes them in no time; `encode` waits for the host.
+    `about` identifies the job that may resume it: digests of base model and data, and the recipe. `tensors`
+    are copies on the training device, which are cheap to make; `encode` copies them to the host.
     """
 
     step: int
@@ -41,11 +42,11 @@ class Snapshot(NamedTuple):
 
     @property
     def adapter(self) -> dict[str, torch.Tensor]:
-        """The factors of the adapter by their names in a file of peft, without the moments."""
+        """The factors of the adapter, by their names in a peft file, without the moments."""
         return {name: each for name, each in self.tensors.items() if name.startswith(PREFIX)}
 
     def saved(self, *, last: bool) -> Saved:
-        """Return the snapshot as the bytes of a file."""
+        """Return the snapshot encoded as the bytes of a file."""
         return Saved(self.step, last, encode(self))
 
 
@@ -56,7 +57,7 @@ def encode(snapshot: Snapshot) -> bytes:
 
 
 def decode(data: bytes) -> Snapshot:
-    """Read a snapshot. Raises TrainingRefused for data that is none."""
+    """Decode a snapshot. Raises TrainingRefused for invalid data."""
     try:
         tensors, metadata = read_tensors(data)
         note = msgspec.json.decode(metadata[ABOUT], type=Note)

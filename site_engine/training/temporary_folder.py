@@ -1,4 +1,4 @@
-"""Make a folder for the time that a process runs, which also goes when the process is killed."""
+"""Create temporary folders. Folders left by killed processes are removed by a later call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder with a lock on it; remove it in the end, and before it those of killed processes.
+    """Remove the folders of killed processes, then yield a new, locked folder and remove it on exit.
 
-    `prefix` is of this function's folders alone: one of this host that no process has locked is taken for
-    left behind. Locks of other hosts, which may share the place of all such folders, are not seen here.
+    `prefix` must be unique to folders of this function: a folder of this host that no process has locked is
+    removed. Folders carry the host name, since hosts sharing the parent folder do not see each other's locks.
     """
     prefix = f"{prefix}{socket.gethostname()}-"
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
@@ -32,7 +32,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove a folder of this user. Raises OSError if a process has locked it, and for what is no folder."""
+    """Remove a folder of this user. Raises OSError if a process has locked it or `path` is not a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
@@ -43,8 +43,8 @@ def _remove_unlocked(path: Path) -> None:
 
 
 def _locked(prefix: str) -> tuple[Path, int]:
-    """Return a new folder, and the descriptor whose lock ends with the process."""
-    while True:  # another process may take a folder for left behind before it is locked
+    """Return a new folder and the descriptor that holds its lock until the process ends."""
+    while True:  # another process may remove the folder before it is locked
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)

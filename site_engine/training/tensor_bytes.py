@@ -1,7 +1,7 @@
-"""Tensors as the bytes of a safetensors file, written and read in pieces.
+"""Write and read tensors in the safetensors format, piece by piece.
 
-safetensors' own functions keep the interpreter from every other thread for the whole file, which has half a
-gigabyte for an adapter of an 8B model with its moments.
+safetensors' own functions hold the interpreter lock for the whole file, which has half a gigabyte for an
+adapter of an 8B model with its moments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from site_engine.variants.tensor_files import FLOATS, entries_in_order
 
 PIECE_BYTES = 1 << 20
 PIECES_OF_A_TURN = 16
-"""That are copied from a device while an engine's step runs."""
+"""Number of pieces copied from a device while an engine step runs."""
 ALIGNED_BYTES = 8
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 METADATA = "__metadata__"
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file of which `write` writes all that it is given. Equal tensors make equal files."""
+    """Write tensors to a file whose `write` writes all given bytes. Equal tensors make equal files."""
     in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     head, end = dict[str, Any]({METADATA: {**metadata}}), 0
     for name, tensor in in_order:
@@ -50,7 +50,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata:
 
 
 def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of the tensors of a file, and its metadata. Raises ValueError for other content."""
+    """Return copies of a file's tensors, and its metadata. Raises ValueError for invalid content."""
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= min(len(data), 8 + MAX_HEADER_BYTES):
         raise ValueError("it is cut, or no safetensors file")
@@ -72,7 +72,7 @@ def read_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _pieces(contents: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield neighbours of PIECE_BYTES at most together, and parts of larger ones; all are bytes [any]."""
+    """Yield lists of consecutive byte tensors [any] of at most PIECE_BYTES in all. Larger ones are split."""
     piece, size = list[torch.Tensor](), 0
     for content in contents:
         for part in content.split(PIECE_BYTES):
@@ -86,7 +86,7 @@ def _pieces(contents: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _stream_beside(tensors: Iterable[torch.Tensor]) -> torch.cuda.Stream | None:
-    """Return a stream that copies tensors of a GPU once they are computed; None for those of a CPU."""
+    """Return a stream that copies GPU tensors once they are computed, or None for CPU tensors."""
     device = next((each.device for each in tensors if each.is_cuda), None)
     if device is None:
         return None
@@ -98,7 +98,7 @@ def _stream_beside(tensors: Iterable[torch.Tensor]) -> torch.cuda.Stream | None:
 def _on_host(pieces: Sequence[Sequence[torch.Tensor]], beside: torch.cuda.Stream | None) -> list[Any]:
     """Return pieces as arrays in host memory.
 
-    A GPU copies one after the other: of much at once it would keep the driver from other threads.
+    A GPU copies them one by one: a large copy would block the driver for other threads.
     """
     with released(), torch.cuda.stream(beside):
         return [torch.cat([*piece]).cpu().numpy() for piece in pieces]

@@ -1,7 +1,7 @@
-"""Train one adapter in slices that its caller runs one at a time, whenever there is time.
+"""Train one adapter in slices that the caller runs one at a time, whenever the device is idle.
 
-Plain and synchronous: no threads, no sleeping, no files. However the slices are spread, the adapter is the
-same, bit by bit on a CPU.
+Synchronous: no threads, no sleeping, no files. The adapter does not depend on when the slices run; on a CPU
+it is bit-identical.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from site_engine.training.slices import LAYER_SLICES, Slice
 from site_engine.training.snapshot import Snapshot
 
 MAX_SKIPPED = 3
-"""Steps in a row whose gradients were not finite; the job fails with the last of them."""
+"""Number of consecutive steps with non-finite gradients after which the job fails."""
 SNAPSHOT_INTERVAL_S = 300.0
 MIN_TRAIN_TOKENS = 256
-"""Of a micro-batch whose size is fitted: a GPU computes fewer no faster."""
+"""Minimum tokens of a micro-batch whose size is fitted. A GPU computes fewer tokens no faster."""
 NEARLY = 0.95
-"""Share of the best speed that a size must have to be preferred for its shorter slices."""
+"""Fraction of the best throughput that a smaller micro-batch size must reach to be chosen."""
 BETWEEN_SLICES_S = 1e-4
-"""Of the engine's loop, which the times of slices leave out."""
+"""Seconds of the engine's loop between two slices, which the slice times do not include."""
 REHEARSED_LAYERS = 3
-"""Computed backward, twice, to see how long slices of a size take."""
+"""Number of layers whose backward pass is run, twice, to measure the slice times of a micro-batch size."""
 Event: TypeAlias = StepDone | Snapshot | Failed
 
 
 class Trainer:
-    """`about` names base and data by digest; a snapshot goes on only with the same, and the same recipe.
+    """Train an adapter on a dataset, one slice per call of `run_slice`.
 
-    `train_tokens` bounds a micro-batch, and is halved once if memory runs out. With `slice_s` it is the most:
-    `warm_up` fits it so that no slice of a layer takes longer than that, and to no more than pays;
-    without, sums have the same order everywhere. With `padded` each micro-batch is padded to one of a few
-    sizes, so that none has one that was not warmed up. `costs`: what slices took of other jobs with adapters
-    of this shape. Raises TrainingRefused.
+    `about` identifies base model and data by digest; a snapshot can be resumed only with an equal `about` and
+    recipe. `train_tokens` is the maximum size of a micro-batch; it is halved once if memory runs out. With
+    `slice_s`, `warm_up` chooses the smallest efficient size up to `train_tokens` whose layer slices take at
+    most `slice_s` each; without it, the order of summation is the same on every machine. With `padded`, each
+    micro-batch is padded to one of a few warmed-up sizes. `costs` holds the slice times of earlier jobs with
+    adapters of this shape. Raises TrainingRefused.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class Trainer:
         self._adapted = model.attach(self.adapter)
         self._events: list[Event] = []
         self._costs = self._known = SliceCosts() if costs is None else costs
-        self._made: tuple[float, float] | None = None  # loss and accuracy of a step that is not told yet
-        self._size = self._sizes[0]  # of the micro-batch that runs
+        self._made: tuple[float, float] | None = None  # loss and accuracy of a step not yet reported
+        self._size = self._sizes[0]  # of the current micro-batch
         self._snapshot_s, self._snapshot_interval_s = clock(), snapshot_interval_s
         self._slices = self._run()
         self.ended = self.step == self.total_steps
@@ -108,21 +109,21 @@ class Trainer:
 
     @property
     def train_tokens(self) -> int:
-        """The most tokens of a micro-batch, but for a longer example."""
+        """The maximum number of tokens in a micro-batch. A longer example forms a micro-batch of its own."""
         return self._train_tokens
 
     @property
     def following(self) -> NextSlice:
-        """What the next slice is expected to take."""
+        """The expected duration of the next slice."""
         cost = partial(self._costs.seconds, size=self._size, now_s=self._clock())
         whole_s = len(self._model.layers) * sum(map(cost, LAYER_SLICES))
         return NextSlice(cost(self._next), whole_s, self._next is Slice.BEGIN)
 
     def run_slice(self, *, ahead: bool = False) -> float:
-        """Run the next slice and return its seconds. What it raises is the end of the job, as an event.
+        """Run the next slice and return its duration in seconds. An error ends the job with a Failed event.
 
-        With `ahead`, a GPU may still compute the slice while the next one is launched; the seconds are those
-        of the slice before.
+        The first lack of memory halves `train_tokens` instead. With `ahead`, the call waits only for the
+        previous slice and returns its duration, so a GPU may compute this slice while the next is launched.
         """
         if self.ended:
             return 0.0
@@ -133,7 +134,7 @@ class Trainer:
             self.ended = True
         except (MemoryError, torch.OutOfMemoryError):
             self._after_lack_of_memory()
-        except Exception as error:  # noqa: BLE001 - a job's fault must not cost what is served
+        except Exception as error:  # noqa: BLE001 - a failing job must not stop serving
             self._fail(f"{type(error).__name__}: {error}")
         with released():
             self._model.wait(slices=1 if ahead else 0)
@@ -142,9 +143,10 @@ class Trainer:
         return ended - began
 
     def warm_up(self) -> None:
-        """Fit the size of micro-batches, and compute some of each size, and an update, for nothing: slices
-        beside answers then compile and allocate nothing, and what they take is known. What is known of other
-        jobs is left out.
+        """Choose the micro-batch size; run micro-batches of each size and an update, discarding the results.
+
+        Slices that run between inference steps then neither compile nor allocate, and their durations are
+        known. Sizes whose durations are known from other jobs are skipped.
         """
         known, self._costs, self._rehearses = self._costs, SliceCosts(), True
         self._known = known
@@ -161,7 +163,7 @@ class Trainer:
         return events
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the last step; the gradients of the step that runs are computed again."""
+        """Return the state after the last step. A resumed job recomputes the current step's gradients."""
         tensors = self._optimizer.copies(self.adapter.names)
         return Snapshot(self.step, {**self._about, "trained_tokens": self.trained_tokens}, tensors)
 
@@ -182,12 +184,12 @@ class Trainer:
     # ---- the job, slice by slice
 
     def _rehearsal(self) -> Generator[Slice, None, None]:
-        """What `warm_up` runs, and then the job."""
+        """Run the slices of `warm_up`, then those of the job."""
         if self._slice_s is not None:
             self._train_tokens = yield from self._fit(self._slice_s)
         self._sizes = sizes_up_to(self._train_tokens, self._longest)
         sizes = self._sizes if self._padded else (self._train_tokens,)
-        for size in reversed(sizes):  # the first allocates what the others use, too
+        for size in reversed(sizes):  # the largest allocates memory that the others reuse
             if self._known.knows(Slice.BACKWARD, size):
                 continue
             if self._padded:
@@ -202,7 +204,7 @@ class Trainer:
         yield from self._run()
 
     def _rehearse_update(self) -> Generator[Slice, None, None]:
-        """Make steps of spare factors, and a snapshot."""
+        """Run optimizer steps on copies of the factors, and take a snapshot."""
         spare, self._size = Optimizer([each.detach().clone() for each in self.adapter.parameters()]), 0
         for _ in range(3):
             yield Slice.UPDATE
@@ -211,10 +213,12 @@ class Trainer:
         self.snapshot()
 
     def _fit(self, slice_s: float) -> Generator[Slice, None, int]:
-        """Return the tokens of a micro-batch: the fewest that are computed nearly as fast as any for which
-        there is memory and of which no slice of a layer takes longer than `slice_s`.
+        """Return the smallest micro-batch size in tokens that has at least NEARLY of the best throughput.
+
+        Sizes that exceed the memory, or with a layer slice longer than `slice_s`, are excluded; the first is
+        excluded by neither.
         """
-        speeds = dict[int, float]()  # tokens a second, by size
+        speeds = dict[int, float]()  # tokens per second, by size
         tokens = min(MIN_TRAIN_TOKENS, self._train_tokens)
         while tokens <= self._train_tokens:
             try:
@@ -232,7 +236,7 @@ class Trainer:
         return min(size for size, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
 
     def _rehearse(self, size: int) -> Generator[Slice, None, None]:
-        """Compute a micro-batch of a size up to some layers backward, twice."""
+        """Run a micro-batch of `size` tokens twice, up to the backward pass of REHEARSED_LAYERS layers."""
         examples = self._some(size)
         for _ in range(2 if examples else 0):
             packed = self._packed(examples, size)
@@ -241,12 +245,15 @@ class Trainer:
                 backward = 0
                 for kind in slices:
                     backward += kind is Slice.BACKWARD
-                    if backward > REHEARSED_LAYERS:  # what is yielded is timed, and must be computed
+                    if backward > REHEARSED_LAYERS:  # each yielded slice is timed and must be computed
                         break
                     yield kind
 
     def _some(self, size: int) -> list[Example]:
-        """Return as many examples as a micro-batch of a size can have: the shortest, or a long one."""
+        """Return examples that fit a micro-batch of `size` tokens: the shortest ones, at most a batch.
+
+        For a size above `train_tokens`, return only the longest example that fits.
+        """
         fitting = sorted(
             (each for each in self.examples if len(each.ids) <= size), key=lambda each: len(each.ids)
         )
@@ -259,7 +266,7 @@ class Trainer:
         while not self.ended and (self._made is not None or self.step < self.total_steps):
             if self._made is None:
                 yield from self._make_step()
-            else:  # memory ran out after its update, which is not made again
+            else:  # memory ran out after the update, which must not be repeated
                 self._size = 0
                 yield Slice.UPDATE
             yield from self._end_step()
@@ -280,7 +287,7 @@ class Trainer:
         self._made = loss, accuracy
 
     def _end_step(self) -> Generator[Slice, None, None]:
-        """Validate after an epoch, and tell of the step that was made last."""
+        """Validate at the end of an epoch, and report the last step. Fail after MAX_SKIPPED skipped steps."""
         assert self._made is not None
         epoch_ends = self.step % self.recipe.steps_per_epoch(len(self.examples)) == 0
         valid_loss = (yield from self._validate()) if epoch_ends else None
@@ -304,7 +311,7 @@ class Trainer:
         size: int | None = None,
         backward: bool = True,
     ) -> Generator[Slice, None, MicroBatch]:
-        """Run micro-batches, the groups of examples, and add up what they give: gradients in place."""
+        """Run one micro-batch per group of example indices and sum losses, hits and, in place, gradients."""
         total, sums_up = MicroBatch(), torch._foreach_copy_
         for group in groups:
             packed = self._packed([examples[number] for number in group], size)
@@ -315,20 +322,20 @@ class Trainer:
             if result.gradients:
                 sums_up(self._optimizer.gradients, result.gradients)
                 sums_up = torch._foreach_add_
-            del result  # its gradients, before the next makes its own
+            del result  # free its gradients before the next are allocated
         return total
 
     def _packed(self, examples: Sequence[Example], size: int | None = None) -> Packed:
-        """Pack examples into a micro-batch; `size`: instead of the smallest that holds them."""
+        """Pack examples into a micro-batch of `size` tokens, by default the smallest size that fits them."""
         packed = pack(examples)
         self._size = size or fitting_size(self._sizes, len(packed.ids))
         return pad(packed, self._size, self._model.head_tokens) if self._padded else packed
 
     def _update(self) -> bool:
-        """Make an optimizer step; leave it out if a gradient is not finite and return False."""
+        """Run an optimizer step and return True. If a gradient is not finite, skip it and return False."""
         finite = self._optimizer.step(self.recipe.learning_rate_at(self.step, self.total_steps))
         if finite:
-            self._model.forget_factors()  # the fused optimizer does not count up their versions
+            self._model.forget_factors()  # the fused optimizer does not increment tensor versions
         self._skipped = 0 if finite else self._skipped + 1
         return finite
 
@@ -340,7 +347,7 @@ class Trainer:
         return total.loss_sum / self._valid_count
 
     def _after_lack_of_memory(self) -> None:
-        """Compute the step again in micro-batches of half the tokens; fail if that was tried before."""
+        """Restart the step with half the tokens per micro-batch. Fail if the size was halved before."""
         self._slices.close()
         if self._halved:
             self._fail("the device has too little memory beside what it serves", elsewhere=True)
