@@ -1,6 +1,6 @@
-"""The text of one answer: what its tokens say, where a stop string ends it, what of it was delivered before.
+"""Decode the text of one answer, apply its stop strings and skip the text that was delivered before.
 
-Does not decide which tokens end an answer; the engine does.
+The engine decides which tokens end an answer, not this module.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from site_engine.text.thinking import ThinkingDecoder
 
 
 def end_tokens(request: Request, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """Return the tokens that end an answer and have no text in it."""
+    """Return the ids of the tokens that end an answer. Their text is not part of the answer."""
     sampling = request.sampling
     return frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos_token_ids)
 
 
 class AnswerText:
-    """Turns the tokens of one request into text. `ends` are its `end_tokens`."""
+    """Convert the tokens of one request to text. `ends`: the request's `end_tokens`."""
 
     __slots__ = ("_carried", "_ends", "_min_tokens", "_stream", "_thought")
 
@@ -35,24 +35,25 @@ class AnswerText:
         self._stream = TextStream(decoder, request.sampling.stop, request.resumed_chars)
         self._ends = ends
         self._min_tokens = request.sampling.min_tokens
-        self._carried = ""  # text of resumed tokens that was not delivered yet
+        self._carried = ""  # undelivered text of resumed tokens
 
     @property
     def stopped(self) -> str:
-        """The stop string that ended the answer, empty if none has."""
+        """The stop string that ended the answer. Empty if none was found."""
         return self._stream.stopped
 
     @property
     def contradicts_delivered(self) -> bool:
-        """Return whether the client has text that the resumed tokens do not say: a site that does not tell
-        thoughts from text delivered the thought as text.
+        """Whether the delivered text exceeds the text of the resumed tokens: a site that does not separate
+        reasoning from text has delivered the reasoning as text.
         """
         return self._thought is not None and self._stream.unsaid_chars > 0
 
     def read(self, token_id: int, generated: int, finish: Finish | None) -> tuple[str, Finish | None]:
-        """Return the text that a token settles, and the finish reason with stop strings considered.
+        """Decode a token. Return the new final text and the finish reason, including stop strings.
 
-        `finish` is the reason without them: STOP for an end token or a complete grammar, LENGTH at the limit.
+        `finish`: the reason without stop strings: STOP for an end token or a complete grammar, LENGTH at the
+        limit.
         """
         stopped = finish is Finish.STOP
         if stopped and token_id in self._ends:
@@ -63,13 +64,13 @@ class AnswerText:
         return text, Finish.STOP if self._stream.stopped else finish
 
     def carry(self, token_id: int, generated: int, finish: Finish | None) -> Finish | None:
-        """Read a token that was generated at another site; `take_carried` returns the text."""
+        """Decode a token that was generated at another site. `take_carried` returns the text."""
         text, finish = self.read(token_id, generated, finish)
         self._carried += text
         return finish
 
     def flush(self) -> str:
-        """Return all text held back."""
+        """Return all buffered text."""
         return self._stream.flush("" if self._thought is None else self._thought.end())
 
     def take_carried(self) -> str:
@@ -77,7 +78,7 @@ class AnswerText:
         return carried
 
     def with_thought(self, output: Output) -> Output:
-        """Add what was thought since the last output."""
+        """Return the output with the reasoning decoded since the last output."""
         if self._thought is None:
             return output
         return output._replace(reasoning=self._thought.take(), reasoning_tokens=self._thought.tokens)

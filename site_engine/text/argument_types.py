@@ -1,4 +1,4 @@
-"""The types of arguments that models write without quotes, by the schemas of the functions' parameters."""
+"""Determine the types of arguments that models write without quotes, from the functions' schemas."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from site_engine.text.call_syntax import Schema
 ANY_TYPE: frozenset[str] = frozenset()
 STRING = frozenset({"string"})
 _MAX_DEPTH = 16
-"""Of combinations in a schema."""
+"""The maximum nesting depth of references and combinations in a schema."""
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-"""Values of Python, which some templates show to models."""
+"""JSON literals by the Python literals that models write, as some templates contain them."""
 
 
 def property_types(parameters: Schema, name: str) -> frozenset[str]:
-    """Return the types that an argument may have, ANY_TYPE where the schema does not say."""
+    """Return the JSON types allowed for an argument, or ANY_TYPE if the schema does not specify any."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return schema_types(schema, parameters)
 
 
 def schema_types(schema: object, root: Schema) -> frozenset[str]:
-    """Return the types that a schema allows. `root`: where its references lead."""
+    """Return the JSON types that a schema allows. `root`: the schema that resolves references."""
     return _types(schema, root, {}, 0)
 
 
 def _types(schema: object, root: Schema, found: dict[str, frozenset[str]], depth: int) -> frozenset[str]:
-    """Return the types; `found` are those of references, each of which is followed once."""
+    """Return the allowed types. `found` caches the types of references, each of which is resolved once."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return ANY_TYPE
     named = schema.get("type")
@@ -44,7 +44,7 @@ def _types(schema: object, root: Schema, found: dict[str, frozenset[str]], depth
     if isinstance(schema.get("$ref"), str):
         reference = schema["$ref"]
         if reference not in found:
-            found[reference] = ANY_TYPE  # within itself: a cycle has no end
+            found[reference] = ANY_TYPE  # the result for a cyclic reference
             found[reference] = _types(referenced(reference, root), root, found, depth + 1)
         return found[reference]
     for key in ("anyOf", "oneOf"):
@@ -56,7 +56,7 @@ def _types(schema: object, root: Schema, found: dict[str, frozenset[str]], depth
 
 
 def referenced(reference: str, root: Schema) -> object:
-    """Return the part of a schema that a reference such as `#/$defs/city` names; None if there is none."""
+    """Resolve a reference such as `#/$defs/city` in a schema. Return None if it can't be resolved."""
     found: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -64,7 +64,9 @@ def referenced(reference: str, root: Schema) -> object:
 
 
 def argument_json(text: str, types: frozenset[str]) -> str:
-    """Return an argument as JSON: of one of its types if the text can be read so, else a string."""
+    """Convert an argument to JSON. JSON text is kept if its type is allowed or strings are not allowed. Other
+    text, and any text if `types` is STRING, becomes a string.
+    """
     if types == STRING:
         return json.dumps(text, ensure_ascii=False)
     value = text.strip()
@@ -79,7 +81,7 @@ def argument_json(text: str, types: frozenset[str]) -> str:
 
 
 def json_type(text: str) -> str:
-    """Return the type of a JSON text, empty if it is none."""
+    """Return the JSON type of a text, or an empty string if the text is not valid JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -205,7 +205,7 @@ class TextStream:
         return self._skip
 
     def push(self, token_id: int, watch: bool = True) -> str:
-        """Decode a token and return its final text. `watch` is False below the minimum length for stops."""
+        """Decode a token and return new final text. `watch`: match stop strings (off before `min_tokens`)."""
         fresh = self._decode(token_id)
         if not fresh:
             return ""

@@ -1,4 +1,4 @@
-"""Run the work of many tenants on one thread, in turns: a piece of one work, then of another tenant's."""
+"""Run the work of many tenants on one thread, with round-robin scheduling between tenants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 Work: TypeAlias = Iterator[None]
-"""Each `next` does a piece. A piece can't be interrupted, so it is short where that is possible."""
+"""Each `next` runs one step. Steps can't be interrupted and should therefore be short."""
 
 
 class _Waiting(NamedTuple):
@@ -19,9 +19,9 @@ class _Waiting(NamedTuple):
 
 
 class FairExecutor:
-    """Between two pieces of a tenant's work come one of each other tenant's and one of its own other work.
+    """Run steps of work in round-robin order over tenants, and over the work items of each tenant.
 
-    Work that is no longer wanted is dropped when its turn comes.
+    Work that is no longer wanted is dropped before its next step.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,13 +30,13 @@ class FairExecutor:
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
 
     def submit(self, tenant: str, work: Work, is_wanted: Callable[[], bool]) -> Future[None]:
-        """Queue work, from any thread. The future is done when the work is, however it ended."""
+        """Queue work. Thread-safe. The future completes when the work ends, fails or is dropped."""
         waiting = _Waiting(work, is_wanted, Future())
         self._put(tenant, waiting)
         return waiting.done
 
     def close(self) -> None:
-        """Drop work that has not ended; its futures are never done."""
+        """Drop unfinished work. Its futures never complete."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _put(self, tenant: str, waiting: _Waiting) -> None:

@@ -1,11 +1,11 @@
-"""Reads the answers of gpt-oss models: messages in channels, as OpenAI's Harmony format has them.
+"""Parse the answers of gpt-oss models: messages in channels, in OpenAI's Harmony format.
 
-A message is a header, <|message|> and its content. Its channel says what the content is: `analysis` is
-reasoning, `final` and `commentary` are text; a recipient `functions.NAME` makes it the arguments of a call.
-The prompt ends with `<|start|>assistant`, so that an answer begins within a header.
+A message is a header, <|message|> and its content. The channel determines the kind of content: `analysis` is
+reasoning, `final` and `commentary` are text. With a recipient `functions.NAME` it is the arguments of a call.
+The prompt ends with `<|start|>assistant`, so an answer starts within a header.
 
-Reads the format by itself: the reader of the package openai-harmony wants token ids of a vocabulary that it
-fetches from the internet.
+This module does not use the parser of the package openai-harmony, which requires token ids of a vocabulary
+that it downloads from the internet.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _HEADER_ENDS = re.compile("|".join(map(re.escape, (MESSAGE, END, CALL, RETURN)))
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CUT_HEADER = re.compile(r"(?:<[|\w]*+>?+|[\w\s.=:-])*+")
-"""Possessive: with one text read in many ways, what matches none of them would take exponential time."""
+"""Possessive quantifiers avoid the exponential backtracking of ambiguous alternatives on other text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Harmony:
-    """The format of gpt-oss models. An answer has one call at most: the model stops after it."""
+    """The format of gpt-oss models. An answer has at most one call, because the model stops after it."""
 
     name: str = "harmony"
     bare: bool = False
@@ -42,7 +42,7 @@ class Harmony:
 
 
 class _Content(Enum):
-    """The kinds of a message's content, with the marks that end it: others may be in it as text."""
+    """The kinds of message content, with the marks that end each kind. Other marks are part of the text."""
 
     TEXT = (START, END, CALL, RETURN)
     REASONING = (START, END, RETURN)
@@ -50,7 +50,7 @@ class _Content(Enum):
 
 
 class HarmonyParser:
-    """The parser of one answer. A call of anything not offered is text, as is an answer without a header."""
+    """Parse one answer. Calls of unknown functions and answers without a header are returned as text."""
 
     def __init__(self, functions: Functions, answer: ParsedAnswer) -> None:
         self._functions = functions
@@ -58,7 +58,7 @@ class HarmonyParser:
         self._buffer = ""
         self._content: _Content | None = None  # None: within a header
         self._object = ObjectEnd()
-        self._is_whole = False  # the object of arguments is
+        self._is_whole = False  # whether the arguments object is complete
 
     @property
     def calls(self) -> int:
@@ -70,7 +70,7 @@ class HarmonyParser:
         return self._answer.take()
 
     def end(self) -> ParsedText:
-        """Return the rest, once nothing can follow. A header that was cut is left out."""
+        """Return the rest at the end of the answer. A truncated header is dropped."""
         rest, self._buffer = self._buffer, ""
         if self._content is None and not _CUT_HEADER.fullmatch(rest):
             self._answer.add_text(_CHANNEL.sub("", rest).strip())
@@ -90,14 +90,14 @@ class HarmonyParser:
             else:
                 goes_on = self._read_content()
 
-    # steps: each reads on from the buffer, and returns False if more text has to come first
+    # Each step consumes text of the buffer and returns False if it needs more text.
 
     def _read_header(self) -> bool:
         begin = self._buffer.lstrip()
         may_begin = any(begin.startswith(each) or each.startswith(begin) for each in _HEADER_BEGINS)
         found = _HEADER_ENDS.search(self._buffer, 0, MAX_HEAD_CHARS)
         if not may_begin or (found is None and len(self._buffer) >= MAX_HEAD_CHARS):
-            if begin.startswith(START):  # which would end the text before it began
+            if begin.startswith(START):  # otherwise it would end the text at once
                 self._buffer = begin.removeprefix(START)
             self._content = _Content.TEXT
             return True
@@ -109,7 +109,7 @@ class HarmonyParser:
         return True
 
     def _begin_content(self, header: str) -> None:
-        """Begin the content of a message. Of several channels or recipients the last one counts."""
+        """Begin the content of a message. The last channel and the last recipient in the header apply."""
         channel, recipient = ((pattern.findall(header) or [""])[-1] for pattern in (_CHANNEL, _RECIPIENT))
         name = recipient.removeprefix("functions.")
         if name in self._functions:
@@ -120,7 +120,7 @@ class HarmonyParser:
             self._content = _Content.REASONING if channel == "analysis" else _Content.TEXT
 
     def _read_object(self) -> bool:
-        """Read arguments up to the end of their object, whose strings may have marks in them."""
+        """Parse arguments up to the end of the object, whose strings may contain marks."""
         if not self._object.begun:
             self._buffer = self._buffer.lstrip()
             if not self._buffer.startswith("{"):
@@ -133,7 +133,7 @@ class HarmonyParser:
         return self._is_whole
 
     def _read_no_object(self) -> bool:
-        """Read arguments that are no object, which are told once they are whole."""
+        """Parse arguments that are not an object. They are added once they are complete."""
         at, mark = self._find_mark()
         if mark:
             self._answer.add_arguments(as_object(self._buffer[:at].strip() or "null"))
@@ -149,7 +149,7 @@ class HarmonyParser:
         return bool(mark)
 
     def _find_mark(self) -> tuple[int, str]:
-        """Return where the content ends, and the mark there; without one, up to where it is certain."""
+        """Return the end of the content and its mark. Without a mark, return how much of it is final."""
         assert self._content is not None, "a header has no content"
         marks = self._content.value
         places = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]

@@ -1,4 +1,4 @@
-"""Collects the text, reasoning and calls that parsers of answers read, without what the client has."""
+"""Collect the text, reasoning and calls of a parsed answer, without the parts delivered before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING = Delivered()
 
 
 class ParsedAnswer:
-    """Collects the parts of one answer. `single`: calls after the first are dropped."""
+    """Collect the parts of one answer. `single`: calls after the first are dropped."""
 
     def __init__(self, *, single: bool, new_id: Callable[[int], str], delivered: Delivered = NOTHING) -> None:
         self.calls = 0
@@ -37,12 +37,12 @@ class ParsedAnswer:
         self.calls += 1
 
     def add_arguments(self, arguments: str) -> None:
-        """Add to the arguments of the last call begun."""
+        """Append to the arguments of the current call."""
         if arguments:
             self._add_call(ToolCall(self.calls - 1, arguments=arguments))
 
     def take(self) -> ParsedText:
-        """Return what was added since the last `take`."""
+        """Return the parts added since the last `take`."""
         calls = merge_tool_calls(self._deltas)
         parsed = ParsedText("".join(self._text), calls, "".join(self._reasoning))
         self._text, self._reasoning, self._deltas = [], [], []

@@ -1,6 +1,6 @@
-"""Encode the texts of prompts: long ones piece by piece, so that others get their turn between the pieces.
+"""Encode the text of prompts. Long texts are encoded in pieces, so that other work can run in between.
 
-Pieces are used only with a tokenizer of which it is known that their ids joined are those of the whole text.
+Pieces are used only if the concatenated token ids are known to equal those of the whole text.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from uuid import uuid4
 from site_engine.text.vocabulary import TRIAL_TOKENS, TRIALS, byte_alphabet
 
 PIECE_CHARS = 1 << 13
-"""Some milliseconds of work: what a turn takes."""
+"""The characters to encode in one step, which takes a few milliseconds."""
 CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[^\W_])")
-"""Where a word begins after a space, or a line: tokenizers begin a token there, and few have one across."""
+"""The start of a word after a space, or of a line. Tokenizers split there; few have tokens that span it."""
 NFC_CHARS = 4
-"""Most characters that normalization form C composes into one (U+1F82 of four)."""
+"""The maximum number of characters that NFC normalization composes into one (four for U+1F82)."""
 KEEPING = {"ByteLevel", "Digits", "Split", "Punctuation"}
-"""Pre-tokenizers of which, unless told to remove what they split at, every character reaches the model."""
+"""Pre-tokenizers that pass every character on to the model, unless configured to remove the delimiters."""
 
 
 class PromptEncoder:
-    """A tokenizer of transformers as a function from texts to ids. May be called from several threads.
+    """Encode texts with a transformers tokenizer. Thread-safe.
 
-    `max_token_chars`: no token stands for more characters of a text; None where that is unknown.
+    `max_token_chars`: the maximum number of characters of text in one token, or None if unknown.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,16 +37,16 @@ class PromptEncoder:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.max_token_chars = None if self._backend is None else max_token_chars(tokenizer)
         self._control = control_tokens(tokenizer)
-        self._seam = f"\ufdd0{uuid4().hex[:8]}"  # in no text, and not to be guessed
+        self._seam = f"\ufdd0{uuid4().hex[:8]}"  # occurs in no text and can't be guessed
         self._cut: Callable[..., Iterator[str]] = iter_whole
         if self._backend is not None:
             if no_token_spans_a_cut(tokenizer) and self._agrees(iter_pieces):
                 self._cut = iter_pieces
             elif not self._agrees(iter_whole):
-                self._backend = None  # the tokenizer adds something of its own
+                self._backend = None  # the tokenizer's own `encode` differs from the backend's
 
     def shield(self, text: str) -> str:
-        """Mark a text so that `pieces` reads the names of control tokens in it as any other characters."""
+        """Mark a text so that `pieces` encodes names of control tokens in the text as plain characters."""
         found = self._control.search(text) if self._control else None
         if self._control is None or found is None:
             return text
@@ -57,11 +57,11 @@ class PromptEncoder:
         return self._seam.join(text[start:end] for start, end in pairwise([*cuts, len(text)]))
 
     def chars(self, text: str) -> int:
-        """Return the length of a text without the marks of `shield`."""
+        """Return the length of a text, excluding the marks added by `shield`."""
         return len(text) - text.count(self._seam) * len(self._seam)
 
     def pieces(self, text: str, *, special: bool) -> Iterator[list[int]]:
-        """Yield the ids of a text. `special`: with the tokens that the model wants around every text."""
+        """Yield the token ids of a text in pieces. `special`: add the model's special tokens to the text."""
         parts = text.split(self._seam)
         return self._encoded((piece for part in parts for piece in self._cut(part)), special)
 
@@ -72,12 +72,12 @@ class PromptEncoder:
         for part in parts:
             if self._backend is None:
                 yield list(self._tokenizer.encode(part, add_special_tokens=special, verbose=False))
-            else:  # of the backend's calls, those for batches alone let other threads run
+            else:  # only the backend's batch calls release the GIL
                 yield self._backend.encode_batch_fast([part], add_special_tokens=special)[0].ids
-            special = False  # those that stand at the end of a text would fail the trials
+            special = False  # `_agrees` rejects tokenizers that add tokens at the end
 
     def _agrees(self, cut: Callable[..., Iterator[str]]) -> bool:
-        """Compare with the tokenizer itself, on random runs of tokens cut as often as possible."""
+        """Return whether `cut` pieces encode like the tokenizer, on random texts cut as often as possible."""
         random = Random(0)
         for number in range(TRIALS):
             words = [self._random_text(random) for _ in range(4)]
@@ -95,7 +95,7 @@ class PromptEncoder:
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return an expression for the names of the tokens that are no text; None if there are none."""
+    """Return a pattern that matches the names of special tokens, or None if there are none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = sorted({each.content for each in added if each.special and len(each.content) > 1})
     return re.compile("|".join(map(re.escape, names))) if names else None
@@ -106,7 +106,7 @@ def iter_whole(text: str, _chars: int = 0) -> Iterator[str]:
 
 
 def iter_pieces(text: str, chars: int = PIECE_CHARS) -> Iterator[str]:
-    """Yield the text in parts of at least `chars` characters, the last excepted."""
+    """Split the text into parts of at least `chars` characters, except for the last part."""
     start = 0
     while len(text) - start > chars and (found := CUT.search(text, start + chars)) is not None:
         yield text[start : found.start()]
@@ -115,7 +115,7 @@ def iter_pieces(text: str, chars: int = PIECE_CHARS) -> Iterator[str]:
 
 
 def no_token_spans_a_cut(tokenizer: Any) -> bool:
-    """Return whether merging tokens can't join the two sides of a cut, so that each is encoded by itself."""
+    """Return whether no token spans a CUT, so that the parts of a text can be encoded separately."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     alphabet = defaultdict(lambda: 0xFF, {ord(char): byte for char, byte in byte_alphabet().items()})
     texts = (str(name).translate(alphabet).encode("latin-1").decode("utf-8", "replace") for name in names)
@@ -124,14 +124,14 @@ def no_token_spans_a_cut(tokenizer: Any) -> bool:
 
 
 def max_token_chars(tokenizer: Any) -> int | None:
-    """Return the longest token of a byte-level tokenizer, in characters of the text before normalization.
+    """Return the maximum length of a byte-level token, in characters of the text before normalization.
 
-    Any other kind may drop characters, or have one token for a run of unknown ones.
+    Return None for other tokenizers, which may drop characters or encode a run of unknown ones as one token.
     """
     from tokenizers import Tokenizer, models
 
     backend = tokenizer.backend_tokenizer
-    steps_alone = Tokenizer(models.BPE())  # to be described without its vocabulary, which takes half a second
+    steps_alone = Tokenizer(models.BPE())  # serializes without the vocabulary, which takes half a second
     steps_alone.pre_tokenizer, steps_alone.normalizer = backend.pre_tokenizer, backend.normalizer
     described = json.loads(steps_alone.to_str())
     pre = described["pre_tokenizer"] or {}

@@ -1,4 +1,4 @@
-"""Grammars of calls written as tags around raw values."""
+"""Generate Lark grammars of tool calls that enclose raw values in tags."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TEXT_OR_NULL = STRING | {"null"}
 
 
 class _Unenforceable(Exception):
-    """Raised for a part of a schema that can't be enforced; the message names it."""
+    """Raised for a part of a schema that can't be enforced. The message names the part."""
 
 
 def tagged_rules(
     syntax: TaggedSyntax, rule: str, function: Mapping[str, Any], literal: Callable[[str], str]
 ) -> str:
-    """Return the rules of a call: the properties in the order of the schema, those not required optional.
+    """Return the rules of a call, with arguments in schema order. Arguments are optional unless required.
 
-    Raises NotServed if the schema of the parameters can't be enforced on raw values.
+    Raises NotServed if the parameter schema can't be enforced on raw values.
     """
     parameters = function.get("parameters") or NO_PARAMETERS
     name = function["name"]
@@ -73,7 +73,7 @@ class _Arguments(NamedTuple):
         return self.parameters.get("properties") or {}
 
     def names(self) -> str:
-        """Return the sequence of the rules of all arguments."""
+        """Return the sequence of the names of all argument rules."""
         required = self.parameters.get("required") or ()
         return "".join(
             f"{self.rule}_{number}{'' if name in required else '?'} "
@@ -93,7 +93,7 @@ class _Arguments(NamedTuple):
             yield from self._value_rules(f"{rule}_value", schema, name)
 
     def _value_rules(self, rule: str, schema: object, name: str) -> Iterator[str]:
-        """Yield the rules of a value with the tag after it, which ends a free text."""
+        """Yield the rules of a value and its end tag, which terminates free text."""
         syntax, root = self.syntax, self.parameters
         end = self.literal(syntax.value_end)
         if syntax.lines:
@@ -116,7 +116,7 @@ class _Arguments(NamedTuple):
         yield f"{text}: {self._text(known)}"
 
     def _text(self, schema: Schema) -> str:
-        """Return the expression of texts without the tags that might end them."""
+        """Return the expression for text that contains none of the tags that could end the text."""
         syntax = self.syntax
         tags = (syntax.value_end, syntax.call_end, *((syntax.key,) if syntax.lines else ()))
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -126,7 +126,7 @@ class _Arguments(NamedTuple):
 
 
 def _choices(schema: Schema, root: Schema) -> list[str] | None:
-    """Return the values that an `enum` or `const` allows, as models write them; None if there is neither."""
+    """Return the values of an `enum` or `const` as models write them, or None if there is neither."""
     if isinstance(schema.get("$ref"), str):
         found = referenced(schema["$ref"], root)
         return _choices(found, root) if isinstance(found, Mapping) else None
@@ -137,7 +137,7 @@ def _choices(schema: Schema, root: Schema) -> list[str] | None:
 
 
 def _is_free_text(schema: object, root: Schema) -> bool:
-    """Return whether a schema of texts, or null, asks for nothing but a length."""
+    """Return whether a schema of strings (or null) has no constraint except on the length."""
     if not isinstance(schema, Mapping) or schema.keys() - _TEXT_KEYS - _NOTES:
         return False
     branches = schema.get("anyOf")

@@ -1,4 +1,4 @@
-"""Arguments of chat templates: what an effort of reasoning amounts to, and a client's own."""
+"""Chat template arguments: those derived from a reasoning effort and those provided by clients."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 NO_REASONING = frozenset({"none", "minimal"})
 NEAREST_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
-"""For efforts that few templates and servers know, the nearest that all know."""
+"""Maps efforts that few templates and servers support to the nearest widely supported effort."""
 
 
 def effort_arguments(effort: str) -> dict[str, Any]:
-    """Return the arguments that an effort amounts to; none for an empty one."""
+    """Return the template arguments for an effort, or none if `effort` is empty."""
     if not effort:
         return {}
     return switches(effort) | {"reasoning_effort": NEAREST_EFFORTS.get(effort, effort)}
 
 
 def switches(effort: str) -> dict[str, Any]:
-    """Return the switch of reasoning: `enable_thinking` of Qwen, SmolLM and GLM, `thinking` of DeepSeek,
-    Granite and Kimi.
+    """Return the arguments that enable or disable reasoning: `enable_thinking` for Qwen, SmolLM and GLM,
+    `thinking` for DeepSeek, Granite and Kimi.
     """
     return dict.fromkeys(("enable_thinking", "thinking"), effort not in NO_REASONING)
 
 
 def shielded(kwargs: Mapping[str, Any], shield: Callable[[str], str]) -> dict[str, Any]:
-    """Apply `shield` to all texts in a client's arguments."""
+    """Apply `shield` to all strings in a client's arguments, including keys."""
     return {shield(name): _shielded(value, shield) for name, value in kwargs.items()}
 
 

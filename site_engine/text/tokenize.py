@@ -118,7 +118,7 @@ class PromptTokenizer:
     ) -> None:
         """Prepare a prompt on the worker threads, then call `reply` on the event loop.
 
-        `is_wanted` is called on the worker threads. Once it returns False, the prompt is dropped silently.
+        `is_wanted` is called on those threads. Once it returns False, the prompt is dropped without a reply.
         """
         executor = self._short if prompt_chars(assign) <= PIECE_CHARS else self._long
 

@@ -72,7 +72,7 @@ class ToolCallParser:
     # Each step consumes text of the buffer and returns False if it needs more text.
 
     def _parse_text(self) -> bool:
-        """Parse text up to a mark. White space stays undecided until text follows, and belongs to a call."""
+        """Parse text up to a mark. White space before a mark is undecided, since it may belong to a call."""
         buffer, begins = self._buffer, self._form.begins
         places = [(at, mark) for mark in begins if (at := buffer.find(mark)) >= 0]
         if places:
@@ -154,7 +154,7 @@ class ToolCallStyle(NamedTuple):
     single: bool
 
     def parser(self, choice: str, delivered: Delivered) -> ToolParser:
-        """Return a parser for one choice. Call ids are derived from `choice`, an id unique across sites."""
+        """Return a parser for one choice. Call ids are hashes of `choice`, its globally unique name."""
 
         def new_id(number: int) -> str:
             digest = blake2b(f"{choice} {number}".encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Formats in which models write calls of functions, and the signs of the chat templates that teach them."""
+"""Tool call formats of models, and the detection of the format from the chat template."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from site_engine.text.tagged_call import TaggedSyntax
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Calls stand between marks: each for itself, or all of them in one list.
+    """A format that encloses calls in marks, either each call or a list of all calls.
 
-    `begins`: the marks that begin calls within text, the first of them the one of grammars; a mark with which
-    the call's syntax starts is part of the call. `bare`: an answer may also open with a call, without a mark.
-    `ends_thought`: the mark that models also write without ending their thought. `id_chars`: length of the
-    ids.
+    `begins`: the marks that start calls within text. Grammars use the first one. A mark that equals the
+    syntax's `start` is part of the call. `bare`: an answer may also start with a call without a mark.
+    `ends_thought`: the mark of a call that models may write without ending their reasoning first.
+    `id_chars`: the length of call ids, without `id_prefix`.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Format:
     end: str
     syntax: CallSyntax
     between: str = "\n"
-    opening: str = ""  # after the mark
+    opening: str = ""  # after the begin mark
     closing: str = ""  # before `end`
     bare: bool = False
     is_list: bool = False
@@ -36,7 +36,7 @@ class Format:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks that may be special tokens."""
+        """The marks that may be special tokens."""
         return tuple(filter(None, (*self.begins, self.end, *self.syntax.marks)))
 
 
@@ -51,7 +51,7 @@ HERMES = Format(
 )
 QWEN_XML = Format(
     "qwen_xml",
-    ("<tool_call>", "<function="),  # the first is left out at times
+    ("<tool_call>", "<function="),  # models sometimes omit the first
     "</tool_call>",
     TaggedSyntax(
         start="<function=",
@@ -110,20 +110,20 @@ _SIGNS: tuple[tuple[AnswerFormat | str, tuple[str, ...]], ...] = (
     (HERMES, ("<tool_call>",)),
     (LLAMA, ('"parameters": dictionary of argument name',)),
 )
-"""Formats, or families whose calls are not read here, with the signs of their templates. The first counts of
-which all signs are there.
+"""Formats, or names of unsupported model families, with strings in their templates. The first entry whose
+strings are all in the template applies.
 """
 
 
 class Recognition(NamedTuple):
-    """The format that a chat template teaches; without one `refusal` says why there are no tools."""
+    """The tool call format of a chat template. Without one, `refusal` is the reason for rejecting tools."""
 
     form: AnswerFormat | None
     refusal: str = ""
 
 
 def chat_template(tokenizer: Any) -> str:
-    """Return the chat template, empty if there is none; of several, the one for tools."""
+    """Return the chat template, or an empty string if there is none. Of several, prefer the one for tools."""
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, dict):
         found = found.get("tool_use") or found.get("default")
@@ -141,7 +141,7 @@ def recognize(template: str) -> Recognition:
 
 
 def hidden_marks(marks: Iterable[str], tokenizer: Any) -> dict[int, str]:
-    """Return those of `marks` that are special tokens, which text leaves out, by token id."""
+    """Return the marks that are special tokens, and thus omitted from decoded text, by token id."""
     known = tokenizer.get_vocab()
     found = {known[mark]: mark for mark in marks if mark in known}
     return {at: mark for at, mark in found.items() if not tokenizer.decode([at], skip_special_tokens=True)}

@@ -1,4 +1,4 @@
-"""Lark grammars of answers that call functions, follow a schema, or may do either."""
+"""Generate Lark grammars of answers that call functions, match a schema or may do either."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def guided_source(
     form: AnswerFormat | None,
     literal: Callable[[str], str],
 ) -> str:
-    """Return the Lark source of an answer's grammar, empty where anything goes. `literal` quotes text.
+    """Return the Lark source of an answer's grammar, empty if unconstrained. `literal` quotes text.
 
     Raises NotServed if the parameters of a function can't be enforced in this format.
     """
@@ -38,20 +38,20 @@ def guided_source(
 
 
 def free_text_rules(tools: Tools, form: Format, literal: Callable[[str], str]) -> str:
-    """Return the rules of free text in which anything that begins like a call must be one."""
+    """Return the rules of free text in which any text that starts like a call must be a valid call."""
     if form.bare:
         return f"start: calls | TEXT\nTEXT: /([^{{ \\t\\n]{_ANYTHING[1:-1]})?/\n"
     begin = literal(form.begins[0])
-    if begin.startswith("<["):  # a token that text does not have
+    if begin.startswith("<["):  # a special token, which cannot occur in text
         return f"start: TEXT calls?\nTEXT: {_ANYTHING}\n"
-    others = "|".join(form.begins[1:])  # not written: a call is to begin in one way
+    others = "|".join(form.begins[1:])  # excluded: calls must use the first mark
     text = f"{_ANYTHING} & ~/(.|\\n)*({others})(.|\\n)*/" if others else _ANYTHING
     times = "?" if tools.single else "*"
     return f"start: (lead rest){times} TEXT\nlead[lazy]: TEXT {begin}\nTEXT: {text}\n"
 
 
 def call_rules(tools: Tools, form: Format, literal: Callable[[str], str]) -> str:
-    """Return the rules `calls`, which begin with the format's mark, and `rest`, which follows the mark."""
+    """Return the rules `calls`, which starts with the begin mark, and `rest`, which follows the mark."""
     begin, end = "" if form.bare else literal(form.begins[0]), literal(form.end) if form.end else ""
     between, opening, closing = (quoted(each) for each in (form.between, form.opening, form.closing))
     if form.is_list:
@@ -73,7 +73,7 @@ def call_rules(tools: Tools, form: Format, literal: Callable[[str], str]) -> str
 
 
 def harmony_source(schema: Schema | None, tools: Tools | None, literal: Callable[[str], str]) -> str:
-    """Return the source for messages in channels: a model may think before what it is held to."""
+    """Return the source for messages in channels. Reasoning may precede the constrained content."""
     if schema is None and (tools is None or not (tools.forced or tools.strict)):
         return ""
     channel, message, end, start, constrain = map(literal, (CHANNEL, MESSAGE, END, START, CONSTRAIN))

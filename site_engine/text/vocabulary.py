@@ -1,4 +1,4 @@
-"""Make the vocabulary of a tokenizer: a table of bytes if it is byte-level, else its own decode."""
+"""Create the vocabulary of a tokenizer: a byte table if it is byte-level, else its `decode` method."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from site_engine.text.detokenize import UNFINISHED, ByteVocabulary, DecodingVocabulary, NoText, Vocabulary
 
 TRIALS = 32
-"""Random texts on which a faster way must agree with the tokenizer's own, of TRIAL_TOKENS each."""
+"""The number of random texts, of TRIAL_TOKENS tokens each, that verify a method against the tokenizer."""
 TRIAL_TOKENS = 24
-NO_BYTE = 0xFFFF  # a character beyond those of single bytes
+NO_BYTE = 0xFFFF  # a placeholder above the range of single bytes
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """Return the byte table only where it agrees with the tokenizer."""
+    """Return the vocabulary of a tokenizer. A byte table is used only if it agrees with the tokenizer."""
     if tokenizer is None:
         return NoText()
 
@@ -30,7 +30,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def byte_table(tokenizer: Any) -> ByteVocabulary | None:
-    """Return the bytes of every token of a byte-level tokenizer; None for any other kind."""
+    """Return the byte table of a byte-level tokenizer, or None for any other tokenizer."""
     from tokenizers.decoders import ByteLevel
 
     if not isinstance(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None), ByteLevel):
@@ -40,28 +40,28 @@ def byte_table(tokenizer: Any) -> ByteVocabulary | None:
     }
 
     def raw(name: str) -> bytes:
-        """Return the bytes that a name stands for: its own if it has other characters than stand-ins."""
+        """Return the bytes of a token name, or its UTF-8 bytes if a character is not in the alphabet."""
         try:
             return name.translate(alphabet).encode("latin-1")
         except UnicodeEncodeError:
             return name.encode()
 
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
-    special = {*tokenizer.all_special_ids}  # those with a role; Llama 3 has 250 more
+    special = {*tokenizer.all_special_ids}  # only those with a role; Llama 3 has 250 more
     special.update(token_id for token_id, each in added_tokens(tokenizer).items() if each.special)
     raws = [None if token_id in special else raw(name) for token_id, name in enumerate(names)]
     return ByteVocabulary(raws, names)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the printable stand-in of each byte in byte-level vocabularies (GPT-2), by stand-in."""
+    """Return the byte for each printable character of byte-level vocabularies (GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """Return what a tokenizer of transformers says of each token beyond its model's, by token id."""
+    """Return the added tokens of a transformers tokenizer, by token id."""
     found: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return found
 
@@ -69,8 +69,8 @@ def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
 def agrees(
     table: ByteVocabulary, decode: Callable[[list[int]], str], size: int, added: Iterable[int] = ()
 ) -> bool:
-    """Compare on all of `added`, which chance may miss, and on random runs of tokens, except for a cut
-    character at the end.
+    """Return whether the table decodes like `decode`, except for an incomplete last character. Compares all
+    `added` tokens, which random samples may miss, and random sequences of tokens.
     """
     random = Random(0)
     runs = ([random.randrange(size) for _ in range(TRIAL_TOKENS)] for _ in range(TRIALS))
