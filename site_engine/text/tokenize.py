@@ -385,7 +385,7 @@ def template_message(
     """Convert a message to the form that templates expect. Empty optional fields are omitted.
 
     `reads_calls`: the template supports tool calls, with arguments as an object instead of JSON text.
-    `shield`: applied to the content, name, tool calls and reasoning, which may be untrusted.
+    `shield`: applied to all fields but the role, which may be untrusted.
     """
     fields: dict[str, Any] = {"role": message.role, "content": shield(message.content)}
     if message.name:
@@ -395,7 +395,7 @@ def template_message(
         read = (call_with_object(place, each) if reads_calls else each for each in calls)
         fields["tool_calls"] = [shielded(each, shield) for each in read]
     if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = shield(message.tool_call_id)
     if message.reasoning:
         fields |= dict.fromkeys(("reasoning_content", "reasoning"), shield(message.reasoning))
         if not message.content:  # the gpt-oss template rejects it beside content

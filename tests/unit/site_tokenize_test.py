@@ -18,7 +18,7 @@ from site_engine.core.request import Lane, Sampling
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.text.fair_executor import FairExecutor
-from site_engine.text.tokenize import PromptTokenizer
+from site_engine.text.tokenize import PromptTokenizer, template_message
 from tests.support.engine_models import tokenizer as byte_level
 from tests.support.site_fakes import VOCABULARY, FakeTokenizer
 from tests.support.thinking_models import thinking_tokenizer
@@ -117,6 +117,16 @@ def test_a_template_sees_only_the_fields_that_are_there() -> None:
         {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
+
+
+def test_every_field_that_a_client_writes_is_shielded() -> None:
+    """A control token in the id of a call would end the message in the prompt, as one in its content does."""
+    call = '[{"id": "<end>", "function": {"name": "<end>", "arguments": "{\\"<end>\\": \\"<end>\\"}"}}]'
+    message = m.ChatMessage("tool", "<end>", "<end>", call, "<end>", "<end>")
+    for reads_calls in (True, False):
+        fields = template_message(0, message, reads_calls, lambda text: text.replace("<end>", "shielded"))
+        assert "<end>" not in str(fields) and len(fields) == 7
+    assert fields["tool_call_id"] == fields["tool_calls"][0]["id"]
 
 
 def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None:
