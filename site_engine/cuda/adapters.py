@@ -1,8 +1,8 @@
-"""Adapters on a GPU: fixed arenas with a place for each slot, so that graphs hold whatever is loaded.
+"""Store adapters on a GPU in arenas of fixed slots, so that captured graphs serve any loaded adapter.
 
-An adapter of a lower rank than the arenas' is padded with zeros. It lies once in host memory, laid out as a
-slot is; loading copies it into a free slot, in order with the steps on the device. Serves LoRA and biases of
-the joined projections of `llama_forward.py`, nothing else.
+An adapter of a lower rank than the arenas' is padded with zeros. Host memory has one copy in the layout of a
+slot; loading copies it into a free slot, in stream order with the steps. Supports LoRA and biases of the
+joined projections of `llama_forward.py`, and own layers through `OwnLayers`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from site_engine.variants.projections import MODULES, NORMS, SERVED_ON_GPU, Proj
 TILE_ROWS = 16
 TILE_NUMBERS = 1 + TILE_ROWS
 DEPTH_BLOCK = 128
-PARTS = 4  # of the depth, so that few rows occupy many programs
+PARTS = 4  # parts of the depth, so that few rows occupy many programs
 SPAN_COLUMNS = 128
-COUNTER_NUMBERS = 4  # of which one counts: Triton compiles again for addresses that are not aligned
+COUNTER_NUMBERS = 4  # only one counts; the others align it, since Triton recompiles for unaligned addresses
 
 
 class Packed(NamedTuple):
@@ -43,11 +43,11 @@ class Packed(NamedTuple):
     down: torch.Tensor  # [layers, groups * rank, depth]
     up: torch.Tensor  # [layers, columns, rank]
     scales: torch.Tensor  # [layers, groups], float32
-    biases: torch.Tensor  # [layers, columns]: what is added to those of the base, if it has any
+    biases: torch.Tensor  # [layers, columns]: added to the base's biases; no columns if it has none
 
 
 class Arena(NamedTuple):
-    """The slots of one projection; `spans` says which of its columns belong to which module."""
+    """The slots of one projection. `spans` has rows of group (module), first column and end column."""
 
     down: torch.Tensor  # [slots, layers, groups * rank, depth]
     up: torch.Tensor  # [slots, layers, columns, rank]
@@ -57,7 +57,7 @@ class Arena(NamedTuple):
 
 
 class AdapterArenas:
-    """Room for adapters of up to `rank` in each of `slots`, for all `layers` of a model."""
+    """Memory for adapters of up to `rank` in each of `slots`, for all `layers` of a model."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -68,9 +68,9 @@ class AdapterArenas:
         like: torch.Tensor,
         own: OwnLayers | None = None,
     ) -> None:
-        """`sizes`: in the order of `Projection`; `like` has the data type and the device.
+        """Allocate the arenas. `sizes` are in the order of `Projection`; `like` has the data type and device.
 
-        Without `own` no variant may have layers of its own.
+        Without `own`, no variant may have layers of its own.
         """
         self.own = own
         self.slots, self.rank = slots, slot_rank(rank)
@@ -102,9 +102,9 @@ class AdapterArenas:
         )
 
     def prepare(self, variant: LoadedVariant) -> LoadedVariant:
-        """Lay an adapter out in host memory as slots hold it; return the variant with factors there alone.
+        """Copy an adapter to host memory in the layout of a slot. Return the variant with factors only there.
 
-        May be called on any thread; raises VariantRefused.
+        May be called on any thread. Raises VariantRefused.
         """
         known = {
             f"model.layers.{layer}.{module}"
@@ -121,7 +121,7 @@ class AdapterArenas:
             raise VariantRefused(f"{variant.chain.id} has rank {variant.rank}; slots here have {self.rank}")
         changes = dict(variant.changes)
         packed = [self._pack(changes, projection) for projection in Projection]
-        rank = max(variant.rank, 1) if changes else 0  # biases and own layers alone need a slot, too
+        rank = max(variant.rank, 1) if changes else 0  # biases and own layers alone also need a slot
         blocks = tuple(
             each._replace(in_host=rank > 0 and not self._on_device(each, changes))
             for each in variant.chain.blocks
@@ -134,7 +134,7 @@ class AdapterArenas:
         return prepared
 
     def _on_device(self, block: Block, changes: Mapping[str, Change]) -> bool:
-        """Return whether a block is weights, in place of the base's."""
+        """Return whether a block has weights that replace the base's and are therefore on the device."""
         return block.kind is BlockKind.LAYERS and any(
             change.own is not None
             for name, change in changes.items()
@@ -142,8 +142,9 @@ class AdapterArenas:
         )
 
     def trials(self, model: LoadedModel) -> Iterator[LoadedVariant]:
-        """Place random variants with which the kernels are certified, one after the other in the first slot:
-        an adapter of every projection, then with it a first layer of its own.
+        """Place random variants for certifying the kernels in slot 0, one after the other, and yield each.
+
+        The first adapts every projection. The second has an own layer 0 and adapts layer 1.
         """
         draw = torch.Generator().manual_seed(0)
         changes = {}
@@ -187,7 +188,7 @@ class AdapterArenas:
         return variant
 
     def _pack(self, changes: dict[str, Change], projection: Projection) -> Packed:
-        """Copy the factors of a projection out of `changes`, which then refer to the copies."""
+        """Copy the factors of a projection from `changes` and make `changes` refer to the copies."""
         arena, size = self._arenas[projection], self._sizes[projection]
         with released():
             packed = Packed(
@@ -204,7 +205,7 @@ class AdapterArenas:
                 change = changes.get(name, Change())
                 if self.own is not None and change.own is not None and change.own.bias is not None:
                     difference = change.own.bias - self.own.bias(layer, projection, group)
-                    with released():  # it comes from the device
+                    with released():  # a copy from the device
                         packed.biases[layer, first : first + columns].copy_(difference)
                 if change.bias is not None:
                     bias = packed.biases[layer, first : first + columns].copy_(change.bias)
@@ -225,7 +226,7 @@ class AdapterArenas:
         return packed
 
     def place(self, variant: ServedVariant, slot: int) -> None:
-        """Copy a prepared adapter into a slot, after the steps launched so far."""
+        """Copy a prepared adapter into a slot, in stream order after the steps launched so far."""
         assert isinstance(variant, LoadedVariant)
         for arena, packed in zip(self._arenas, self._packed[variant], strict=True):
             for room, contents in zip(arena, packed, strict=False):
@@ -237,14 +238,14 @@ class AdapterArenas:
         self.slot_of[variant] = slot
 
     def tiles(self, tokens: int) -> int:
-        """Return the most tiles of a plan of so many tokens: of an adapter all but the last are full."""
+        """Return the maximum number of tiles for `tokens` tokens: an adapter's are full except the last."""
         return min(tokens, 1 + self.slots + tokens // TILE_ROWS)
 
     def fill(self, tiles: np.ndarray, plan: SchedulePlan, padded: int) -> None:
-        """Write the tiles of a plan, of `padded` tokens with padding, into [tiles, TILE_NUMBERS].
+        """Write a plan's tiles to `tiles` [tiles, TILE_NUMBERS]. `padded` is the number of padded tokens.
 
-        A tile has tokens of one adapter, by its slot, or of the base. Every token is in one: kernels read
-        slots by row. Padding goes with the last chunk, so that no weights are read for it alone.
+        A tile has tokens of one slot's adapter or of the base. Every token is in a tile, since kernels read
+        slots by row. Padding joins the tiles of the last chunk, so that no weights are read for it alone.
         """
         tiles[:] = -1
         tokens: dict[int, list[int]] = {}
@@ -264,7 +265,7 @@ class AdapterArenas:
     def add(
         self, layer: int, projection: Projection, tiles: torch.Tensor, given: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Add to `out` [tokens, columns], in place, what adapters make of `given` [tokens, depth]."""
+        """Add the adapters' products with `given` [tokens, depth] to `out` [tokens, columns] in place."""
         _, up, _, biases, spans = self._arenas[projection]
         shrunk = self._shrink(layer, projection, tiles, given)
         parts, tokens, width = shrunk.shape
@@ -300,10 +301,10 @@ class AdapterArenas:
         own: torch.Tensor | None,
         arrived: torch.Tensor,
     ) -> Adapters:
-        """Return the arguments with which the kernel of a product adds the products of adapters."""
+        """Return the arguments with which a GEMM kernel adds the adapters' products."""
         down, up, scales, biases, _ = self._arenas[projection]
         ends = [int(end) for end in np.cumsum(self._sizes[projection].columns)]
-        if projection is Projection.GATE_UP:  # whose groups are side by side in each program
+        if projection is Projection.GATE_UP:  # each program computes columns of both groups
             ends = ends[-1:]
         first_two = ends[0], ends[min(1, len(ends) - 1)]
         factors = down[:, layer], up[:, layer], scales[:, layer], biases[:, layer]
@@ -311,11 +312,11 @@ class AdapterArenas:
 
 
 class StepAdapters:
-    """The adapters of one step; where rows are few, computed in the kernels of the base's products."""
+    """The adapters of one step. With few rows, the base's GEMM kernels compute their products."""
 
     def __init__(self, arenas: AdapterArenas, tiles: torch.Tensor, rows: int, *, owned: bool = False) -> None:
-        """`tiles` [tiles, TILE_NUMBERS]: with every row of the step in one. `owned`: some rows have versions
-        of layers.
+        """Prepare the rows of a step. `tiles` [tiles, TILE_NUMBERS] must contain every row. With `owned`,
+        some rows have own versions of layers.
         """
         self._arenas, self._own = arenas, arenas.own if owned else None
         count, counters = len(tiles), arenas.layers * len(Projection) * COUNTER_NUMBERS
@@ -330,17 +331,17 @@ class StepAdapters:
             )  # fmt: skip
 
     def add(self, layer: int, projection: Projection, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Add to `out`, in place, what adapters make of `given`."""
+        """Add the adapters' products with `given` to `out` in place."""
         return self._arenas.add(layer, projection, self._rows.tiles, given, out)
 
     def product(self, layer: int, projection: Projection) -> Adapters:
-        """Return the arguments with which the kernel of a product adds the products of adapters."""
+        """Return the arguments with which a GEMM kernel adds the adapters' products."""
         versions = self.versions(layer, projection)
         own = None if versions is None else versions.own
         return self._arenas.product(layer, projection, self._rows, own, self._arrived[layer, projection])
 
     def versions(self, layer: int, part: int) -> Versions | None:
-        """Return which versions of a part of a layer the rows have; None: all have the base's."""
-        if self._own is None or layer == self._arenas.layers:  # the last norm is the base's
+        """Return the rows' versions of a part of a layer, or None if all rows use the base's."""
+        if self._own is None or layer == self._arenas.layers:  # the final norm is always the base's
             return None
         return self._own.versions(layer, part, self._rows.slots)

@@ -1,4 +1,4 @@
-"""Tell the architecture that Triton compiles for."""
+"""Query the GPU architecture that Triton compiles for."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from triton.runtime import driver
 
 
 def architecture() -> int:
-    """Return the GPU's compute capability in tenths, such as 90 for 9.0."""
+    """Return ten times the GPU's compute capability, such as 90 for 9.0."""
     return int(driver.active.get_current_target().arch)

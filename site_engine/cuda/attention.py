@@ -1,4 +1,4 @@
-"""Answer a model's attention calls on a GPU, from a step's numbers in device memory."""
+"""Serve a model's attention calls on a GPU, using a step's inputs in device memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST_WITH_PDL = 90
 
 
 class DeviceContext:
-    """The attention context of one forward pass. Layers are counted by their calls."""
+    """The attention context of one forward pass. Each call of `attend` advances `layer` by one."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -41,7 +41,7 @@ class DeviceContext:
 
     @property
     def decodes_only(self) -> bool:
-        """Return whether every packed token is a decode row, whose logits are wanted."""
+        """Whether every packed token is a decode row, whose logits are all needed."""
         return self._prefill is None
 
     def attend(
@@ -54,7 +54,7 @@ class DeviceContext:
     ) -> torch.Tensor:
         """Store key and value [kv_heads, tokens, dim] and attend query [heads, tokens, dim] to the pages.
 
-        With `rotary`, query and key, side by side in one tensor, are rotated first. Returns
+        With `rotary`, query and key, which must be adjacent in one tensor, are rotated first. Returns
         [tokens, heads, value dim].
         """
         query, key, value = (one if one.stride(2) == 1 else one.contiguous() for one in (query, key, value))
@@ -75,7 +75,7 @@ class DeviceContext:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """Run prefill on the side stream: it touches other pages and tokens than the decode rows."""
+        """Run prefill on the side stream: its pages and tokens are disjoint from those of the decode rows."""
         if self._side is None:
             yield
             return
@@ -95,7 +95,7 @@ class DeviceContext:
         scoring: Scoring,
         rotary: RotaryTable | None,
     ) -> None:
-        """Write all keys and values before any is read: prompts may share pages of the same step."""
+        """Write all keys and values, then attend: prompts may share pages that the same step writes."""
         if rotary is not None:
             attention_launch.rotate_in_place(query, key, work, rotary)
         attention_launch.write(key, value, keys, values, work.slots)
@@ -104,5 +104,5 @@ class DeviceContext:
 
 @cache
 def _supports_pdl() -> bool:
-    """Return whether the device has programmatic dependent launch: kernels that overlap the one before."""
+    """Return whether the device supports programmatic dependent launch, which overlaps successive kernels."""
     return architecture() >= FIRST_WITH_PDL

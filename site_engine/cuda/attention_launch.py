@@ -15,7 +15,7 @@ LOG2_E = 1.4426950408889634
 
 
 class RotaryTable(NamedTuple):
-    """The rotary embedding by position, from the model's own module: [positions, dim]."""
+    """The cosines and sines of the rotary embedding [positions, dim], computed by the model's own module."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -30,9 +30,9 @@ class Tile(NamedTuple):
 
 
 DECODE = Tile(64, 2, 4)
-DECODE_SHORT = Tile(32, 2, 5)  # many rows with short contexts: less of the last block is empty
+DECODE_SHORT = Tile(32, 2, 5)  # for many rows with short contexts: wastes less of the last block
 PREFILL = Tile(64, 8, 3)
-PREFILL_ROWS = 128  # query tokens times heads of the group, per program
+PREFILL_ROWS = 128  # query tokens times heads per group, per program
 CHUNKS = ((16, 64), (32, 128))  # (max rows, tokens): short chunks keep the whole GPU busy
 CHUNK = 256
 LONG_CHUNK = 512
@@ -40,7 +40,7 @@ ENOUGH_PROGRAMS = 1024  # rows times KV heads that keep the GPU busy with long c
 
 
 def chunk_tokens(rows: int, kv_heads: int) -> int:
-    """Return the tokens of context per program of the decode kernel."""
+    """Return the number of context tokens per program of the decode kernel."""
     if rows * kv_heads >= ENOUGH_PROGRAMS:
         return LONG_CHUNK
     return next((tokens for most, tokens in CHUNKS if rows <= most), CHUNK)
@@ -52,34 +52,34 @@ def decode_tile(work: DecodeWork) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Decode rows that compute one token each: packed tokens 0 to `rows`.
+    """Decode rows of one token each, which are the first packed tokens.
 
-    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its
-    row of the page table. The chunks of a row are adjacent and in order; row -1 is no work.
+    `items` [work, 4], int32: row, chunk, number of tokens including the new one (0: padding, output zeros),
+    row of the page table. The chunks of a row are adjacent and in order. An item of row -1 does nothing.
     """
 
     items: torch.Tensor
     arrived: torch.Tensor  # [at least rows x kv_heads], int32 zeros
-    split: bool  # some row may have more than one chunk
+    split: bool  # a row may have more than one chunk
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Prefill chunks, cut into blocks."""
+    """Prefill chunks, split into blocks."""
 
-    slots: torch.Tensor  # [tokens]: cache slot of every packed token; 0: not a prompt's token
+    slots: torch.Tensor  # [tokens]: cache slot of every packed token; 0: not a prompt token
     positions: torch.Tensor  # [tokens]
     blocks: torch.Tensor  # [blocks, 4]
 
 
 def pdl_kwargs(pdl: bool) -> dict[str, bool]:
-    """Return the launch arguments of a kernel that overlaps the one before it and waits for it by itself."""
+    """Return the launch arguments of a kernel that overlaps the previous one and waits for it itself."""
     return {"launch_pdl": True} if pdl else {}
 
 
 def block_tokens(heads: int, kv_heads: int) -> int:
-    """Return the query tokens of a prefill block."""
+    """Return the number of query tokens in a prefill block."""
     return max(1, PREFILL_ROWS // (heads // kv_heads))
 
 
@@ -92,7 +92,7 @@ def _whole_pages(page: int, block: int) -> bool:
 
 
 def _stages(dtype: torch.dtype, stages: int) -> int:
-    """Return 1 for float32, whose tiles take twice the shared memory and need not be fast."""
+    """Return `stages`, or 1 for float32, whose tiles take twice the shared memory and need not be fast."""
     return stages if dtype.itemsize == 2 else 1
 
 
@@ -123,7 +123,7 @@ def write(
 
 
 def rotate_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, rotary: RotaryTable) -> None:
-    """Rotate the queries and keys of prompts, side by side in one tensor, in place."""
+    """Rotate the queries and keys of prompt tokens in place. They must be adjacent in one tensor."""
     heads, tokens, dim = query.shape
     heads += key.shape[0]
     kernels.rotate_heads[(tokens,)](
@@ -157,9 +157,7 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     kv_heads, value_dim = value.shape[0], value.shape[2]
     page = keys.shape[1]
     group = heads // kv_heads
-    ends = (
-        -(-work.items.shape[0] * heads // 4) * 4
-    )  # Triton compiles again for addresses that are not aligned
+    ends = -(-work.items.shape[0] * heads // 4) * 4  # Triton recompiles for unaligned addresses
     parts = torch.empty(ends * (value_dim + 2) if work.split else 1, dtype=torch.float32, device=query.device)
     tops = parts[ends * value_dim :] if work.split else parts
     sums = tops[ends:] if work.split else parts
@@ -188,7 +186,7 @@ def prefill(  # noqa: PLR0917 - the tensors of one call
     scoring: Scoring,
     tile: Tile = PREFILL,
 ) -> None:
-    """Attend prefill chunks, block by block; their keys and values are in the pages already."""
+    """Attend prefill chunks, block by block. Their keys and values must already be in the pages."""
     heads, _, key_dim = query.shape
     page, kv_heads, value_dim = values.shape[1:]
     kernels.prefill_blocks[(blocks.shape[0], kv_heads)](

@@ -1,6 +1,6 @@
-"""Lay out the numbers of a step in one int32 block, so that one copy takes them to the device.
+"""Lay out the inputs of a step in one int32 block, so that one copy transfers them to the device.
 
-Chooses shapes and buckets and fills the block. Does not touch the device.
+Chooses shapes and buckets and fills the block. Does not access the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ITEMS_OF_MIXED = (2.0, 4.0, 8.0)
 
 
 class Shape(NamedTuple):
-    """The sizes that a step is padded to. Steps of one shape share a graph."""
+    """The sizes to which a step is padded. Steps of equal shape share a graph."""
 
     tokens: int
     samples: int  # rows whose next token is sampled, decode rows first
@@ -40,12 +40,12 @@ class Shape(NamedTuple):
     blocks: int  # programs of the prefill kernel per KV head
     patches: int  # new entries of the page table
     graph: bool
-    tiles: int = 0  # of rows with adapters; 0: the step is the base's alone
-    owned: bool = False  # some rows have own versions of layers
+    tiles: int = 0  # tiles of rows by adapter; 0: all rows use the base model
+    owned: bool = False  # some rows use a variant's own layers
 
     @property
     def kernels(self) -> Shape:
-        """Return the part of the shape that decides which kernels run; `items` only change their programs."""
+        """Return the part of the shape that selects the kernels. `items` affects only their program count."""
         return self._replace(items=0)
 
     @property
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the numbers in the block."""
+        """Return the size of the block in numbers."""
         return _begins(self)[-1]
 
 
@@ -70,9 +70,9 @@ class Sections(NamedTuple):
     rules: Any  # [RULES x samples]: sampling rules
     patch_at: Any  # [patches]
     patch_page: Any  # [patches]
-    items: Any  # [4 x items], as the decode kernel takes them
+    items: Any  # [4 x items], in the layout of `DecodeWork.items`
     blocks: Any  # [4 x blocks]
-    tiles: Any  # [TILE_NUMBERS x tiles], as the kernels of adapters take them
+    tiles: Any  # [TILE_NUMBERS x tiles], in the layout of `AdapterArenas.fill`
 
 
 def views(block: Any, shape: Shape) -> Sections:
@@ -82,22 +82,22 @@ def views(block: Any, shape: Shape) -> Sections:
 
 @lru_cache(maxsize=1024)
 def _begins(shape: Shape) -> list[int]:
-    """Return where each section begins, and the numbers of all. Addresses are multiples of 16 bytes: Triton
-    compiles a kernel again for others.
+    """Return the offset of each section and the size of the block. Offsets are multiples of 16 bytes, since
+    Triton recompiles a kernel for unaligned addresses.
     """
     return list(accumulate((-(-size // 4) * 4 for size in shape.sections), initial=0))
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a plan that decode, as arrays."""
+    """The decode rows of a plan, as arrays."""
 
-    starts: Numbers  # [rows]: tokens before the one that a row computes
+    starts: Numbers  # [rows]: number of tokens before the row's input token
     slots: Numbers  # [rows]
-    chunks: Numbers  # [rows]: that a row is cut into; each has an item
+    chunks: Numbers  # [rows]: chunks of the row's context, one item each
 
 
 class PageTables:
-    """The host's copy of the device's page table, and the patches that bring the device up to date."""
+    """The host's copy of the device's page table, and the patches that update the device."""
 
     def __init__(self, slots: int, pages_per_row: int, page_size: int) -> None:
         self.pages_per_row = pages_per_row
@@ -109,8 +109,8 @@ class PageTables:
     def patches(self, plan: SchedulePlan) -> tuple[list[int], list[int]]:
         """Return indices into the flat table and their new pages.
 
-        A decode row has a new page when its token is the page's first; any other change of its pages goes
-        through a prefill. The patches of a failed plan are returned again, until `applied` is called.
+        A decode row has a new page if its token is the first of the page; all other changes of a request's
+        pages come with a prefill. The patches of a failed plan are returned again, until `applied` is called.
         """
         at: list[int] = []
         pages: list[int] = []
@@ -130,13 +130,13 @@ class PageTables:
         return at, pages
 
     def applied(self, plan: SchedulePlan) -> None:
-        """Record that the patches of a plan are on the device."""
+        """Record that the patches of a plan have been applied on the device."""
         for request, _, _, _ in plan.prefills:
             self._lists[request.row], self._shown[request.row] = request.pages, len(request.pages)
 
 
 class Packer:
-    """Chooses the shape of a plan and fills its block. The row after the last slot is padding."""
+    """Choose the shape of a plan and fill its block. Padding uses the page table row after the last slot."""
 
     def __init__(
         self,
@@ -163,17 +163,17 @@ class Packer:
         return DecodeRows(starts, slots, np.maximum(1, -(-starts // self._chunk_tokens(self._samples(plan)))))
 
     def _samples(self, plan: SchedulePlan) -> int:
-        """Return how many sampled rows the step of a plan has, with padding."""
+        """Return the number of sampled rows in the step of a plan, including padding."""
         if not plan.prefills:
             return row_bucket(len(plan.starts), self._slots)
         bucket = _mixed_bucket(plan)
         return max(plan.samples, 1) if bucket is None else self._mixed_samples(bucket)
 
     def shape(self, plan: SchedulePlan, rows: DecodeRows, patches: int) -> Shape:
-        """Return the shape of a plan: padded for a graph if it decodes or is small, else exact.
+        """Return the shape of a plan: padded for a graph if it only decodes or is small, else exact.
 
-        A step with prompts takes the kernels of split rows, whether or not a row is split: those that graphs
-        of such steps have, so that none is compiled under traffic.
+        A step with prompts always uses the kernels for split rows, which the graphs of such steps use as
+        well, so that no kernel is compiled while requests are served.
         """
         samples, items = self._samples(plan), int(rows.chunks.sum())
         if not plan.prefills:
@@ -191,7 +191,7 @@ class Packer:
         return Shape(tokens, samples, size, True, blocks, samples + tokens, True)
 
     def mixed_shapes(self, tokens: int, longest: int) -> list[Shape]:
-        """Return the shapes of mixed steps with `tokens`, a bucket, and contexts up to `longest` tokens."""
+        """Return the shapes of mixed steps of bucket `tokens`, for contexts of up to `longest` tokens."""
         samples = self._mixed_samples(tokens)
         most = samples * -(-longest // self._chunk_tokens(samples))
         shapes = (self.mixed_shape(tokens, int(samples * many)) for many in ITEMS_OF_MIXED)
@@ -201,7 +201,7 @@ class Packer:
         return min(tokens, row_bucket(self._slots, self._slots))
 
     def fill(self, to: Sections, shape: Shape, plan: SchedulePlan, rows: DecodeRows) -> list[Request]:
-        """Fill everything but the patches; return the requests that the sampled rows belong to, in order."""
+        """Fill all sections except patches and tiles. Return the requests of the sampled rows, in order."""
         starts, slots, _ = rows
         count, sampled = len(starts), plan.sampled
         np.subtract(-1, slots, out=to.source[:count])
@@ -223,11 +223,11 @@ class Packer:
         return sampled
 
     def _fill_items(self, items: Numbers, shape: Shape, rows: DecodeRows) -> None:
-        """Write one item per chunk of a row; without prefill, padding rows have one item and become zeros."""
+        """Write one item per chunk of a row. Without prefill, padding rows have one item, yielding zeros."""
         (starts, slots, chunks), count = rows, len(rows.starts)
         ends = chunks.cumsum()
         total = int(ends[-1]) if count else 0
-        of_rows = self._items[:count]  # column 0 is their numbers
+        of_rows = self._items[:count]  # column 0 has the row numbers
         of_rows[:, 1], of_rows[:, 2], of_rows[:, 3] = ends - chunks, starts + 1, slots
         items[:total] = of_rows.repeat(chunks, axis=0)
         np.subtract(np.arange(total, dtype=np.int32), items[:total, 1], out=items[:total, 1])
@@ -258,7 +258,7 @@ class Packer:
             to.blocks[4 * len(blocks) :] = 0
 
     def _fill_positions(self, position: Numbers, slot: Numbers, plan: SchedulePlan) -> None:
-        """Write the positions and cache slots of prompt tokens, chunk after chunk."""
+        """Write the positions and cache slots of prompt tokens, chunk by chunk."""
         lengths = [scheduled.length for scheduled in plan.prefills]
         ends = np.cumsum(lengths)
         before = np.array([scheduled.start for scheduled in plan.prefills]) - (ends - lengths)
@@ -268,7 +268,7 @@ class Packer:
         slot += position % self._page_size
 
     def _blocks(self, at: int, row: int, position: int, length: int) -> list[tuple[int, int, int, int]]:
-        """Cut a chunk into blocks. Padding has positions below 0, so that its blocks attend to nothing."""
+        """Split a chunk into blocks. Padding has negative positions, so that its blocks attend to nothing."""
         step = self._block_tokens
         if position < 0:
             return [
@@ -278,7 +278,7 @@ class Packer:
 
 
 def _mixed_bucket(plan: SchedulePlan) -> int | None:
-    """Return the bucket of a plan with prompts, None for one that no graph has."""
+    """Return the token bucket of a plan with prompts, or None if no graph can run it."""
     tokens = plan.tokens
     if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MAX_CHUNKS:
         return None
@@ -287,19 +287,19 @@ def _mixed_bucket(plan: SchedulePlan) -> int | None:
 
 
 def sampled_ends(plan: SchedulePlan) -> list[int]:
-    """Return the tokens of each sampled request before its next one, in the order of the sampled rows."""
+    """Return the number of tokens before the sampled one, for each sampled row."""
     prompts = [start + length for _, start, length, samples in plan.prefills if samples]
     return [start + 1 for start in plan.starts] + prompts
 
 
 def decode_shape(rows: int, items: int) -> Shape:
-    """Return the graph shape of a decode step; `rows` is a bucket, padding rows have an item too."""
+    """Return the graph shape of a decode step. `rows` is a bucket; `items` includes one per padding row."""
     size = _item_bucket(items, rows, ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY)
     return Shape(rows, rows, size, size > rows, 0, rows, True)
 
 
 def decode_shapes(rows: int, max_chunks: int) -> list[Shape]:
-    """Return the likely shapes of a bucket: with many rows, the mean context is under half the longest."""
+    """Return the likely shapes of a bucket. With many rows, the mean context is under half the longest."""
     likely = ITEMS_OF_FEW if rows <= FEW_ROWS else [2 * many for many in ITEMS_OF_MANY]
     count = sum(many <= max(3, max_chunks + 1) for many in likely)
     steps = ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY

@@ -1,10 +1,10 @@
-"""Make tensors on device memory that something else keeps."""
+"""Create tensors on device memory owned by another object."""
 
 from __future__ import annotations
 
 
 class BorrowedMemory:
-    """Device memory that belongs to somebody else, for `torch.as_tensor`."""
+    """Device memory owned by another object, as an argument for `torch.as_tensor`."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Speed a model up without changing what it computes: joined projections and compiled layers.
+"""Speed up a model without changing its results: joined projections and compiled layers.
 
 The model's modules stay in place; only their `forward` and the layout of some weights change.
 """
@@ -21,14 +21,14 @@ MAX_SPLIT_RATIO = 0.98
 
 
 class _Joined:
-    """The joint product, kept between the calls of its parts."""
+    """The joint product, stored between the calls of its parts."""
 
     def __init__(self) -> None:
         self.product: torch.Tensor | None = None
 
 
 class _Part(nn.Module):  # type: ignore[misc]
-    """One of several projections of one input; the first multiplies for all, each returns its columns."""
+    """One of several projections of one input. The first computes the joint product for all."""
 
     def __init__(self, joined: _Joined, begin: int, end: int, *, last: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Part(nn.Module):  # type: ignore[misc]
 
 
 def join(model: nn.Module, names: Sequence[str]) -> int:
-    """Join linear layers of these names in every module that has them all; return the number of modules."""
+    """Join the linear layers of these names in every module that has all. Return the number of modules."""
     count = 0
     for module in list(model.modules()):
         linears = _linears(module, names)
@@ -81,7 +81,7 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
 
 
 def faster_split(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:
-    """Return a predicate by rows: whether a joint weight is faster as two GEMMs, timed at load."""
+    """Return a predicate on the number of rows: whether two GEMMs are faster than one. Timed at load."""
     if weights[0].device.type != "cuda":
         return lambda rows: False
     apart = {
@@ -97,7 +97,10 @@ def faster_split(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:
 
 
 def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
-    """Time the GEMMs of several layers, more weights than the cache holds, on a warm device."""
+    """Return the duration, in milliseconds, of the GEMMs of several layers on a warm device.
+
+    Their weights exceed the cache.
+    """
     hidden = torch.randn(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
 
     def once() -> None:
@@ -121,7 +124,7 @@ def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile each class of decoder layer once, for any number of tokens; return the number of layers."""
+    """Compile each class of decoder layer once, for any number of tokens. Return the number of layers."""
     compiled: dict[type, Any] = {}
     layers = decoder_layers(model)
     for layer in layers:
@@ -133,7 +136,7 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def compile_ends(model: nn.Module) -> None:
-    """Compile what runs once per step beside the layers: rotary embedding and final norm."""
+    """Compile the modules that run once per step outside the layers: rotary embedding and final norm."""
     layers = decoder_layers(model)
     lists = ((one, child) for one in model.modules() for child in one.children())
     owner = next(
@@ -147,6 +150,6 @@ def compile_ends(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the longest module list, which is that of the decoder layers in every causal model."""
+    """Return the longest module list, which holds the decoder layers in every causal model."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))

@@ -23,7 +23,7 @@ PREPARE_BLOCK = 256
 
 
 class Device:
-    """Device memory that all steps share: the page table, the newest token of every slot, split counters."""
+    """Device memory shared by all steps: page table, newest token of every slot, counters of split rows."""
 
     def __init__(
         self, kv_cache: KVCache, slots: int, pages_per_row: int, group: TensorGroup | None = None
@@ -35,7 +35,7 @@ class Device:
         self.table = torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=where)
         self.newest = torch.zeros(slots + 1, dtype=torch.int32, device=where)
         kv_heads = max(keys.shape[2] for keys in kv_cache.keys)
-        self.chunk_tokens = partial(chunk_tokens, kv_heads=kv_heads)  # by rows
+        self.chunk_tokens = partial(chunk_tokens, kv_heads=kv_heads)  # takes the number of rows
         self.side = torch.cuda.Stream() if where.type == "cuda" else None
         self.arrived = torch.zeros((slots + 8) * kv_heads, dtype=torch.int32, device=where)
 
@@ -50,7 +50,7 @@ class Step:
         shape: Shape,
         arenas: AdapterArenas | None = None,
     ) -> None:
-        """`arenas`: of the adapters that a step with tiles has."""
+        """Allocate the buffers. `arenas` hold the adapters of a step with tiles."""
         self._device = device
         self._forward = forward
         self._shape = shape
@@ -76,24 +76,23 @@ class Step:
 
     @property
     def addresses(self) -> StepAddresses:
-        """Where the logits lie and what was sampled from them, until another step runs."""
+        """The addresses of logits, sampled tokens and inputs. Running another step overwrites the logits."""
         assert self.logits is not None
         return StepAddresses(
             self.logits.data_ptr(), self.chosen.data_ptr(), self._ids.data_ptr(), self._wanted.data_ptr()
         )
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, compiled: bool) -> None:
-        """Capture the pass, after an eager one unless its kernels are compiled; the loaded numbers must be
-        padding.
+        """Capture the forward pass as a graph, after an eager pass unless its kernels are `compiled`.
 
-        The logits lie in memory that all graphs share: they are there until another graph runs. Raises
-        RuntimeError if the pass does what no graph can have; the step then runs eagerly.
+        The loaded block must be padding. The logits are stored in memory shared by all graphs and valid until
+        another graph runs. Raises RuntimeError for operations that cannot be captured; the step stays eager.
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if not compiled:
                 self._forward_pass()
-            torch.cuda.current_blas_handle()  # one per thread and stream; creating it would end a capture
+            torch.cuda.current_blas_handle()  # per thread and stream; creating it would abort a capture
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -144,7 +143,7 @@ class Step:
 
     def _prepare(self) -> None:
         shape, given = self._shape, self._in
-        if self._device.group is not None:  # its leader alone knows the rules by which some were taken
+        if self._device.group is not None:  # only the leader samples rows with rules
             self._device.group.share(self._device.newest)
         most = max(shape.tokens, shape.samples, shape.patches)
         layer_kernels.prepare_inputs[(-(-most // PREPARE_BLOCK),)](
@@ -155,6 +154,6 @@ class Step:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor that does not keep its memory from being used again."""
+    """Return a view of a contiguous tensor that does not keep its memory allocated."""
     memory = BorrowedMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)

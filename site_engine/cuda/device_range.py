@@ -1,7 +1,7 @@
-"""Device memory that keeps its addresses while its physical memory comes and goes.
+"""Reserve device addresses whose physical memory can be released and mapped again.
 
-Through the CUDA driver's virtual memory: tensors, and graphs captured on them, stay valid for as long as
-there is physical memory at their addresses when they are used.
+Uses the CUDA driver's virtual memory: tensors, and graphs captured on them, stay valid as long as physical
+memory is mapped at their addresses when they are used.
 """
 
 from __future__ import annotations
@@ -61,24 +61,26 @@ _CALLS = {
 
 
 class _Part(NamedTuple):
-    """Bytes that have memory of their own; parts follow each other."""
+    """A byte range with an allocation of its own. Parts are adjacent."""
 
     begin: int
     size: int
 
 
 class Driver:
-    """The driver's calls for memory of one device. Raises NoMemory where it has none left."""
+    """The driver's calls for memory of one device. They raise NoMemory if the device is out of memory."""
 
     def __init__(
         self, device: torch.device, neighbour: torch.device | None = None, *, shared: bool = False
     ) -> None:
-        """`neighbour`: another device that copies from and to the memory. `shared`: with other processes."""
+        """`neighbour` is another device that copies from and to the memory. With `shared`, memory can be
+        exported to other processes.
+        """
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, types in _CALLS.items():
             getattr(self._library, name).argtypes = types
         self._device = device
-        torch.zeros(1, device=device)  # so that there is a context
+        torch.zeros(1, device=device)  # creates the CUDA context
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
         self._properties = _Properties(_PINNED, _DESCRIPTOR if shared else 0, location)
         where = [location, *([] if neighbour is None else [_Location(_DEVICE, neighbour.index)])]
@@ -89,18 +91,18 @@ class Driver:
         self.total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
 
     def reserve(self, size_bytes: int) -> int:
-        """Return the first of so many addresses."""
+        """Reserve a range of `size_bytes` addresses and return the first."""
         address = _address()
         self._call("cuMemAddressReserve", address, size_bytes, 0, 0, 0)
         return int(address.value)
 
     def create(self, size_bytes: int) -> int:
-        """Return the name of memory without an address."""
+        """Allocate physical memory without an address and return its handle."""
         memory = _memory()
         try:
             self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
         except NoMemory:
-            torch.cuda.empty_cache()  # of what PyTorch keeps for later
+            torch.cuda.empty_cache()  # free PyTorch's cached memory
             self._call("cuMemCreate", memory, size_bytes, self._properties, 0)
         return int(memory.value)
 
@@ -112,22 +114,22 @@ class Driver:
         self._call("cuMemUnmap", address, size_bytes)
 
     def free(self, address: int, size_bytes: int) -> None:
-        """Give up addresses without memory."""
+        """Free a range of reserved addresses without mapped memory."""
         self._call("cuMemAddressFree", address, size_bytes)
 
     def release(self, memory: int) -> None:
         self._call("cuMemRelease", memory)
 
     def descriptor_of(self, memory: int) -> int:
-        """Return a file descriptor by which another process takes the memory over, too."""
+        """Export memory as a file descriptor that another process can pass to `take_over`."""
         descriptor = ctypes.c_int()
         self._call("cuMemExportToShareableHandle", descriptor, memory, _DESCRIPTOR, 0)
         return int(descriptor.value)
 
     def take_over(self, descriptor: int) -> int:
-        """Return the name of memory that another process has, of any device; close the descriptor.
+        """Import memory of another process, of any device. Close the descriptor and return the handle.
 
-        The memory is there until both have released it.
+        The memory is freed when both processes have released it.
         """
         memory = _memory()
         try:
@@ -149,17 +151,17 @@ class Driver:
 
 
 class DeviceRange:
-    """An `AddressRange` of a GPU: as many addresses as it has memory, taken from the front."""
+    """An `AddressRange` of a GPU, as large as its memory. Memory is taken from the front."""
 
     def __init__(self, driver: Driver, neighbour: torch.device | None = None) -> None:
-        """`neighbour`: the GPU that holds the copies, instead of the host."""
+        """`neighbour` is the GPU that holds the copies, instead of the host."""
         self._driver = driver
         self._neighbour = neighbour
         self.copies_in_host = neighbour is None
         self._capacity_bytes = whole(driver.total_bytes, driver)
         self._address = driver.reserve(self._capacity_bytes)
         self._parts: list[_Part] = []
-        self._memory: list[int] = []  # the driver's names of that of the first parts
+        self._memory: list[int] = []  # the handles of the mapped parts, which are the first
         self._taken_bytes = 0
 
     @property
@@ -183,8 +185,9 @@ class DeviceRange:
             yield self._driver.bytes_at(self._address, self._taken_bytes)
 
     def room_for_copy(self, size_bytes: int) -> torch.Tensor:
-        """Return memory of the neighbour, or pinned memory of the host. PyTorch's own takes up to twice the
-        memory, and longer: several threads touch this one first.
+        """Return memory on the neighbour, or pinned host memory, whose pages several threads touch first.
+
+        PyTorch's own pinned memory takes longer to allocate and up to twice the memory. Raises NoMemory.
         """
         if self._neighbour is not None:
             try:
@@ -235,7 +238,7 @@ class DeviceRoom:
         self.granularity = driver.granularity
         self._max_bytes = whole(max_bytes, driver)
         self._address = driver.reserve(self._max_bytes)
-        self._parts: list[tuple[_Part, int]] = []  # with the driver's names of their memory
+        self._parts: list[tuple[_Part, int]] = []  # with the handles of their memory
 
     @property
     def mapped_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Load Triton's compiler and its driver by one small launch, while others load weights."""
+"""Load Triton's compiler and driver with one small launch, while other threads load weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 1024
 
 
 def launch_first(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch a kernel. The first of a process takes a second or two, to make a key of all of Triton."""
+    """Launch a kernel. The first launch of a process takes 1 to 2 s, since Triton hashes all of its code."""
     gate = torch.zeros(1, WIDTH, dtype=dtype, device=device)
     out = torch.empty_like(gate)
     layer_kernels.silu_times[(1, 1)](

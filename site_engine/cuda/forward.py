@@ -12,8 +12,8 @@ from site_engine.model.runner import Forward
 def fast_forward(model: LoadedModel) -> Forward:
     """Return a pass of few kernels: fused layers for the Llama family, compiled layers for other models.
 
-    Joins and compiles the model's own modules in place. Raises ModelNotSupported for the share of a model
-    whose layers can't be fused.
+    Joins and compiles the model's own modules in place. Raises ModelNotSupported for a model that is split
+    over a tensor group and whose layers cannot be fused.
     """
     fused = llama_forward(model)
     if fused is not None:

@@ -1,18 +1,18 @@
-"""Pinned memory of the host for what steps copy to and from the device, reused: allocating it takes time."""
+"""Reusable pinned host memory for copies to and from the device. Allocating pinned memory is slow."""
 
 from __future__ import annotations
 
 import torch
 
 MOST_PARTS = 512
-"""Sizes of which a buffer keeps a view, which takes longer to make than to find."""
+"""Maximum number of views that a buffer caches by size. Creating a view takes longer than a lookup."""
 
 
 class HostBuffers:
-    """Pinned memory that the device copies int32 numbers from and to, reused in turn.
+    """Pinned buffers of int32 numbers, reused round-robin.
 
-    A buffer is handed out again after IN_TURN others: by then the engine has waited for the step that used
-    it, since at most one is launched before the one before it is read.
+    A buffer is returned again after IN_TURN calls. By then the engine has waited for the step that used it,
+    since at most one step is launched before the previous one is read.
     """
 
     IN_TURN = 4
@@ -41,9 +41,9 @@ class HostBuffers:
 
 
 class StepBuffers:
-    """Pinned memory for the rules of one step at a time: as many buffers as it needs, which the next reuses.
+    """Pinned buffers for the rules of one step at a time. The next step reuses them.
 
-    A step is filled when the one before it is read, so that all copies of that one are done.
+    A step's buffers are filled after the previous step has been read, so all copies of that step are done.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, *, pinned: bool) -> None:
@@ -52,7 +52,7 @@ class StepBuffers:
         self._taken = 0
 
     def begin(self) -> None:
-        """Begin a step: what was handed out before is no longer used."""
+        """Begin a step. All buffers returned before become reusable."""
         self._taken = 0
 
     def take(self, size: int) -> torch.Tensor:

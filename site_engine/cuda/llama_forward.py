@@ -1,8 +1,8 @@
 """Run models of the Llama family with few kernels, rounding where the model's own modules round.
 
-A layer is four GEMMs with one kernel between them each: sum and norm, attention with the rotary embedding,
-gate. Steps of few rows use the GEMMs of skinny_gemm.py. Certified against the unmodified model at load. Does
-not know other families; they run compiled.
+A layer has four GEMMs with one kernel between each two: sum and norm, attention with the rotary embedding,
+gate. Steps of few rows use the GEMMs of skinny_gemm.py. The pass is certified against the unmodified model at
+load. Other families are not supported here and run compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm fused with the residual sum before it; of that sum each rank of a group has a part."""
+    """An RMS norm fused with the residual sum before it. In a group, each rank has a part of that sum."""
 
     weight: torch.Tensor
     epsilon: float
@@ -52,7 +52,7 @@ class Norm(NamedTuple):
     def embed(
         self, ids: torch.Tensor, embedding: torch.Tensor, versions: Versions | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings of the ids and their norm, each by its version of the weight."""
+        """Return the embeddings of the ids and their norm, using each row's version of the norm's weight."""
         residual = embedding.new_empty(ids.shape[0], embedding.shape[1])
         more = _own(versions, ids)
         return residual, self._launch(layer_kernels.embed_norm, ids, embedding, residual, **more)
@@ -70,12 +70,12 @@ class Norm(NamedTuple):
     def add_parts(
         self, parts: torch.Tensor, residual: torch.Tensor, versions: Versions | None = None, *, pdl: bool
     ) -> torch.Tensor:
-        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum."""
+        """Add a product in parts [parts, rows, size] to `residual` in place. Return the norm of the sum."""
         kernel, more = skinny_gemm_kernels.add_parts_norm, _own(versions, parts)
         if self.ranks is not None:
             if self.ranks.exchanges(parts.shape[1]):
                 kernel, more = rank_kernels.exchange_parts_norm, self.ranks.arguments
-            else:  # a kernel does not overlap the sum
+            else:  # a kernel cannot overlap the collective sum
                 parts, pdl = self.ranks.group.sum(parts.sum(0, keepdim=True)), False
         return self._launch(
             kernel, parts, residual, part_stride=parts.stride(0),
@@ -94,7 +94,7 @@ class Norm(NamedTuple):
 
 
 def _own(versions: Versions | None, some: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a norm's kernel for versions of its weight; without any, `some` is not read."""
+    """Return a norm kernel's arguments for versions of its weight. Without any, `some` is a placeholder."""
     if versions is None:
         return {"own": some, "slots": some, "own_stride": 0, "OWN": False}
     own, slots = versions
@@ -102,7 +102,7 @@ def _own(versions: Versions | None, some: torch.Tensor) -> dict[str, Any]:
 
 
 class Layer(NamedTuple):
-    """The weights of a decoder layer, projections of one input joined."""
+    """The weights of a decoder layer, with projections of the same input joined."""
 
     before: Norm
     query_key_value: Linear
@@ -114,7 +114,7 @@ class Layer(NamedTuple):
 
 
 class LlamaForward:
-    """A forward pass with the signature of `LoadedModel.forward`, in the current DeviceContext."""
+    """A forward pass with the signature of `LoadedModel.forward`, run in the current DeviceContext."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LlamaForward:
             [[one.get_submodule(name) for name in names] for names in PARTS] for one in body.layers
         ]
         self._rotary = rotary
-        self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
+        self._split_gate = split_gate  # by number of rows: whether gate and up are faster as two GEMMs
         others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
         biased = any(bias is not None for bias in others)
         self._skinny = skinny_gemm.is_supported(model.device) and not biased
@@ -143,7 +143,7 @@ class LlamaForward:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """All weights, as the kernels get them."""
+        """All weights, as passed to the kernels."""
         norms = [self._last, *(norm for each in self._layers for norm in (each.before, each.between))]
         parts = [(each.query_key_value, each.output, each.gate_up, each.down) for each in self._layers]
         linears = [self._head, *(linear for each in parts for linear in each)]
@@ -175,7 +175,7 @@ class LlamaForward:
     def _skinny_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a layer for few rows; what adapters add is computed in the kernels of the products."""
+        """Run a layer for few rows. The GEMM kernels also compute the adapters' products."""
         pdl, (weight, bias), number = step.pdl, layer.query_key_value, step.layer
 
         def adapters(projection: Projection) -> Adapters | None:
@@ -192,7 +192,7 @@ class LlamaForward:
     def _adapted_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a layer for rows of which some have adapters, added to the joint products."""
+        """Run a layer in a step with adapters, adding their products to the joint products."""
         adapters, number, width = step.adapters, step.layer, layer.down.weight.shape[1]
         assert adapters is not None
 
@@ -211,7 +211,7 @@ class LlamaForward:
         return after.add(added, residual, _versions(step, number + 1, Part.NORM_BEFORE))
 
     def arenas(self, slots: int, rank: int) -> AdapterArenas:
-        """Allocate room for adapters."""
+        """Allocate memory for adapters of up to `rank` in each of `slots`."""
         layer = self._layers[0]
         attention, narrow = self._heads * self._dim, self._kv_heads * self._dim
         depth, width = layer.output.weight.shape[0], layer.down.weight.shape[1]
@@ -243,7 +243,7 @@ class LlamaForward:
 
 
 def _versions(step: DeviceContext, layer: int, part: int) -> Versions | None:
-    """Return which versions of a part of a layer the rows of a step have; None: all have the base's."""
+    """Return the rows' versions of a part of a layer, or None if all rows use the base's."""
     return None if step.adapters is None else step.adapters.versions(layer, part)
 
 
@@ -265,9 +265,9 @@ def _opened(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def llama_forward(model: LoadedModel) -> LlamaForward | None:
-    """Return the pass for a model of the family, else None.
+    """Return the forward pass for a model of the family, else None.
 
-    The model's own projections become views of the joint ones.
+    The weights of the model's own projections become views of the joint weights.
     """
     config = model.model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -277,7 +277,7 @@ def llama_forward(model: LoadedModel) -> LlamaForward | None:
     window = config.sliding_window if type(model.model).__name__ == "MistralForCausalLM" else None
     ranks = None
     if model.group is not None:
-        rows = INBOX_ROWS if model.device.type == "cuda" else 0  # interpreted, a kernel would wait for itself
+        rows = INBOX_ROWS if model.device.type == "cuda" else 0  # interpreted, a kernel would deadlock
         ranks = RankSums(model.group, rows, config.hidden_size, model.dtype, model.device)
 
     def norm(its: Any) -> Norm:
@@ -310,7 +310,7 @@ def _linear(linear: Any) -> Linear:
 
 
 def _joint(*linears: Any) -> Linear:
-    """Join linear layers of one input into one; the modules go on working, on views of it."""
+    """Join linear layers of one input into one. The modules stay usable, with views of the joint weight."""
     weight = torch.cat([one.weight.detach() for one in linears]).contiguous()
     bias = None if linears[0].bias is None else torch.cat([one.bias.detach() for one in linears])
     begin = 0

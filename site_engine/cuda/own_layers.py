@@ -1,7 +1,7 @@
-"""Variants' own versions of layers on a GPU: a table says where each slot's lie, so that graphs hold any.
+"""Store variants' own versions of layers on a GPU, located by a table by slot, so that graphs serve any.
 
-A version of a projection lies as the base's does, its modules joined. Serves the projections and norms of
-decoder layers, nothing else.
+A version of a projection has the layout of the base's, with its modules joined. Supports only the projections
+and norms of decoder layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNIT_BYTES = 16
 
 
 class Part(IntEnum):
-    """The weights of a layer, the projections in the order of `Projection`."""
+    """The weights of a layer. The projections are in the order of `Projection`."""
 
     QUERY_KEY_VALUE = 0
     OUTPUT = 1
@@ -33,14 +33,17 @@ class Part(IntEnum):
 
 
 PARTS = [*MODULES.values(), *((name,) for name in NORMS)]
-"""The modules of each part."""
+"""The module names of each part."""
 
 
 class OwnLayers:
-    """The table of versions, for all slots and `weights`, the base's by layer and part."""
+    """The table of versions by slot, layer and part, as offsets from the base's weights."""
 
     def __init__(self, modules: Sequence[Sequence[Sequence[Any]]], slots: int) -> None:
-        """`modules`: the base's by layer, part and place in it; the weights of a part lie side by side."""
+        """Create an empty table. `modules` are the base's by layer, part and index in the part.
+
+        The weights of a part must be contiguous.
+        """
         self._modules = modules
         self._weights = [[[module.weight.detach() for module in part] for part in layer] for layer in modules]
         weights = self._weights
@@ -63,10 +66,10 @@ class OwnLayers:
         return variant in self._rows
 
     def prepare(self, variant: LoadedVariant, changes: Mapping[str, Change]) -> None:
-        """Join the own weights of a variant as the base's are; its modules become views of them.
+        """Join the own weights of a variant in the base's layout. Its modules become views of them.
 
-        Where it owns some modules of a projection alone, the base's others are copied. Raises VariantRefused
-        where memory is short.
+        If it owns only some modules of a projection, the base's others are copied. Raises VariantRefused if
+        memory runs out or the distance from the base's weights is not a multiple of UNIT_BYTES.
         """
         row = torch.zeros(len(self._weights), len(Part), dtype=torch.int64)
         kept: list[torch.Tensor] = []
@@ -91,7 +94,7 @@ class OwnLayers:
             self._versions[variant] = kept
 
     def place(self, variant: LoadedVariant, slot: int) -> None:
-        """Let a slot have the versions of a variant, or the base's, after the steps launched so far."""
+        """Set a slot to a variant's versions, or the base's, in stream order after all launched steps."""
         row = self._rows.get(variant)
         if row is None:
             self._table[slot].zero_()
@@ -99,14 +102,14 @@ class OwnLayers:
             self._table[slot].copy_(row, non_blocking=True)
 
     def versions(self, layer: int, part: int, slots: torch.Tensor) -> Versions:
-        """Return the versions of rows, whose `slots` are given."""
+        """Return the versions of a part of a layer for rows with the given `slots`."""
         return Versions(self._table[:, layer, part], slots)
 
 
 def _joined(own: Sequence[Any], base: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor of the weights of modules, of which `own` has the variant's, None for the base's."""
+    """Return the joined weights of a part. `own` has the variant's modules, with None for the base's."""
     weights = [ours if one is None else one.weight.detach() for one, ours in zip(own, base, strict=True)]
-    # tensors of files may lie anywhere, and those of a CPU's products in another order
+    # tensors from files may be unaligned, and those prepared for CPU products have another memory order
     ready = all(one.is_contiguous() for one in weights) and weights[0].data_ptr() % UNIT_BYTES == 0
     ends = [one.data_ptr() + one.nbytes for one in weights]
     together = len({one.untyped_storage().data_ptr() for one in weights}) == 1

@@ -1,4 +1,4 @@
-"""Copy pages of keys and values on a GPU: those of all layers in one launch."""
+"""Copy pages of keys and values on a GPU, for all layers in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ BLOCK = 1024
 
 
 class DevicePageCopies(PageCopies):
-    """Launching a copy for each layer would take the host longer than the device copies."""
+    """Copy the pages of all layers with one kernel if their sizes are multiples of 8 bytes.
+
+    Launching a copy per layer would take the host longer than the device takes to copy.
+    """
 
     def __init__(self, rooms: Sequence[torch.Tensor]) -> None:
         super().__init__(rooms)

@@ -1,7 +1,7 @@
 """Sum products over the ranks of a tensor group in the kernel of the norm that follows.
 
-A collective of its own takes longer than the rows of a decode step take on the way: each rank stores its part
-into the memory of the others, and a flag after it. Does not sum steps of more rows than an inbox has.
+Each rank stores its part in the memory of the others, followed by a flag. A separate collective would take
+longer than the transfer of a decode step's rows. Steps with more rows than an inbox has use the collective.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from site_engine.model.tensor_group import TensorGroup
 log = logging.getLogger(__name__)
 
 INBOX_ROWS = 512
-"""Steps with more are summed by NCCL."""
+"""Maximum rows of an inbox. Steps with more rows are summed by NCCL."""
 
 
 class RankSums:
-    """Sums rows of `size` numbers over the ranks of a group: in a norm's kernel, or by a collective."""
+    """Sum rows of `size` numbers over the ranks of a group, in a norm's kernel or with a collective."""
 
     def __init__(
         self, group: TensorGroup, rows: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make inboxes for so many rows, if any: all ranks have to at the same time.
+        """Allocate inboxes for `rows` rows, if any. All ranks must do this at the same time.
 
-        Ranks whose devices have no way to each other's memory sum all rows by a collective.
+        If the devices cannot access each other's memory, all rows are summed with a collective.
         """
         self.group = group
         self._rows = 0
         inbox_bytes = 2 * group.size * rows * size * dtype.itemsize
-        self.arguments: dict[str, Any] = {}  # of `exchange_parts_norm`, besides those of a norm
+        self.arguments: dict[str, Any] = {}  # for `exchange_parts_norm`, besides those of a norm
         if not rows:
             return
         self._memory = _memory(group, inbox_bytes + group.size * rows * 4, device)
@@ -54,12 +54,12 @@ class RankSums:
         }
 
     def exchanges(self, rows: int) -> bool:
-        """Return whether the kernel of a norm sums so many rows."""
+        """Return whether the norm's kernel sums steps of `rows` rows."""
         return rows <= self._rows
 
 
 def _memory(group: TensorGroup, size_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return memory of every rank, or nothing, on all of them, if one of them can't have that of another."""
+    """Return the memory of every rank, or an empty list on all ranks if any rank cannot access another's."""
     memory: list[torch.Tensor] = []
     try:
         memory = memory_of_ranks(group, size_bytes, device)

@@ -1,6 +1,6 @@
-"""Sample and rank rows as the sampling kernel does not, in CUDA graphs for the rows of any step.
+"""Sample rows with rules and rank tokens, in CUDA graphs that serve the rows of any step.
 
-Launching their kernels one by one takes the host longer than a step of a small model takes the GPU.
+Launching these kernels one by one would take the host longer than a step of a small model takes the GPU.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from site_engine.cuda.sampling_launch import sample
 from site_engine.model.logit_rules import NO_EDITS, Edits
 
 ROWS = (4, 16, 64)
-"""Of a graph; more rows take several."""
+"""Rows per graph. More rows take several replays."""
 MAX_EDITS = 4096
-"""Of several rows of a graph; a row alone may have one for every token."""
+"""Maximum edits of a group of several rows. A row that is alone may have one per token of the vocabulary."""
 EDIT_BLOCK, EDIT_PROGRAMS = 128, 8
 SPAN = 2048
 WORD_BITS = 32
 IN_PROMPT = 1 << 14
-"""The bit of a token's count that says that the prompt has it."""
+"""The bit of a token's count that marks tokens of the prompt."""
 PENALISED, COUNTING, MASKED = 1, 2, 4
 """The flags of a row."""
 HEAD = 12
-"""Numbers before those of rows, of 64 bits each: addresses of a step's tensors, how many edits follow, and
-how many of the best tokens are wanted.
+"""Size of the header in int32 numbers. Its fields have 64 bits: the addresses of a step's tensors, the number
+of edits and the number of best tokens to rank.
 """
 OF_ROWS = 6
-"""Sampled row, slot, flags, three penalties; then its RULES."""
+"""Numbers per row before its RULES: sampled row, slot, flags, three penalties."""
 OF_EDIT = 3
-"""Row of the graph, token, what is added to its logit."""
+"""Numbers per edit: row of the graph, token, value added to its logit."""
 
 
 class RuledRow(NamedTuple):
-    """A sampled row of a step, and its rules."""
+    """A sampled row of a step with its rules."""
 
-    place: int  # among the rows with rules
+    place: int  # index among the rows with rules
     row: int
     slot: int
     penalties: tuple[float, float, float] | None  # presence, frequency, repetition
@@ -54,20 +54,20 @@ class RuledRow(NamedTuple):
 
 
 class StepAddresses(NamedTuple):
-    """Where the device has the tensors of a launched step."""
+    """The device addresses of the tensors of a launched step."""
 
     logits: int  # [samples, vocabulary]
     chosen: int  # [samples], int32
     ids: int  # [tokens], int64
-    wanted: int  # [samples], int64: places among `ids`
+    wanted: int  # [samples], int64: indices into `ids`
 
 
 class RuleGraphs:
-    """The buffers, the graphs and the counts of tokens by slot [slots + 1, vocabulary]."""
+    """The buffers and graphs, and the token counts by slot, `counts` [slots + 1, vocabulary]."""
 
     def __init__(self, newest: torch.Tensor, logits: torch.Tensor) -> None:
-        """Compile or capture all sizes. `newest` [slots + 1]: the last token of each slot, which sampling
-        replaces; `logits` [any, vocabulary]: what those of steps are like.
+        """Compile the kernels and capture the graphs of all sizes. `newest` [slots + 1] has the last token of
+        each slot, which sampling overwrites. `logits` [any, vocabulary] is an example of a step's logits.
         """
         where, vocabulary = logits.device, logits.shape[1]
         self._newest = newest
@@ -93,22 +93,22 @@ class RuleGraphs:
         for rows in ROWS:
             self._copy(StepAddresses(0, 0, 0, 0), rows)
             for kernels in (self._sample, self._rank):
-                kernels(rows)  # compiled before they are captured
+                kernels(rows)  # compile before capturing
                 if where.type == "cuda":
                     graph = self._graphs[kernels, rows] = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                         kernels(rows)
 
     def begin(self) -> None:
-        """Begin a step. The one before must have been computed."""
+        """Begin a step. The device must have finished the previous step."""
         for each in (self._host_numbers, self._host_allowed, self._host_ranking):
             each.begin()
 
     def sample(self, step: StepAddresses, ruled: Sequence[RuledRow], draws: Numbers) -> None:
-        """Queue what replaces the tokens of some sampled rows.
+        """Queue kernels that replace the tokens of some sampled rows.
 
-        `draws` [RULES, places]: how each is drawn, as of `SlotRules`. Rows whose logits were not finite keep
-        their mark.
+        `draws` [RULES, places] has the sampling parameters of each row, as in `SlotRules`. Rows with
+        non-finite logits keep their negative token.
         """
         for group in _groups(sorted(ruled, key=lambda each: each.allowed is None)):
             rows = next(size for size in ROWS if size >= len(group))
@@ -122,10 +122,10 @@ class RuleGraphs:
             self._run(self._sample, rows)
 
     def rank(self, step: StepAddresses, rows: Sequence[int], best: int) -> list[torch.Tensor]:
-        """Queue the ranking of some sampled rows by their unchanged logits, for so many of the best tokens.
+        """Queue the ranking of the `best` tokens of some sampled rows by their unchanged logits.
 
-        Return tensors of the host, to be read when the device is past them, of all rows together [rows, 2, 1
-        + MAX_LOGPROBS]: the token ids, chosen and best, and their log probabilities. Only `best` are ranked.
+        Return host tensors, valid once the device has run the step, that hold [rows, 2, 1 + MAX_LOGPROBS] in
+        all: token ids, the chosen one before the best, and log probabilities. Only `best` are ranked.
         """
         found, best = [], min(best, self._largest.shape[1])
         for first in range(0, len(rows), ROWS[-1]):
@@ -154,7 +154,7 @@ class RuleGraphs:
         draws: Numbers | None = None,
         best: int = 0,
     ) -> None:
-        """Copy the numbers of a group, padded to `rows`, to the device."""
+        """Copy the numbers of a group of rows, padded to `rows`, to the device."""
         counts = [len(each.edits.tokens) for each in group]
         end = HEAD + (OF_ROWS + RULES) * rows
         from_host = self._host_numbers.take(end + OF_EDIT * sum(counts))
@@ -178,7 +178,7 @@ class RuleGraphs:
         self._numbers[: len(numbers)].copy_(from_host, non_blocking=True)
 
     def _sample(self, rows: int) -> None:
-        """Change the logits of the first `rows` lines of the buffers, and sample them again."""
+        """Apply the rules to the logits of the first `rows` rows of the buffers and sample from them."""
         end, chosen = HEAD + (OF_ROWS + RULES) * rows, self._chosen[:rows]
         addresses, of_rows, changed = self._read(rows)
         rule_kernels.edit_logits[(EDIT_PROGRAMS,)](
@@ -205,12 +205,12 @@ class RuleGraphs:
         )  # fmt: skip
 
     def _of(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the addresses, and the numbers of the first `rows` rows."""
+        """Return the header's addresses and the numbers of the first `rows` rows."""
         of_rows = self._numbers[HEAD : HEAD + (OF_ROWS + RULES) * rows].view(-1, rows)
         return self._numbers[:HEAD].view(torch.int64), of_rows
 
     def _read(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Read and change the logits of the rows; return the addresses, the rows' numbers and the logits."""
+        """Copy the rows' logits and apply penalties and masks. Return addresses, row numbers and logits."""
         (addresses, of_rows), vocabulary = self._of(rows), self._changed.shape[1]
         rule_kernels.rule_rows[(rows, -(-vocabulary // SPAN))](
             addresses, of_rows, self._like, self.counts, self._allowed, self._changed, vocabulary,
@@ -229,7 +229,7 @@ def _flags(each: RuledRow) -> int:
 
 
 def _groups(ruled: Sequence[RuledRow]) -> Iterator[list[RuledRow]]:
-    """Cut rows into groups of which a graph holds the rows and the edits."""
+    """Split rows into groups whose rows and edits fit a graph."""
     group: list[RuledRow] = []
     edits = 0
     for each in ruled:

@@ -1,6 +1,6 @@
-"""Apply the rules of requests to the rows of a launched step that the sampling kernel does not know.
+"""Apply rules that the sampling kernel does not support to rows of a launched step.
 
-All of it is queued behind the step, so that rows without such rules do not wait for the host.
+All work is queued after the step, so that rows without such rules do not wait for the host.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from site_engine.model.sampler import Alternatives
 
 
 class Ranked:
-    """Log probabilities of some rows of a step, on their way to the host."""
+    """Log probabilities of some rows of a step, whose copy to the host is queued."""
 
     def __init__(self, wanted: Mapping[int, int], queued: Sequence[torch.Tensor]) -> None:
-        """`wanted`: how many of the best tokens, by row; `queued`: as `RuleGraphs.rank` returns."""
+        """`wanted` has the number of best tokens by row; `queued` is the result of `RuleGraphs.rank`."""
         self._wanted = wanted
         self._queued = queued
 
     def read(self) -> dict[int, Alternatives]:
-        """Return them by row. The step must have been waited for."""
+        """Return the log probabilities by row. The caller must have waited for the step."""
         found = (row for numbers in self._queued for row in numbers.tolist())
         return {
             row: Alternatives(
@@ -44,31 +44,31 @@ class Ruled(NamedTuple):
     """The sampled rows of a step whose requests have rules."""
 
     rows: Sequence[int]
-    requests: Sequence[Request]  # which may have ended or given up their slots since
+    requests: Sequence[Request]  # may have ended or released their slots since
     slots: Sequence[int]
-    ends: Sequence[int]  # tokens of each before the sampled one
-    draws: Numbers  # [RULES, rows]: how each is drawn, as of `SlotRules`
+    ends: Sequence[int]  # number of tokens before the sampled one
+    draws: Numbers  # [RULES, rows]: sampling parameters, as in `SlotRules`
 
 
 class RuledRows:
-    """Knows how often the response of each slot has each token, for penalties."""
+    """Sample rows by their rules. Keeps token counts of each slot's response, for penalties."""
 
     def __init__(self, newest: torch.Tensor) -> None:
-        """`newest` [slots + 1]: the last token of each slot, which sampling replaces."""
+        """`newest` [slots + 1] has the last token of each slot, which sampling overwrites."""
         self._newest = newest
-        self._graphs: RuleGraphs | None = None  # from the first use on
-        self._counted: dict[int, tuple[Request, int]] = {}  # by slot: whose tokens, and how many of them
+        self._graphs: RuleGraphs | None = None  # created on first use
+        self._counted: dict[int, tuple[Request, int]] = {}  # by slot: request, tokens counted
 
     def prepare(self, logits: torch.Tensor) -> RuleGraphs:
-        """Compile or capture what changes logits like these [any, vocabulary]."""
+        """Compile and capture the kernels for logits like `logits` [any, vocabulary], unless already done."""
         if self._graphs is None:
             self._graphs = RuleGraphs(self._newest, logits)
         return self._graphs
 
     def sample(self, step: Step, ruled: Ruled, rules: LogitRules) -> Ranked | None:
-        """Replace the tokens of ruled rows by those that their rules give.
+        """Replace the tokens of ruled rows with tokens sampled by their rules.
 
-        Return the log probabilities of the rows that want them, before any rule.
+        Return the log probabilities, before any rule, of the rows that request them. None: no row does.
         """
         assert step.logits is not None
         with torch.inference_mode():
@@ -84,7 +84,7 @@ class RuledRows:
             return Ranked(wanted, graphs.rank(step.addresses, list(wanted), max(wanted.values())))
 
     def _changed(self, ruled: Ruled, rules: LogitRules, graphs: RuleGraphs) -> list[RuledRow]:
-        """Return the rows whose logits change."""
+        """Return the rows whose logits are changed by rules."""
         allowed = rules.allowed(ruled.requests, ruled.slots)
         edits = rules.edits(ruled.requests, ruled.ends, ruled.slots)
         changed = []
@@ -100,7 +100,7 @@ class RuledRows:
         return changed
 
     def _count(self, request: Request, slot: int, end: int, counts: torch.Tensor) -> bool:
-        """Return whether the counts of a request lack its last token alone; count the others if need be."""
+        """Return whether a request's counts lack only its last token. Recount first if they are outdated."""
         counted, self._counted[slot] = self._counted.get(slot), (request, end)
         if counted is not None and counted[0] is request and counted[1] == end - 1:
             return True

@@ -1,4 +1,4 @@
-"""Run plans on a GPU: one CUDA graph per shape, one copy of a step's numbers in, only token ids out."""
+"""Run plans on a GPU: one CUDA graph per shape, one copy of a step's inputs in, only token ids out."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ from site_engine.model.tensor_group import TensorGroup
 log = logging.getLogger(__name__)
 
 USUAL_NUMBERS = 1 << 16
-"""In the block of a step; one of many prompts at once has more."""
+"""Size of the reused host buffers for step blocks. A step with many prompts has a larger block."""
 
 
 class StepNumbers(NamedTuple):
-    """All that a follower needs to compute a step."""
+    """All data that a follower rank needs to run a step."""
 
     shape: Shape
     block: Numbers
 
 
 class Patches(NamedTuple):
-    """Entries of the flat page table and their pages: more than the step that needs them has room for."""
+    """Indices into the flat page table and their new pages, for steps whose block has too little room."""
 
     at: list[int]
     pages: list[int]
 
 
 class Unsampled(NamedTuple):
-    """Rows of a launched step that are sampled by rules, and what queues that."""
+    """Rows of a launched step that are sampled by rules, and the function that queues their sampling."""
 
     rows: Sequence[int]
     sample: Callable[[], Ranked | None]
 
 
 class DeviceStep:
-    """A launched step and the copy of its tokens to the host, into `ids`, once it is finished."""
+    """A launched step. `finish` queues the copy of its tokens to `ids` on the host."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class DeviceStep:
         self._chosen, self._ids = chosen, ids
         self._unsampled = unsampled
         self._ranked: Ranked | None = None
-        self._failed: dict[int, str] = {}  # rows that could not be sampled by their rules, and why
+        self._failed: dict[int, str] = {}  # error messages of rows whose rules failed
         self._finished = False
         self._done = torch.cuda.Event() if chosen.device.type == "cuda" else None
         if unsampled is None:
             self.finish()
 
     def finish(self) -> None:
-        """Queue what is left of the step, as long as no other has been queued behind it."""
+        """Queue the rest of the step. Must be called before another step is queued."""
         if self._finished:
             return
         self._finished = True
@@ -102,7 +102,7 @@ class DeviceStep:
             self._done.record()
 
     def wait(self) -> StepTokens:
-        """Block until the step is computed and return its tokens."""
+        """Block until the step has run and return its tokens."""
         self.finish()
         if self._done is not None:
             self._done.synchronize()
@@ -117,7 +117,7 @@ class DeviceStep:
 
 
 class DeviceRunner:
-    """Runs steps as CUDA graphs; `reference` computes prompt log probabilities, which graphs do not."""
+    """Run steps as CUDA graphs. `reference` computes prompt log probabilities, which graphs do not."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class DeviceRunner:
         arenas: AdapterArenas | None = None,
         group: TensorGroup | None = None,
     ) -> None:
-        """Create a runner; without `arenas` every request is the base's.
+        """Create a runner. Without `arenas`, all requests use the base model.
 
-        `group`: over which the layers of both, the pass and the reference, are split.
+        `group` is the tensor group over which the layers of `forward` and `reference` are split.
         """
         self.kv_cache = kv_cache = reference.kv_cache
         self._group = group
@@ -156,16 +156,16 @@ class DeviceRunner:
         self._blocks = HostBuffers(USUAL_NUMBERS, pinned=self._cuda)
         self._ids = HostBuffers(MIXED_TOKENS[-1], pinned=self._cuda)
         self._steps: dict[Shape, Step] = {}
-        self._compiled: set[Shape] = set()  # by the kernels that they need
+        self._compiled: set[Shape] = set()  # shapes reduced to `kernels`
         if self._cuda:
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> DeviceStep:
-        """Queue a plan and return at once; tokens still unknown come from the step before, on the device.
+        """Queue a plan without blocking. Tokens not yet known are read from the previous step on the device.
 
-        Rows with rules are sampled when the step is finished: by then the host has read the step before, and
-        knows what grammars allow. Without `rules` no request of the plan may have any.
+        Rows with rules are sampled in `finish`, after the host has read the previous step, which grammars
+        depend on. Without `rules`, no request of the plan may have rules.
         """
         step, requests, to = self._start(plan)
         rows = self._packer.rules.ruled(requests) if rules is not None else []
@@ -181,10 +181,10 @@ class DeviceRunner:
         return self._unfinished
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan whose tokens are all known and return its logits.
+        """Run a plan whose tokens are all known and return its logits.
 
-        Nobody reads the logits of a plan that samples nothing, so this waits until the device has computed
-        them: the pinned memory that the plan's numbers are copied from is used again.
+        If the plan samples no rows, the caller reads no logits. The call then waits for the device, since the
+        pinned memory of the plan's block is reused.
         """
         if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
             self.patch(Patches(*self._tables.patches(plan)))
@@ -199,7 +199,7 @@ class DeviceRunner:
         return Logits(requests, step.logits[: len(requests)], [])
 
     def _wait(self) -> None:
-        """Wait until the device has computed all that is queued."""
+        """Wait until the device has finished all queued work."""
         if self._cuda:
             torch.cuda.current_stream(self._device.where).synchronize()
 
@@ -219,12 +219,12 @@ class DeviceRunner:
         return len(self._steps)
 
     def rehearse(self) -> None:
-        """Run every step of a graph once, with padding instead of requests."""
+        """Run every captured step once, on padding instead of requests."""
         for shape in list(self._steps):
             self.play(shape, self._padding(shape))
 
     def warm_shape(self, shape: Shape) -> None:
-        """Capture the graphs of a shape: every rank of a group in the same order."""
+        """Capture the graphs of a shape. All ranks of a group capture in the same order."""
         with self._together(shape):
             self._step(shape)
             if self._arenas is None:
@@ -235,7 +235,7 @@ class DeviceRunner:
                 self._step(adapted._replace(owned=True))
 
     def _warm_rules(self) -> None:
-        """Compile what samples rows with rules, on a step of padding."""
+        """Compile the kernels that sample rows with rules, on a step of padding."""
         shape = decode_shapes(2, 1)[0]
         step = self.play(shape, self._padding(shape))
         assert step.logits is not None
@@ -249,7 +249,7 @@ class DeviceRunner:
             self._ruled.sample(step, Ruled(range(rows), requests[:rows], slots, [3] * rows, draws), rules)
 
     def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Sections]:
-        """Queue a plan; return its step, the requests of the sampled rows and its numbers."""
+        """Queue a plan. Return its step, the requests of its sampled rows and the sections of its block."""
         rows = self._packer.decode_rows(plan)
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, rows, len(at))
@@ -257,7 +257,7 @@ class DeviceRunner:
         answered = [] if arenas is None else [each for each in plan.requests if each.variant is not None]
         if arenas is not None and any(request.has_adapter for request in answered):
             owned = arenas.own is not None and any(request.variant in arenas.own for request in answered)
-            # steps with prompts run eagerly then: their graphs would be captured for few
+            # with own layers, steps with prompts run eagerly: their graphs would rarely be used
             graph = shape.graph and not (owned and shape.blocks)
             shape = shape._replace(tiles=arenas.tiles(shape.tokens), owned=owned, graph=graph)
         if len(at) > shape.patches:
@@ -271,14 +271,14 @@ class DeviceRunner:
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
         if self._unfinished is not None:
-            self._unfinished.finish()  # while its logits are there
+            self._unfinished.finish()  # before its logits are overwritten
             self._unfinished = None
         step = self.play(shape, block)
         self._tables.applied(plan)
         return step, requests, to
 
     def play(self, shape: Shape, block: torch.Tensor) -> Step:
-        """Queue a step of which only the numbers are known."""
+        """Queue a step from its shape and block of numbers."""
         with self._together(StepNumbers(shape, block.numpy())):
             step = self._step(shape)
             step.load(block)
@@ -286,7 +286,7 @@ class DeviceRunner:
         return step
 
     def obey(self, message: StepNumbers | Patches | Shape) -> None:
-        """Do what the leader of the group has announced."""
+        """Execute a message from the leader of the group."""
         if isinstance(message, Patches):
             self.patch(message)
         elif isinstance(message, Shape):
@@ -297,7 +297,7 @@ class DeviceRunner:
             self.play(message.shape, block)
 
     def patch(self, patches: Patches) -> None:
-        """Write entries of the page table."""
+        """Write entries of the device's page table."""
         where = self._device.where
         with self._together(patches):
             index = to_device(np.array(patches.at, dtype=np.int64), where)
@@ -319,7 +319,7 @@ class DeviceRunner:
                     step.capture(self._stream, self._pool, compiled=shape.kernels in self._compiled)
                 except RuntimeError:
                     if self._group is not None:
-                        raise  # the other ranks have captured it
+                        raise  # the other ranks may have captured the graph
                     log.exception("no graph could be captured, steps of its shape run eagerly: %s", shape)
                     return step
                 self._compiled.add(shape.kernels)

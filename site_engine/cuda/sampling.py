@@ -1,6 +1,6 @@
 """Prepare the inputs of the sampling kernel: the rules of every slot and a random number per row.
 
-Does not sample. Random numbers depend only on a request's seed and position, as in `sampler.py`.
+Does not sample. A random number depends only on the request's seed and position, as in `sampler.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RULES = 5  # temperature, top_k, top_p, min_p, random number
 
 
 class SlotRules:
-    """The sampling rules of every slot, kept so that a step gathers them instead of asking each request."""
+    """The sampling rules of every slot, stored in arrays so that a step gathers them at once."""
 
     def __init__(self, slots: int) -> None:
         self._numbers = np.zeros((RULES - 1, slots), dtype=np.int32)
@@ -27,7 +27,7 @@ class SlotRules:
         self._ruled: set[int] = set()
 
     def set(self, request: Request) -> None:
-        """Store a request's rules in its slot, when its prompt is computed."""
+        """Store a request's rules in its slot. Called when its prompt is computed."""
         sampling, row = request.sampling, request.row
         (self._ruled.add if has_rules(request) else self._ruled.discard)(row)
         if sampling.greedy:
@@ -39,7 +39,7 @@ class SlotRules:
         self._seeds[row], self._prompts[row] = seed_of(request), request.prompt_len
 
     def ruled(self, requests: Sequence[Request]) -> list[int]:
-        """Return the rows whose logits change or are ranked before a token is taken."""
+        """Return the rows whose logits are changed or ranked before sampling."""
         ruled = self._ruled
         return [row for row, request in enumerate(requests) if request.row in ruled] if ruled else []
 
@@ -49,7 +49,7 @@ class SlotRules:
         slots: np.ndarray[Any, np.dtype[np.int32]],
         ends: list[int],
     ) -> None:
-        """Write the rules [RULES, rows] of these slots; each row's next token is its `ends`-th."""
+        """Write the rules of `slots` to `to` [RULES, rows]. `ends` has each row's token count so far."""
         count = len(slots)
         to[:, count:] = 0
         to[:-1, :count] = self._numbers[:, slots]

@@ -20,10 +20,10 @@ def sample(
     *,
     pdl: bool,
 ) -> None:
-    """Write the token of each row of logits [rows, vocabulary] to `chosen` [rows] and its slot in `newest`.
+    """Sample a token per row of logits [rows, vocabulary] into `chosen` [rows] and its slot's `newest`.
 
-    `rules` [RULES, rows] are those of `SlotRules`, `owner` [rows] has the slots. Where logits are not finite,
-    `chosen` is negative.
+    `rules` [RULES, rows] is filled by `SlotRules`; `owner` [rows] has the slots. For rows with non-finite
+    logits, `chosen` is negative.
     """
     rows, vocabulary = logits.shape
     spans = -(-vocabulary // ARGMAX_SPAN)

@@ -1,4 +1,4 @@
-"""Memory of a GPU that several processes have. Each of them may see its own GPU alone."""
+"""Share GPU memory between processes, each of which may see only its own GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from site_engine.model.tensor_group import TensorGroup
 
 
 class _Mapped(NamedTuple):
-    """The driver's name of mapped memory, and its size."""
+    """The driver's handle of mapped memory, and its size."""
 
     memory: int
     size_bytes: int
 
 
 class SharedDeviceMemory:
-    """Through the driver's virtual memory, where a descriptor stands for memory in whatever process."""
+    """Share memory through the driver's virtual memory, identified by a file descriptor in any process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,12 +56,12 @@ class SharedDeviceMemory:
 
 
 def shared_memory(device: torch.device) -> SharedMemory:
-    """Return what makes memory of a device that other processes can have."""
+    """Return the implementation of shared memory for a device."""
     return SharedDeviceMemory(device) if device.type == "cuda" else SharedHostMemory()
 
 
 def memory_of_ranks(group: TensorGroup, size_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return zeros of every rank's device that all ranks can read and write, in their order."""
+    """Return zeroed memory on every rank's device, in rank order, that all ranks can read and write."""
     memory = shared_memory(device)
     descriptor, own = memory.create(size_bytes)
     return [

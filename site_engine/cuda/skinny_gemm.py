@@ -1,7 +1,7 @@
-"""Launch GEMMs for few rows, whose kernel prefetches weights while the kernel before it still runs.
+"""Launch GEMMs for few rows, whose kernel prefetches weights while the previous kernel still runs.
 
-A product may come in parts, which the next norm adds up; the gate is fused with its product. With more rows
-than `MAX_ROWS` cuBLAS is faster. Measured on an H200: docs/decisions/gpu-few-rows.md.
+A product may be returned in parts, which the next norm sums; the gate is fused with its product. With more
+than `MAX_ROWS` rows, cuBLAS is faster. Measured on an H200: docs/decisions/gpu-few-rows.md.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from site_engine.cuda.attention_launch import pdl_kwargs
 from site_engine.cuda.kernels import adapted_gemm_kernels, skinny_gemm_kernels
 
 MAX_ROWS = 128
-MAX_ADAPTED_ROWS = 64  # where some have adapters
+MAX_ADAPTED_ROWS = 64  # the limit in steps with adapters
 FEW_ROWS, BLOCK_ROWS = 16, 64
-PROGRAMS = 256  # of a product in parts; half of it with many rows or columns
-SHORT_PROGRAMS, LONG = 192, 2  # of one with adapters and few rows, unless it is so many times as deep as wide
-WIDE_COLUMNS, WIDE_ROWS = 4096, 96  # of a whole product: with more rows cuBLAS is as fast
-ENOUGH_PROGRAMS = 100  # for a device whose processors hold one each, with as many stages as fit
-NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
-RANKS, WIDE_RANKS = 128, 64  # of several adapters that one dot expands; of wide products that are not gated
-SHRUNK_PARTS = 4  # of the depth, that rows are shrunk in
-GATED_SHRUNK_PARTS = 1  # there, since the product takes long
-FEW_REGISTERS = 128  # of a thread at most, for few rows with adapters, so that more programs have room
-TOGETHER_RANKS = 64  # of groups, at most, that one program shrinks
-PREFETCH_LINES = 2  # 128-byte lines of each weight row fetched while the kernel before still runs
-LARGE_SHARED_MEMORY = (9, 10)  # generations of compute capability
-SHARED_BYTES = 220_000  # that the stages of a tile may fill
+PROGRAMS = 256  # target number of programs of a product in parts; halved with many rows or columns
+SHORT_PROGRAMS, LONG = 192, 2  # target with adapters and few rows, unless depth > LONG * columns
+WIDE_COLUMNS, WIDE_ROWS = 4096, 96  # limits for a whole product; with more rows cuBLAS is as fast
+ENOUGH_PROGRAMS = 100  # minimum that occupies a device with one program per SM and as many stages as fit
+NARROW_COLUMNS = 2048  # below this, a product has smaller tiles; a gate below four times this
+RANKS, WIDE_RANKS = 128, 64  # ranks of several adapters per expanding dot; for wide ungated products
+SHRUNK_PARTS = 4  # parts of the depth when rows are multiplied by `down`
+GATED_SHRUNK_PARTS = 1  # the same for a gated product, which takes longer
+FEW_REGISTERS = 128  # maximum per thread, for few rows with adapters, so that more programs fit
+TOGETHER_RANKS = 64  # maximum total rank of groups that one program multiplies by `down`
+PREFETCH_LINES = 2  # 128-byte lines of each weight row, fetched while the previous kernel still runs
+LARGE_SHARED_MEMORY = (9, 10)  # major versions of compute capability
+SHARED_BYTES = 220_000  # maximum shared memory of a tile's stages
 MAX_STAGES = 8
-WIDE_TILE = 64  # columns from which on the weight is the first factor, of which Hopper multiplies 64 rows
+WIDE_TILE = 64  # minimum columns for the weight as first factor, of which Hopper multiplies 64 rows at a time
 
 
 class Tile(NamedTuple):
@@ -44,40 +44,40 @@ class Tile(NamedTuple):
 
 
 OWNED_ROWS, OWNED_TILE = 64, Tile(128, 64, 4, 3)
-"""Of a program where rows are many and have versions: each block of rows reads the weights again."""
+"""Rows and tile of a program for many rows with versions. Each block of rows reads the weights again."""
 
 
 class AdapterRows(NamedTuple):
-    """Which rows of a step have which adapters, by their slots; the base's have -1."""
+    """The adapter slots of a step's rows. Rows of the base model have -1."""
 
-    tiles: torch.Tensor  # [tiles, numbers]: as the kernels of adapters get them, every row in one
+    tiles: torch.Tensor  # [tiles, TILE_NUMBERS]: in the layout of `AdapterArenas.fill`, every row in one tile
     slots: torch.Tensor  # [rows]
-    used: torch.Tensor  # [tiles]: the slots that rows have, each once
-    counts: torch.Tensor  # [2]: tiles with a slot, slots in `used`
+    used: torch.Tensor  # [tiles]: the distinct slots of the rows
+    counts: torch.Tensor  # [2]: number of tiles with a slot, number of slots in `used`
 
 
 class Versions(NamedTuple):
-    """Which version of a weight each row has."""
+    """The version of a weight that each row uses."""
 
-    own: torch.Tensor  # [slots], int64: where those of slots lie, in units of 16 bytes from the base's
-    slots: torch.Tensor  # [rows]: the base's have -1
+    own: torch.Tensor  # [slots], int64: offset of a slot's version from the base's, in units of 16 bytes
+    slots: torch.Tensor  # [rows]: -1 for rows of the base
 
 
 class Adapters(NamedTuple):
-    """The adapters of one product: the factors of all slots, and which rows have which."""
+    """The adapters of one product: the factors of all slots, and the slots of the rows."""
 
     down: torch.Tensor  # [slots, groups * rank, depth]
     up: torch.Tensor  # [slots, columns, rank]
     scales: torch.Tensor  # [slots, groups], float32
-    biases: torch.Tensor  # [slots, columns], without columns if adapters change none
-    ends: tuple[int, int]  # of the first two groups of columns, of three at most
+    biases: torch.Tensor  # [slots, columns], without columns if the base has no bias
+    ends: tuple[int, int]  # end columns of the first two groups, of at most three
     rows: AdapterRows
-    own: torch.Tensor | None  # as of `Versions`; None: every row has the base's weight
-    arrived: torch.Tensor  # its first number is 0, and counts the programs that have shrunk rows
+    own: torch.Tensor | None  # as in `Versions`; None: all rows use the base's weight
+    arrived: torch.Tensor  # the first number, initially 0, counts the programs that finished with `down`
 
 
 def is_supported(device: torch.device) -> bool:
-    """Return whether the device has the shared memory that tiles take: Hopper, B100, B200."""
+    """Return whether the device has enough shared memory for the tiles: Hopper, B100, B200. True on a CPU."""
     return device.type == "cpu" or architecture() // 10 in LARGE_SHARED_MEMORY
 
 
@@ -89,7 +89,7 @@ def whole(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return hidden [rows, depth] times weight [columns, depth] transposed: [rows, columns]."""
+    """Return the product of hidden [rows, depth] and transposed weight [columns, depth]: [rows, columns]."""
     (rows, depth), columns = hidden.shape, weight.shape[0]
     if columns < NARROW_COLUMNS:
         tile = Tile(16, 128, 4, 4)
@@ -109,7 +109,7 @@ def whole(
 def parts(
     hidden: torch.Tensor, weight: torch.Tensor, adapters: Adapters | None = None, *, pdl: bool
 ) -> torch.Tensor:
-    """Return the product as float32 sums over parts of the depth, [parts, rows, columns], to be added."""
+    """Return the product as float32 partial sums over parts of the depth, [parts, rows, columns]."""
     (rows, depth), columns = hidden.shape, weight.shape[0]
     tile = Tile(32, 128, 4, 4) if columns < NARROW_COLUMNS else Tile(64, 128, 4, 5)
     across = -(-columns // tile.columns)
@@ -117,7 +117,7 @@ def parts(
     enough = PROGRAMS // 2 // across * across >= ENOUGH_PROGRAMS
     if adapters is None and columns >= NARROW_COLUMNS and enough:
         tile, programs = tile._replace(stages=MAX_STAGES), PROGRAMS // 2
-    elif adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that shrink
+    elif adapters is not None and rows <= FEW_ROWS:  # leave room for the programs that multiply by `down`
         if depth > LONG * columns:
             tile = tile._replace(stages=3)
         else:
@@ -132,7 +132,7 @@ def parts(
 def gated(
     hidden: torch.Tensor, gate_up: torch.Tensor, adapters: Adapters | None = None, *, pdl: bool
 ) -> torch.Tensor:
-    """Return silu(hidden gate) * (hidden up); `gate_up` has the gate's rows, then the up projection's."""
+    """Return silu(hidden @ gate.T) * (hidden @ up.T). `gate_up` has the rows of gate, then those of up."""
     rows, depth = hidden.shape
     columns = gate_up.shape[0] // 2
     out = hidden.new_empty(rows, columns)
@@ -150,7 +150,7 @@ def gated(
 
 
 def _row_blocks(rows: int) -> tuple[int, int]:
-    """Return the sizes of a block or two that hold so many rows, powers of two; the second may be 0."""
+    """Return the sizes, powers of two, of one or two blocks that hold `rows` rows. The second may be 0."""
     if rows <= BLOCK_ROWS:
         return _padded(rows), 0
     more = rows - BLOCK_ROWS
@@ -164,7 +164,7 @@ def _padded(rows: int) -> int:
 def owned(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, versions: Versions
 ) -> torch.Tensor:
-    """Return the product of any number of rows, each by its own version of the weight."""
+    """Return the product of any number of rows, each with its own version of the weight."""
     (rows, depth), columns = hidden.shape, weight.shape[0]
     out = hidden.new_empty(rows, columns)
     tile = OWNED_TILE
@@ -229,6 +229,8 @@ def _launch(  # noqa: PLR0917 - the tensors of one call
 
 
 def side_by_side(groups: int, rank: int) -> tuple[int, int]:
-    """Return how many groups one program shrinks, and their ranks, rounded up to a power of two."""
+    """Return the number of groups that one program multiplies by `down`, and their total rank, rounded up to
+    a power of two.
+    """
     together = groups if groups * rank <= TOGETHER_RANKS else 1
     return together, 1 << (together * rank - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Turn rows of a training file into token ids and the tokens that are learned, with the model's own template.
+"""Encode rows of a training file as token ids with a mask of learned tokens, using the model's chat template.
 
-A prompt is encoded as it is when the model serves it, and the answer behind it, so that what is learned is
-what the model will generate: the answer's text and the token that ends it.
+A prompt is encoded as it is when the model serves it, followed by the answer. The learned tokens are those
+that the model has to generate: the answer's text and its end token.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from wire.training_rows import MAX_FAULTS, BadRow, Fault, Row, read_row
 
 
 class Example(NamedTuple):
-    """Token ids [tokens] of one sequence, and whether each [tokens] is learned; the first never is."""
+    """Token ids [tokens] of one sequence and a mask [tokens] of the learned ones. The first never is."""
 
     ids: np.ndarray
     learned: np.ndarray
 
 
 class Dataset(NamedTuple):
-    """The examples of a file in its order, and the faults that only its tokens show."""
+    """The examples of a file in file order, and the faults found while reading and encoding it."""
 
     examples: tuple[Example, ...]
     faults: tuple[Fault, ...] = ()
 
 
 class Answer(NamedTuple):
-    """The ids of what a template writes for an answer, of which the first `learned` are learned.
+    """The token ids of an answer as rendered by the template, of which the first `learned` are learned.
 
-    `ended`: the template ends it with an end token, the last that is learned.
+    `ended`: the template writes an end token, the last learned token.
     """
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
 
 
 class RowEncoder:
-    """A model's tokenizer and template, for examples of at most `context_tokens`."""
+    """Encode rows with a model's tokenizer and template, as examples of at most `context_tokens` tokens."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], context_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class RowEncoder:
         self._form, self._no_tools = recognize(chat_template(tokenizer))
 
     def dataset(self, lines: Iterable[bytes]) -> Dataset:
-        """Encode all lines of a file, or up to the last fault that is named."""
+        """Encode all lines of a file, or those up to the MAX_FAULTS-th fault."""
         examples, faults = list[Example](), list[Fault]()
         for number, line in enumerate(lines, 1):
             pause()
@@ -70,7 +70,7 @@ class RowEncoder:
         return Dataset(tuple(examples), tuple(faults))
 
     def examples(self, row: Row) -> list[Example]:
-        """Return one example, or one for each learned message where the template rewrites earlier messages.
+        """Return one example, or one per learned message if the template rewrites earlier messages.
 
         Raises BadRow.
         """
@@ -97,7 +97,7 @@ class RowEncoder:
         return [self._example([*parts[:-1], self._closed(answers[-1])])]
 
     def _span(self, row: Row, number: int) -> tuple[str, str]:
-        """Return the text before an answer, as it is served, and the text to the answer's end."""
+        """Return the text before an answer, as rendered for serving, and the text up to the answer's end."""
         before = self._render(row, row.messages[:number], True) if number else ""
         through = self._render(row, row.messages[: number + 1], False)
         if not through.startswith(before):
@@ -129,13 +129,15 @@ class RowEncoder:
         return Answer(ids, ends[0] + 1 if ends else len(ids), bool(ends))
 
     def _closed(self, answer: Answer) -> tuple[list[int], int]:
-        """Return the ids of an example's last answer, which end with an end token if the model has one."""
+        """Return the ids of an example's last answer, including an end token if the model has one, and their
+        number.
+        """
         ids = answer.ids[: answer.learned]
         ids += [] if answer.ended else list(self._ends[:1])
         return ids, len(ids)
 
     def _example(self, parts: Sequence[tuple[list[int], int]]) -> Example:
-        """Join parts, of each of which that many leading ids are learned."""
+        """Join parts, each a list of ids and the number of its leading ids that are learned."""
         ids = np.array([token for part, _ in parts for token in part], dtype=np.int64)
         learned = np.concatenate([np.arange(len(part)) < count for part, count in parts])
         if len(ids) > self._context_tokens:

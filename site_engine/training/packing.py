@@ -1,4 +1,4 @@
-"""Pack examples into micro-batches without padding, in an order that a seed decides. Pure."""
+"""Pack examples into micro-batches without padding, in an order determined by a seed. No side effects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from site_engine.core.training import Recipe
 from site_engine.training.data import Example
 
 PARTS = 8
-"""Sizes of micro-batches up to their limit."""
+"""Number of micro-batch sizes up to the limit."""
 
 
 class Packed(NamedTuple):
-    """Sequences one after another; sequence i has the tokens [`begins[i]`, `begins[i + 1]`).
+    """Concatenated sequences; sequence i has the tokens [`begins[i]`, `begins[i + 1]`).
 
-    `ids` and `positions` [tokens]; the tokens at `predicting` predict the `targets`, of which the first
-    `learned` are learned.
+    `ids` and `positions` have the shape [tokens]. The tokens at `predicting` predict the `targets`, of which
+    the first `learned` count towards the loss.
     """
 
     ids: np.ndarray
@@ -41,8 +41,9 @@ def pack(examples: Sequence[Example]) -> Packed:
 
 
 def pad(packed: Packed, tokens: int, learned_in: int) -> Packed:
-    """Return the same with one more sequence, up to so many tokens, and targets up to a multiple of
-    `learned_in`: what is added is computed, and counts for nothing.
+    """Pad to `tokens` tokens with one more sequence, and the targets to a multiple of `learned_in`.
+
+    The padding is computed but does not count towards the loss.
     """
     more, targets = tokens - len(packed.ids), -packed.learned % learned_in
     ids, positions = (np.pad(each, (0, more)) for each in (packed.ids, packed.positions))
@@ -52,8 +53,8 @@ def pad(packed: Packed, tokens: int, learned_in: int) -> Packed:
 
 
 def sizes_up_to(limit_tokens: int, longest: int) -> tuple[int, ...]:
-    """Return the sizes of micro-batches, ascending: parts of the limit and, for an example that is longer and
-    therefore alone, its doubles.
+    """Return the sizes of micro-batches in ascending order: PARTS fractions of the limit and, if an example
+    exceeds the limit and thus is alone in its micro-batch, powers of two times the limit.
     """
     sizes = [-(-limit_tokens * part // PARTS) for part in range(1, PARTS + 1)]
     while sizes[-1] < longest:
@@ -62,28 +63,28 @@ def sizes_up_to(limit_tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def fitting_size(sizes: Sequence[int], tokens: int) -> int:
-    """Return the smallest size of so many tokens; they fit the largest."""
+    """Return the smallest size of at least `tokens` tokens. The largest size must be sufficient."""
     return sizes[bisect_left(sizes, tokens)]
 
 
 @lru_cache(maxsize=8)
 def epoch_order(examples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the examples in the order of an epoch: numpy promises that this generator stays as it is."""
+    """Return the indices of the examples in an epoch's order. numpy guarantees this generator's stability."""
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).permutation(examples)
 
 
 def batch_at(step: int, examples: int, recipe: Recipe) -> list[int]:
-    """Return the examples of an optimizer step: the position in the data is the step's number alone."""
+    """Return the indices of an optimizer step's examples. They depend only on the step and the recipe."""
     epoch, place = divmod(step, recipe.steps_per_epoch(examples))
     size = recipe.batch_size
     return list(map(int, epoch_order(examples, recipe.seed, epoch)[place * size : (place + 1) * size]))
 
 
 def micro_batches(lengths: Sequence[int], limit_tokens: int) -> list[list[int]]:
-    """Group sequences by best fit, the longest first; one that is longer than the limit is alone."""
+    """Group sequence indices by best fit, longest first. A sequence over the limit forms its own group."""
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # tokens left and number of each group, ascending
+    rooms: list[tuple[int, int]] = []  # tokens left and index of each group, ascending
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         fitting = bisect_left(rooms, (lengths[number], 0))
         room, group = rooms.pop(fitting) if fitting < len(rooms) else (limit_tokens, len(groups))
