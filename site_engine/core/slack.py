@@ -26,6 +26,12 @@ KEPT_DELAYS = 400
 """Delays that are remembered. All but the longest fit the bound, so about one in 200 new ones exceeds it."""
 FIRST_DELAY_SHARE, MAX_DELAY_SHARE = 0.2, 0.5
 """Shares of the bound: the initial expected delay, and the longest delay that time is reserved for."""
+ENOUGH_ITERATIONS = 4.0
+"""Iterations that slices between two tokens may last in any case: training then has 0.8 of the device's time.
+More adds little to training and delays each chat as much.
+"""
+SCARCE_POWER = 4
+"""Slices longer than that get this power of the share of free slots."""
 DEBT_LIMIT_S = 1.0
 HALVED_AFTER_S = 5.0
 
@@ -96,7 +102,8 @@ class Slack:
     The time of each is accounted while both want the device, so that the shares hold over about a second, not
     in each iteration. Beside answers, slices and prompts fill `aim_s`: the bound less the recent delays of
     tokens, from slices and iterations that took longer than expected. Slices get less of it as slots fill,
-    since slower chats hold their slots longer: with no slot free, one slice runs between two tokens.
+    since slower chats hold their slots longer: the share of free slots, or less if slices are much longer
+    than iterations. With no slot free, one slice runs between two tokens.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -126,9 +133,15 @@ class Slack:
         if serving.chat_decodes:
             whole_s = self.aim_s - serving.iteration_s
             kept_s = min(serving.newcomer_s, whole_s * NEWCOMER_SHARE)  # an early fit may be far off
-            share = serving.free_share if serving.sliced else 1.0
-            return following.seconds <= share * whole_s - kept_s - serving.since_tokens_s
+            slices_s = self._slices_s(serving, whole_s) if serving.sliced else whole_s
+            return following.seconds <= slices_s - kept_s - serving.since_tokens_s
         return self._batch_s > 0.0
+
+    def _slices_s(self, serving: Serving, whole_s: float) -> float:
+        """Return the part of `whole_s`, the time beside an iteration, that slices may fill."""
+        enough_s = ENOUGH_ITERATIONS * serving.iteration_s
+        longer_s = serving.free_share**SCARCE_POWER * whole_s
+        return min(serving.free_share * whole_s, max(enough_s, longer_s))
 
     def trained(self, seconds: float, serving: Serving, following: NextSlice) -> None:
         """Count a slice that took `seconds`; `following` is its forecast."""

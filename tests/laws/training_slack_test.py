@@ -49,8 +49,10 @@ def test_a_slice_runs_only_where_what_is_served_can_wait_for_it(
         assert not taken
     elif serving.chat_decodes:
         whole_s = slack.aim_s - serving.iteration_s
-        share = serving.free_share if serving.sliced else 1.0
-        left_s = share * whole_s - min(serving.newcomer_s, whole_s / 4) - serving.since_tokens_s
+        free, limit_s = serving.free_share, whole_s
+        if serving.sliced:
+            limit_s = min(free * whole_s, max(4 * serving.iteration_s, free**4 * whole_s))
+        left_s = limit_s - min(serving.newcomer_s, whole_s / 4) - serving.since_tokens_s
         assert taken == (following.seconds <= left_s)
     else:
         assert taken == (not serving.batch)  # which has had no time yet
