@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from inspect import signature
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
@@ -129,15 +127,6 @@ class ReferenceContext:
                 seen &= at > own - window
             mask = self._masks["chunk", number, window] = additive_mask(seen, dtype)
         return mask
-
-
-@cache
-def varlen_attention() -> Callable[..., torch.Tensor]:
-    """Return PyTorch's attention over packed sequences; newer versions need a flag for grouped heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    shared = "enable_gqa" in signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if shared else varlen_attn
 
 
 def additive_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

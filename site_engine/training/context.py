@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.model.attention_context import Scoring
-from site_engine.model.torch_attention import additive_mask, scaled_attention, varlen_attention
+from site_engine.model.torch_attention import additive_mask, scaled_attention
+from site_engine.training.packed_attention import (
+    Attention,
+    AutogradAttention,
+    DifferentiableFlash,
+    Heads,
+    Sequences,
+    supports_flash,
+)
 
 
 class PackedContext:
@@ -18,17 +26,19 @@ class PackedContext:
     def __init__(self, begins: Sequence[int]) -> None:
         self._begins = begins
         self._spans = list(pairwise(begins))
-        self._ends: torch.Tensor | None = None  # `begins` on the device
+        self._sequences: Sequences | None = None  # the spans on the device
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Attend query [heads, tokens, dim] to key and value [kv_heads, tokens, dim].
 
-        Returns [tokens, heads, value dim].
+        Returns [tokens, heads, value dim]. Autograd differentiates the result.
         """
-        if query.is_cuda and query.dtype.itemsize == 2 and scoring.softcap is None and scoring.sinks is None:
-            return self._attend_all(query, key, value, scoring)
+        if supports_flash(query, scoring):
+            heads = [one.transpose(0, 1) for one in (query, key, value)]
+            found: torch.Tensor = DifferentiableFlash.apply(*heads, self._on(query.device), scoring)
+            return found
         group = query.shape[0] // key.shape[0]
         if group > 1:
             key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
@@ -38,17 +48,20 @@ class PackedContext:
         ]
         return torch.cat(parts, 2)[0].transpose(0, 1)
 
-    def _attend_all(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        """Attend all sequences with one kernel, which exists only for 16 bits on GPUs."""
-        if self._ends is None:
-            self._ends = torch.tensor(self._begins, dtype=torch.int32).to(query.device)
-        ends, longest = self._ends, max(end - begin for begin, end in self._spans)
-        before = -1 if scoring.window is None else scoring.window - 1
-        q, k, v = (one.transpose(0, 1) for one in (query, key, value))
-        attend, window = varlen_attention(), (before, 0)
-        return attend(q, k, v, ends, ends, longest, longest, scale=scoring.scale, window_size=window)
+    def attention(self, heads: Heads, scoring: Scoring) -> Attention:
+        """Attend heads and return the output with its backward pass. Autograd does not see the heads."""
+        if supports_flash(heads[0], scoring):
+            with torch.no_grad():
+                return self._on(heads[0].device).attend(heads, scoring)
+        query, key, value = (each.detach().requires_grad_() for each in heads)
+        with torch.enable_grad():
+            graph = self.attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scoring)
+        return AutogradAttention(graph.detach(), graph, (query, key, value))
+
+    def _on(self, device: torch.device) -> Sequences:
+        if self._sequences is None:
+            self._sequences = Sequences(self._begins, device)
+        return self._sequences
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 PyTorch computes the products with frozen weights; norms, rotations and gates take one kernel each; an
 adapter's products are added in place. The backward pass recomputes all of the forward pass but the last
-product; attention only if there is too little memory to keep its results. Autograd differentiates attention
-alone. Other families are not supported here and train with the transformers implementation.
+product; attention only if there is too little memory to keep its results. Other families are not supported
+here and train with the transformers implementation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.tensor_split import FAMILIES
 from site_engine.cuda.kernels import training_kernels
-from site_engine.model.attention_context import AttentionContext, Scoring
+from site_engine.model.attention_context import Scoring
 from site_engine.training.adapter import Factors, exact_product
+from site_engine.training.context import PackedContext
+from site_engine.training.packed_attention import Attention
 from site_engine.training.slices import Slice
 
 GATE_ROWS, GATE_COLUMNS, LOGIT_BLOCK = 32, 128, 4096
@@ -178,8 +180,7 @@ class Attended(NamedTuple):
     """The results of the attention half of a layer's forward pass."""
 
     inner: torch.Tensor | None
-    leaves: list[torch.Tensor]  # queries, keys and values, rotated
-    attended: torch.Tensor
+    attention: Attention  # of rotated queries and keys
     output_inner: torch.Tensor | None
     between: torch.Tensor
 
@@ -214,10 +215,10 @@ class TrainedLayer:
         self.kept_numbers = 2 * query + key + value + output  # per token, with `keep`
 
     def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, keep: bool = False
+        self, hidden: torch.Tensor, rotary: Rotary, context: PackedContext, *, keep: bool = False
     ) -> tuple[torch.Tensor, Attended | None]:
         """Map hidden states [tokens, dim]. With `keep`, also return the results that `backward` can reuse."""
-        half, normed = self._attend(hidden, rotary, context, grad=keep)
+        half, normed = self._attend(hidden, rotary, context)
         parts, inner = self._gate_up.forward(normed, add=False)
         gated = torch.empty_like(parts[0])
         self._gate(training_kernels.gate_forward, parts, inner, gated)
@@ -228,7 +229,7 @@ class TrainedLayer:
         self,
         hidden: torch.Tensor,
         rotary: Rotary,
-        context: AttentionContext,
+        context: PackedContext,
         gradient: torch.Tensor,
         kept: Attended | None = None,
     ) -> Generator[Slice, None, tuple[torch.Tensor, Gradients]]:
@@ -238,7 +239,7 @@ class TrainedLayer:
         """
         half, between_normed = kept, None
         if half is None:
-            half, between_normed = self._attend(hidden, rotary, context, grad=True)
+            half, between_normed = self._attend(hidden, rotary, context)
         else:
             between_normed = self._between.forward(half.between)
         factors: Gradients = {}
@@ -253,12 +254,9 @@ class TrainedLayer:
         between = self._between.backward(half.between, normed, gradient)
         del parts, inner, wanted, between_normed
         yield Slice.ATTENTION_BACKWARD
-        attended = half.attended.detach().flatten(1)
-        wanted = self._output.backward([between], attended, half.output_inner, factors)
-        parts = [
-            part.contiguous()
-            for part in torch.autograd.grad(half.attended, half.leaves, wanted.view(half.attended.shape))
-        ]
+        attended = half.attention.output
+        wanted = self._output.backward([between], attended.flatten(1), half.output_inner, factors)
+        parts = [part.contiguous() for part in half.attention.backward(wanted.view(attended.shape))]
         _rotate(parts[0], rotary, -1)
         _rotate(parts[1], rotary, -1)
         flat = [part.flatten(1) for part in parts]
@@ -287,20 +285,17 @@ class TrainedLayer:
         )  # fmt: skip
 
     def _attend(
-        self, hidden: torch.Tensor, rotary: Rotary, context: AttentionContext, *, grad: bool
+        self, hidden: torch.Tensor, rotary: Rotary, context: PackedContext
     ) -> tuple[Attended, torch.Tensor]:
         """Compute the attention half. Return its results and the normed input of the MLP half."""
-        heads, inner = self._query_key_value.forward(self._before.forward(hidden))
-        leaves = [each.view(each.shape[0], -1, self._dim) for each in heads]
-        _rotate(leaves[0], rotary, 1)
-        _rotate(leaves[1], rotary, 1)
-        leaves = [each.detach().requires_grad_(grad) for each in leaves]
-        with torch.set_grad_enabled(grad):
-            query, key, value = (each.transpose(0, 1) for each in leaves)
-            attended = context.attend(query, key, value, self._scoring)
-        (out,), output_inner = self._output.forward(attended.detach().flatten(1))
+        outs, inner = self._query_key_value.forward(self._before.forward(hidden))
+        query, key, value = (each.view(each.shape[0], -1, self._dim) for each in outs)
+        _rotate(query, rotary, 1)
+        _rotate(key, rotary, 1)
+        attention = context.attention((query, key, value), self._scoring)
+        (out,), output_inner = self._output.forward(attention.output.flatten(1))
         between, normed = self._between.add(hidden, out)
-        return Attended(inner, leaves, attended, output_inner, between), normed
+        return Attended(inner, attention, output_inner, between), normed
 
 
 def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], sign: int) -> None:
