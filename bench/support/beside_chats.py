@@ -110,11 +110,15 @@ def serve(
     seconds: float | None = None,
     timer: Timer = time,
 ) -> Served:
-    """Answer chats that arrive `gap_s` apart on average, beside a new job if any; without `seconds`, all."""
+    """Answer chats that arrive `gap_s` apart on average, beside a new job if any; without `seconds`, all.
+
+    Tokens trained a second count up to the last optimizer step that ended: one may take a second.
+    """
     began_s, waiting = timer.monotonic(), list(reversed(chats))
     arrived: dict[str, float] = {}
     last: dict[str, float] = {}
-    first_s, between_s, trained = list[float](), list[float](), list[int]()
+    first_s, between_s = list[float](), list[float]()
+    trained, trained_at_s = 0, 0.0  # tokens of the optimizer steps that have ended, and when the last did
     per_token_s = list[float]()
     while now_s := timer.monotonic() - began_s:
         if (seconds is not None and now_s >= seconds) or (seconds is None and not (waiting or arrived)):
@@ -137,9 +141,9 @@ def serve(
         for _, event in engine.training.take_events():
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
-            trained += [event.trained_tokens] if isinstance(event, StepDone) else []
-    tokens = trained[-1] if trained else 0
-    return Served(first_s, between_s, tokens / (timer.monotonic() - began_s), per_token_s)
+            if isinstance(event, StepDone):
+                trained, trained_at_s = event.trained_tokens, timer.monotonic() - began_s
+    return Served(first_s, between_s, trained / trained_at_s if trained else 0.0, per_token_s)
 
 
 def p99(values: Sequence[float]) -> float:
